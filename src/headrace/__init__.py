@@ -1,0 +1,24 @@
+"""headrace: an LLM inference and serving engine. `LLM`, `AsyncLLM` and `SamplingParams` are loaded on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from headrace.async_llm import AsyncLLM
+    from headrace.llm import LLM
+    from headrace.sampling.params import SamplingParams
+
+_HOMES = {"LLM": "headrace.llm", "AsyncLLM": "headrace.async_llm", "SamplingParams": "headrace.sampling.params"}
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: torch and the server's libraries are imported only by those who use them.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")

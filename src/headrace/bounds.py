@@ -1,0 +1,86 @@
+"""The one table of bounds: every numeric and size field that a request can carry, with its type, range and default.
+
+`SamplingParams`, the HTTP schemas and the engine's own check all read this table, and the tests generate their
+hostile values from it, so a limit is written once. Holds no state, imports only `errors`; `docs/limits.md` is
+printed from it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from headrace.errors import RequestError
+
+MAX_INT = 2**63 - 1
+
+
+class Bound(NamedTuple):
+    """Allowed range of one field, ends included. `kind` is int, float, or size (length of a list or text)."""
+
+    name: str
+    kind: str
+    low: float
+    high: float
+    default: float | None
+    doc: str
+
+    def describe(self) -> str:
+        what = {"int": "an integer", "float": "a finite number", "size": "a length"}[self.kind]
+        return f"{what} from {_show(self.low)} to {_show(self.high)}"
+
+    def check(self, value: object, field: str | None = None) -> None:
+        """Raise `RequestError` unless `value` is of the right type, finite and in range (for `size`, by `len`)."""
+        name = field or self.name
+        if self.kind == "size":
+            number: object = len(value)  # type: ignore[arg-type]
+            shown: object = number
+        else:
+            number = shown = value
+        # bool is an int in Python; a client that sends true for a count made a mistake.
+        right = isinstance(number, int) and not isinstance(number, bool)
+        if self.kind == "float":
+            right = right or isinstance(number, float)
+        if not right or not math.isfinite(number) or not self.low <= number <= self.high:  # type: ignore[arg-type,operator]
+            raise RequestError(name, shown, self.describe())
+
+
+def _show(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
+
+
+def _table(*rows: Bound) -> dict[str, Bound]:
+    return {row.name: row for row in rows}
+
+
+BOUNDS: dict[str, Bound] = _table(
+    # Sampling. Defaults are vLLM's.
+    Bound("n", "int", 1, 128, 1, "answers to one prompt"),
+    Bound("temperature", "float", 0.0, 100.0, 1.0, "0 is greedy"),
+    Bound("top_p", "float", 1e-6, 1.0, 1.0, "nucleus mass kept"),
+    Bound("top_k", "int", -1, 2**31 - 1, 0, "most likely tokens kept; 0 and -1 keep all"),
+    Bound("min_p", "float", 0.0, 1.0, 0.0, "floor, relative to the likeliest token"),
+    Bound("seed", "int", 0, MAX_INT, None, "key of the noise; one is drawn if none is given"),
+    Bound("max_tokens", "int", 1, 2**31 - 1, 16, "tokens to generate at most"),
+    Bound("min_tokens", "int", 0, 2**31 - 1, 0, "no EOS and no stop token before as many"),
+    Bound("logprobs", "int", -1, 2**31 - 1, None, "alternatives reported per token; -1 is the whole vocabulary"),
+    Bound("prompt_logprobs", "int", -1, 2**31 - 1, None, "the same for the prompt's tokens"),
+    Bound("logit_bias_value", "float", -100.0, 100.0, None, "added to one token's logit"),
+    Bound("token_id", "int", 0, 2**31 - 1, None, "a token id, below the model's vocabulary size"),
+    Bound("priority", "int", -(2**31), 2**31 - 1, 0, "lower is sooner, under --scheduling-policy priority"),
+    # Sizes.
+    Bound("stop", "size", 0, 16, None, "number of stop strings"),
+    Bound("stop_string", "size", 1, 1024, None, "characters of one stop string"),
+    Bound("stop_token_ids", "size", 0, 256, None, "number of stop token ids"),
+    Bound("logit_bias", "size", 0, 1024, None, "number of biased tokens"),
+    Bound("prompt_list", "size", 1, 256, None, "prompts in one request"),
+    Bound("messages", "size", 1, 4096, None, "chat messages in one request"),
+    Bound("text", "size", 0, 8 * 2**20, None, "characters of a prompt or of a message"),
+    Bound("cache_salt", "size", 1, 256, None, "characters of the prefix cache's salt"),
+    Bound("request_id", "size", 1, 256, None, "characters of the client's own request id"),
+)
+
+
+def check(name: str, value: object, field: str | None = None) -> None:
+    """Check `value` against the row `name` of the table; `field` is the name to report, if it differs."""
+    BOUNDS[name].check(value, field)

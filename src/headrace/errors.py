@@ -1,0 +1,84 @@
+"""The errors that headrace raises on purpose, and nothing else.
+
+Every layer may raise them; `server` turns them into HTTP statuses by `status` and `code`. An error that belongs
+to one request names the field, the value and the bound, so that the client can mend the request without a guess.
+Imports nothing of headrace.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Root of all deliberate errors. `status` is the HTTP status, `code` the machine-readable name."""
+
+    status = 500
+    code = "internal_error"
+
+
+class RequestError(HeadraceError):
+    """A request that can not be served as it stands (HTTP 400).
+
+    `field` is the parameter's public name, `value` what was given (shortened), `bound` what is allowed.
+    """
+
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, field: str, value: object, bound: str, code: str | None = None) -> None:
+        self.field = field
+        self.bound = bound
+        self.value = value
+        if code is not None:
+            self.code = code
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}: {shown} is not allowed; it must be {bound}")
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt + max_tokens, does not fit the context or the KV cache (HTTP 400)."""
+
+    def __init__(self, field: str, value: object, bound: str) -> None:
+        super().__init__(field, value, bound, code="context_length_exceeded")
+
+
+class ModelNotFoundError(HeadraceError):
+    """No such model: unknown name in a request, or no such directory or hub id at start (HTTP 404)."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint that headrace refuses to read, with the reason and what would help."""
+
+    code = "bad_checkpoint"
+
+
+class QueueFullError(HeadraceError):
+    """Admission refused: too many requests or tokens wait already (HTTP 429, with `retry_after` seconds)."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
+class EngineDeadError(HeadraceError):
+    """The engine is gone and could not be restarted (HTTP 503)."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class InvariantError(HeadraceError):
+    """A `check()` found the accounting broken. Names the invariant (I-1 ... I-20)."""
+
+    code = "invariant_violated"
+
+    def __init__(self, invariant: str, message: str) -> None:
+        self.invariant = invariant
+        super().__init__(f"{invariant}: {message}")

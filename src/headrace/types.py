@@ -1,0 +1,159 @@
+"""The structs that flow through a step, in the order in which they appear:
+
+    Request -> Sequence -> ScheduledBatch -> ForwardBatch -> logits -> StepResult -> StepOutput
+    frozen     mutable     frozen ints       tensors         tensor    ints         frozen ints
+    server     core only   crosses processes runner only     backend   crosses      crosses
+
+Here are those that cross a layer: `Request`, `ScheduledBatch`, `StepResult`, `StepOutput`. `Sequence` lives in
+`core.sequence`, `ForwardBatch` in `runner.inputs`. All are msgspec structs of ints, floats, strings and lists:
+the msgpack bytes of one are its wire form. No torch, no policy, no methods beyond reading.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from headrace.sampling.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One answer to make. `n` answers to one prompt are n requests of one `group`, made by the front end.
+
+    `params.seed` and `params.max_tokens` are filled in by the front end, so that the engine can be told the same
+    request again and give the same bits. `resume_token_ids` are tokens generated before (in an engine that died):
+    they are known, not sampled again, and count towards max_tokens and min_tokens.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    group: str = ""
+    resume_token_ids: list[int] = []
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token under the raw logits (before temperature, bias and filters), natural log.
+
+    `rank` is 1 for the likeliest. `top` holds (token id, logprob) pairs of the likeliest, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
+    """What to compute in one step. Columns: entry i of each list tells of chunk i, a piece of one sequence.
+
+    Chunk i computes positions starts[i] ... starts[i] + lens[i] - 1, whose tokens are the next lens[i] entries of
+    the flat `token_ids`. Position p lives in slot p % block_size of block block_tables[i][p // block_size]. If
+    samples[i], the chunk ends at the last known token and the token after it is to be sampled. `copies` are
+    (source block, target block) pairs, to be copied in that order before anything is written.
+
+    Frozen by contract, not by class (a frozen struct costs more to make, and this is made every step). The block
+    tables are the scheduler's own lists, lent until `commit`: whoever keeps one longer copies it.
+    """
+
+    step_id: int
+    seq_ids: list[int]
+    starts: list[int]
+    lens: list[int]
+    token_ids: list[int]
+    block_tables: list[list[int]]
+    samples: list[bool]
+    params: list[SamplingParams]
+    num_prompts: list[int]
+    copies: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+
+class StepResult(msgspec.Struct, kw_only=True, gc=False):
+    """What a step gave. `token_ids[i]` is chunk i's sampled token, or -1 where none was asked for or it failed.
+
+    The dicts are by chunk index and hold only what was asked for. `prompt_logprobs[i]` has one entry for each row
+    of chunk i whose next token belongs to the prompt. `errors[i]` says why chunk i failed; its sequence alone is
+    ended, and its blocks are never published.
+    """
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprob] = {}
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    errors: dict[int, str] = {}
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """How a request ended. `stop_reason` is the stop token's id or, set by the server, the stop string."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    message: str = ""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of the engine, read from its state and not kept beside it. Counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_held: int = 0
+    num_blocks_cached: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_batched_tokens: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that running sequences hold, 0 to 1. Cached blocks that nobody holds are free."""
+        return self.num_blocks_held / self.num_blocks if self.num_blocks else 0.0
+
+
+class StepOutput(msgspec.Struct, kw_only=True):
+    """What a step means for the requests: columns over those that got tokens, dicts for the rarer things.
+
+    `started` maps a request to the prompt tokens it found in the prefix cache, in the step that first ran it.
+    A request appears in `finished` exactly once, and never again in any later output. Times are monotonic seconds.
+    """
+
+    step_id: int
+    start_time: float = 0.0
+    end_time: float = 0.0
+    request_ids: list[str] = []
+    token_ids: list[list[int]] = []
+    logprobs: dict[str, list[TokenLogprob]] = {}
+    prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+    started: dict[str, int] = {}
+    finished: dict[str, Finish] = {}
+    stats: Stats | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front end must know of a running engine to admit a request by the engine's own rules."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int = 20
+    dtype: str = ""
+    backend: str = ""
+    device: str = ""
+    version: str = ""
