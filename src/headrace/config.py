@@ -1,0 +1,102 @@
+"""The two frozen config objects: `EngineConfig` for whoever makes tokens, `ServerConfig` for whoever serves them.
+
+They are read at the composition roots only (`llm`, `async_llm`, `executor.process`, `server.http`, `cli`), which
+hand each component its own numbers. Names and defaults are vLLM's where vLLM has the thing. No torch; the process
+that runs the engine gets its config as msgpack bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from headrace.errors import RequestError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs", "priority")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What to load and how to run it. `None` means: take it from the model or measure it."""
+
+    model: str = "builtin"
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    backend: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    max_logprobs: int = 20
+    skip_tokenizer_init: bool = False
+
+    def __post_init__(self) -> None:
+        _member("dtype", self.dtype, DTYPES)
+        _member("scheduling_policy", self.scheduling_policy, POLICIES)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("max_logprobs", self.max_logprobs, -1)
+        _at_least("seed", self.seed, 0)
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to face the network. The bounds on waiting work are on by default; beyond them a client gets a 429."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int = 2**20
+    max_restarts: int = 3
+    uvicorn_log_level: str = "info"
+    log_stats_interval: float = 10.0
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise RequestError("port", self.port, "an integer from 0 to 65535")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("max_restarts", self.max_restarts, 0)
+        _member("generation_config", self.generation_config, ("auto", "headrace"))
+
+
+def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RequestError(name, value, "one of " + ", ".join(allowed))
+
+
+def _at_least(name: str, value: float, low: int) -> None:
+    if isinstance(value, bool) or value < low:
+        raise RequestError(name, value, f"at least {low}")
+
+
+def human_int(text: str) -> int:
+    """'32k' -> 32000, '32K' -> 32768, '2G' -> 2**31, '4096' -> 4096: vLLM's rule for sizes on the command line.
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a number such as 4096, 32k (32,000) or 32K (32,768)")
+    number, unit = match.groups()
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit.lower()]
+    value = float(number) * (1000 if unit.islower() else 1024) ** power
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)

@@ -1,0 +1,66 @@
+"""Where a model's files are: a local directory, a hub id, or the built-in model. No torch, no weights.
+
+`resolve` is called by the loader (for weights), by the text layer (for the tokenizer) and by the command line.
+Nothing from the model directory is ever executed: only the file kinds in `PATTERNS` are fetched or looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CheckpointError, ModelNotFoundError
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+MAX_JSON_BYTES = 64 * 2**20
+
+
+def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Directory that holds `model`: 'builtin', a path, or a hub id (fetched by `huggingface_hub`).
+
+    Raises `ModelNotFoundError` telling what was tried.
+    """
+    if model == "builtin":
+        return Path(__file__).parent / "builtin"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"{model} is a file; headrace reads a directory with config.json and *.safetensors")
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ModelNotFoundError(f"{model}: no such directory, and not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    patterns = PATTERNS if weights else [p for p in PATTERNS if p != "*.safetensors"]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises a dozen kinds; each is told, none is swallowed
+        raise ModelNotFoundError(f"{model}: not a local directory, and the hub said: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model directory. Raises `CheckpointError` if it is missing, too large or not an object."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object")
+    return value
+
+
+def eos_token_ids(directory: Path) -> list[int]:
+    """Ids that end a text, from generation_config.json and config.json (either may give one id or a list)."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).is_file():
+            value = read_json(directory / name).get("eos_token_id")
+            for token_id in value if isinstance(value, list) else [value]:
+                if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id not in found:
+                    found.append(token_id)
+    return found
