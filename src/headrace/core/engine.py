@@ -8,11 +8,23 @@ is handed in, so that a simulation can hold it still.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from headrace.core.scheduler import Scheduler
 from headrace.errors import RequestError
-from headrace.executor.base import Executor
-from headrace.types import EngineInfo, Request, Stats, StepOutput
+from headrace.types import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
+
+
+class Executor(Protocol):
+    """Owns the model and the KV cache's memory. `runner` has the real one, `executor.simulated` the oracle."""
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Compute one step. Raises only for faults that no single request owns."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory and threads. May be called twice."""
+        ...
 
 
 class EngineCore:
