@@ -39,6 +39,17 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         raise ModelNotFoundError(f"{model}: not a local directory, and the hub said: {error}") from error
 
 
+def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = None) -> Path:
+    """Directory or file that holds the tokenizer: `tokenizer` if it is given (a file is fine), else the model's.
+
+    The revision pins the model only; another repository has revisions of its own.
+    """
+    if tokenizer is None:
+        return resolve(model, revision, weights=False)
+    path = Path(tokenizer).expanduser()
+    return path if path.is_file() else resolve(tokenizer, weights=False)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model directory. Raises `CheckpointError` if it is missing, too large or not an object."""
     if not path.is_file():

@@ -1,0 +1,39 @@
+"""The composition root of the engine: the one place where scheduler, runner and config meet.
+
+`build_engine` is called by `LLM` in-process and by the engine's own process under a server. Each part gets its
+numbers from here and never sees the config. Torch is imported inside, with the runner.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from headrace import env
+from headrace.config import EngineConfig
+from headrace.core.engine import EngineCore
+from headrace.core.scheduler import Scheduler
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Load the model, make room for its KV cache, and put an engine around them.
+
+    Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model can not meet).
+    """
+    from headrace.runner.build import build_runner
+
+    runner, info = build_runner(config)
+    scheduler = Scheduler(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        policy=config.scheduling_policy,
+        eos_token_ids=info.eos_token_ids,
+        # A cache of this process alone: nobody outside can compute its keys (S-23).
+        cache_key=os.urandom(32),
+    )
+    return EngineCore(scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0)
