@@ -1,0 +1,61 @@
+# Each target works on a fresh clone as the only command: what needs the virtual environment makes it first.
+# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, VENV.
+
+VENV     ?= .venv
+MODEL    ?= builtin
+PORT     ?= 8000
+PIP_ARGS ?=
+ARGS     ?=
+BIN      := $(VENV)/bin
+STAMP    := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check fix docs bench sim clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## make .venv with the headrace command and the dev tools in it
+
+# An absent or unfit Python ends here with one sentence, not with a traceback of venv or pip.
+$(STAMP): pyproject.toml constraints.txt
+	@python=$$(for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; \
+	    test -n "$(PYTHON)" && break; done; true); \
+	  test -n "$$python" || { echo "headrace needs Python 3.11 or newer; name one with make setup PYTHON=/path/to/python3" >&2; exit 1; }; \
+	  $$python -c 'import ensurepip, venv' 2>/dev/null || { echo "$$python has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
+	  test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "$$python -m venv $(VENV)"; $$python -m venv --clear $(VENV); }
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "headrace $$($(BIN)/headrace --version | cut -d' ' -f2) is in $(VENV); try: make run"
+
+run: $(STAMP)  ## serve MODEL (the built-in one) with the OpenAI API on PORT (8000)
+	$(BIN)/headrace serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: $(STAMP)  ## run all tests but the slow ones; ARGS goes to pytest
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: $(STAMP)  ## format, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fix: $(STAMP)  ## format, and mend what the linter can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
+	$(BIN)/python -m headrace.cli.reference docs
+
+bench: $(STAMP)  ## measure start-up, scheduler, latency and throughput on MODEL, as JSON lines
+	$(BIN)/python -m bench.startup
+	$(BIN)/python -m bench.scheduler
+	$(BIN)/headrace bench latency --model $(MODEL) --json
+	$(BIN)/headrace bench throughput --model $(MODEL) --json
+
+sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
+	$(BIN)/python -m headrace.executor.simulated $(ARGS)
+
+clean:  ## remove caches and build outputs (not .venv)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench examples training -name __pycache__ -type d -prune -exec rm -rf {} +
