@@ -59,6 +59,9 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
 
     Frozen by contract, not by class (a frozen struct costs more to make, and this is made every step). The block
     tables are the scheduler's own lists, lent until `commit`: whoever keeps one longer copies it.
+
+    `next_token_ids[i]` is the prompt token after chunk i, for chunks that ask for prompt_logprobs and end before the
+    prompt does: its last row foretells that token.
     """
 
     step_id: int
@@ -71,6 +74,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     params: list[SamplingParams]
     num_prompts: list[int]
     copies: list[tuple[int, int]]
+    next_token_ids: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.seq_ids)

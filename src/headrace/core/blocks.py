@@ -1,0 +1,144 @@
+"""`BlockPool`: who holds which KV block. Owns reference counts, the free stack, the eviction order and the pins.
+
+A block is free, or held (by block tables and pins), or evictable: held by nobody but still cached under a key,
+and kept until its room is needed. Knows ints only: no tokens, no keys, no requests. Called by the scheduler and
+by the prefix cache, which is told through `on_evict` when a cached block goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from headrace.errors import InvariantError
+
+
+def _nothing(_: int) -> None:
+    return None
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` slots. Block ids are 0 ... num_blocks - 1; none is special.
+
+    `fail_at` makes the allocation with that number fail (the first is 1), as if memory had run out: for tests;
+    `has_failed` then stays set until it is cleared.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.refs = [0] * num_blocks
+        self.cached = [False] * num_blocks
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.pins: list[int] = []
+        self.on_evict: Callable[[int], None] = _nothing
+        self.num_allocations = 0
+        self.fail_at = 0
+        self.has_failed = False
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self.free) + len(self.evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that tables and pins hold."""
+        return self.num_blocks - len(self.free) - len(self.evictable)
+
+    def blocks_for(self, num_slots: int) -> int:
+        """Blocks that hold `num_slots` positions. Admission and allocation both size by this (I-19)."""
+        return -(-num_slots // self.block_size)
+
+    def allocate(self, num: int) -> list[int] | None:
+        """`num` blocks, each with one reference; or None, and then nothing has changed (I-6).
+
+        Cached blocks are evicted, least recently used first, once no free ones are left.
+        """
+        self.num_allocations += 1
+        free = self.free
+        if self.num_allocations == self.fail_at:
+            self.has_failed = True
+            return None
+        if num > len(free) + len(self.evictable):
+            return None
+        while len(free) < num:
+            block, _ = self.evictable.popitem(last=False)
+            self.cached[block] = False
+            self.on_evict(block)
+            free.append(block)
+        blocks = [free.pop() for _ in range(num)]
+        for block in blocks:
+            self.refs[block] = 1
+        return blocks
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block: held ones, or cached ones that nobody holds.
+
+        Raises `InvariantError` (I-3) for a free block.
+        """
+        refs = self.refs
+        for block in blocks:
+            if refs[block] == 0:
+                if block not in self.evictable:
+                    raise InvariantError("I-3", f"block {block} is free and was taken")
+                del self.evictable[block]
+            refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block, the last of the table first, so that leaves are evicted before parents.
+
+        Raises `InvariantError` (I-2) for a block that nobody holds.
+        """
+        refs = self.refs
+        for block in reversed(blocks):
+            if refs[block] <= 0:
+                raise InvariantError("I-2", f"block {block} was released and nobody held it")
+            refs[block] -= 1
+            if not refs[block]:
+                if self.cached[block]:
+                    self.evictable[block] = None
+                else:
+                    self.free.append(block)
+
+    def pin(self, block: int) -> None:
+        """Turn one reference to `block` into a pin: it stays until the step in flight is retired (I-7)."""
+        self.pins.append(block)
+
+    def unpin(self) -> None:
+        """Retire the step in flight."""
+        pins, self.pins = self.pins, []
+        self.release(pins)
+
+    def mark_cached(self, block: int) -> None:
+        """Keep `block`, which is held, as evictable when the last reference goes."""
+        self.cached[block] = True
+
+    def forget_cached(self) -> None:
+        """No block is cached any more: evictable ones are free, held ones will be when let go."""
+        self.free.extend(self.evictable)
+        self.evictable.clear()
+        self.cached = [False] * self.num_blocks
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compare with the block tables that exist. Raises `InvariantError` I-1, I-2 or I-3."""
+        held = Counter(block for table in tables for block in table)
+        held.update(self.pins)
+        num_held = sum(count > 0 for count in self.refs)
+        if len(self.free) + len(self.evictable) + num_held != self.num_blocks:
+            raise InvariantError(
+                "I-1", f"{len(self.free)} free + {len(self.evictable)} cached + {num_held} held != {self.num_blocks}"
+            )
+        for block, count in enumerate(self.refs):
+            if count != held[block]:
+                raise InvariantError("I-2", f"block {block} counts {count} references and has {held[block]}")
+        free = set(self.free)
+        if len(free) != len(self.free):
+            raise InvariantError("I-3", "a block is twice in the free list")
+        for block, count in enumerate(self.refs):
+            idle = self.evictable if self.cached[block] else free
+            if (block in idle) != (count == 0) or (block in free and block in self.evictable):
+                raise InvariantError("I-3", f"block {block} with {count} references is in the wrong list")

@@ -1,0 +1,185 @@
+"""`PrefixCache`: finds the blocks that already hold the beginning of a token list, and remembers new ones.
+
+A full block is known by a keyed BLAKE2b of (key of all before it, its token ids); the root key covers salt, adapter
+and the fingerprint of model and cache. Knows ints and bytes: no requests, no model. The secret key is given, since
+the core draws no randomness. Whole blocks are found by walking keys; the next block is then found by its first token
+and reused as far as it agrees, so that reuse is by token, as in a radix tree (SGLang, arXiv:2312.07104, section 3).
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+from typing import NamedTuple
+
+from headrace.core.blocks import BlockPool
+from headrace.errors import InvariantError
+
+MAX_CANDIDATES = 8
+_ITEM = array("q").itemsize
+
+
+class Entry(NamedTuple):
+    """What a cached block holds: its key, its parent's key, and its token ids as native 64-bit integers."""
+
+    key: bytes
+    parent: bytes
+    content: bytes
+
+
+class PrefixCache:
+    """Cached blocks of one pool. `key` is secret to the process (at most 64 bytes); `fingerprint` names the model
+    and the form of its cache, so that no other's blocks can ever match."""
+
+    def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"") -> None:
+        self.pool = pool
+        self.blocks: dict[bytes, int] = {}
+        self.entries: dict[int, Entry] = {}
+        # The values are used as ordered sets: the newest child is last.
+        self.children: dict[tuple[bytes, int], dict[int, None]] = {}
+        self._key = key
+        self._fingerprint = fingerprint
+        pool.on_evict = self._forget
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def root(self, salt: str, adapter: bytes = b"") -> bytes:
+        """The key that all prefixes under this salt and this adapter (a digest of its content) begin with."""
+        return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), adapter, self._fingerprint)
+
+    def family_key(self, root: bytes, group: str, tokens: list[int]) -> bytes:
+        """A name for the requests of one group with one prompt under one root."""
+        return self._digest(b"family", root, group.encode("utf-8", "surrogatepass"), array("q", tokens).tobytes())
+
+    def _digest(self, person: bytes, *parts: bytes) -> bytes:
+        hasher = blake2b(key=self._key, digest_size=32, person=person)
+        for part in parts:
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+        return hasher.digest()
+
+    def child_key(self, parent: bytes, content: bytes) -> bytes:
+        """The key of the tokens in `content` after everything that `parent` stands for."""
+        return blake2b(parent + content, key=self._key, digest_size=32).digest()
+
+    def match(self, tokens: list[int], keys: list[bytes], limit: int) -> tuple[list[int], int]:
+        """Blocks that hold the longest known beginning of `tokens`, and how many tokens they hold (at most `limit`).
+
+        If that is not a multiple of the block size, the last block agrees in part only: it may be read up to
+        there, and must be copied before it is written. Extends `keys` (see `Sequence`) as far as it walks, and
+        changes nothing else; the caller takes the blocks.
+        """
+        size = self.pool.block_size
+        found: list[int] = []
+        num = 0
+        while num + size <= limit:
+            content = array("q", tokens[num : num + size]).tobytes()
+            if len(keys) == len(found) + 1:
+                keys.append(self.child_key(keys[-1], content))
+            block = self.blocks.get(keys[len(found) + 1])
+            if block is None or self.entries[block] != (keys[len(found) + 1], keys[len(found)], content):
+                break
+            found.append(block)
+            num += size
+        if num < limit:
+            block, common = self._best_child(keys[len(found)], tokens[num : min(limit, num + size)])
+            if common:
+                found.append(block)
+                num += common
+        return found, num
+
+    def _best_child(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
+        """The child of `parent` that begins like `tokens`, and the number of tokens that agree.
+
+        Looks at no more than `MAX_CANDIDATES` children with the right first token, newest first.
+        """
+        best, longest = -1, 0
+        wanted = array("q", tokens).tobytes()
+        children = self.children.get((parent, tokens[0]), {})
+        for block, _ in zip(reversed(children), range(MAX_CANDIDATES), strict=False):
+            common = _common(wanted, self.entries[block].content)
+            if common > longest:
+                best, longest = block, common
+        return best, longest
+
+    def publish(self, tokens: list[int], keys: list[bytes], table: list[int], first: int, last: int) -> bool:
+        """Make blocks first ... last - 1 of `table`, full and computed, known by their keys (which are extended).
+
+        Where another block is known by the same key, `table` gets that one, with a reference, and the sequence's own
+        is released: so the parent of a known block is known, and held for as long as its child is. Returns False if
+        a key is taken by different tokens; then nothing from there on is published.
+        """
+        pool, size = self.pool, self.pool.block_size
+        for index in range(first, last):
+            chunk = tokens[index * size : (index + 1) * size]
+            content = array("q", chunk).tobytes()
+            parent = keys[index]
+            if len(keys) == index + 1:
+                keys.append(self.child_key(parent, content))
+            key, own = keys[index + 1], table[index]
+            known = self.blocks.get(key)
+            if known is None:
+                self.blocks[key] = own
+                self.entries[own] = Entry(key, parent, content)
+                self.children.setdefault((parent, chunk[0]), {})[own] = None
+                pool.mark_cached(own)
+            elif self.entries[known] != (key, parent, content):
+                return False
+            elif known != own:
+                pool.take((known,))
+                table[index] = known
+                pool.release((own,))
+        return True
+
+    def reset(self) -> None:
+        """Forget everything. Blocks that are held stay held, unknown."""
+        self.blocks.clear()
+        self.entries.clear()
+        self.children.clear()
+        self.pool.forget_cached()
+
+    def _forget(self, block: int) -> None:
+        key, parent, content = self.entries.pop(block)
+        del self.blocks[key]
+        name = (parent, _first_token(content))
+        siblings = self.children[name]
+        del siblings[block]
+        if not siblings:
+            del self.children[name]
+
+    def check(self, roots: set[bytes] | None = None) -> None:
+        """Compare the maps with one another and with the pool. Raises `InvariantError` I-5.
+
+        With `roots`, the parent of each block must be a root or the key of a known block.
+        """
+        if len(self.blocks) != len(self.entries) or sum(self.pool.cached) != len(self.blocks):
+            raise InvariantError("I-5", "keys, blocks and the pool's marks differ in number")
+        for key, block in self.blocks.items():
+            entry = self.entries.get(block)
+            if entry is None or entry.key != key or not self.pool.cached[block]:
+                raise InvariantError("I-5", f"key and block {block} do not agree")
+            if entry.key != self.child_key(entry.parent, entry.content):
+                raise InvariantError("I-5", f"block {block} is known by a key that is not its tokens'")
+            if len(entry.content) != self.pool.block_size * _ITEM:
+                raise InvariantError("I-5", f"block {block} was published before it was full")
+            if block not in self.children.get((entry.parent, _first_token(entry.content)), {}):
+                raise InvariantError("I-5", f"block {block} is not among the children of its parent")
+            if roots is not None and entry.parent not in roots and entry.parent not in self.blocks:
+                raise InvariantError("I-5", f"the parent of block {block} is not known")
+        if sum(map(len, self.children.values())) != len(self.blocks):
+            raise InvariantError("I-5", "a child is listed that is not known")
+
+
+def _first_token(content: bytes) -> int:
+    return array("q", content[:_ITEM])[0]
+
+
+def _common(left: bytes, right: bytes) -> int:
+    """Number of equal items at the beginning of two arrays of 64-bit integers."""
+    size = min(len(left), len(right))
+    differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    if not differ:
+        return size // _ITEM
+    lowest_bit = (differ & -differ).bit_length() - 1
+    return lowest_bit // (8 * _ITEM)

@@ -1,0 +1,545 @@
+"""The scheduler: which sequence computes how many tokens in the next step, and in which blocks.
+
+Owns the waiting queue, the running set and, through `BlockPool` and `PrefixCache`, the blocks. Knows token ids,
+numbers and nothing else: no tensors, no text, no clock, no config. The engine calls `add` and `abort` at any moment,
+and `schedule` then `commit` once per step. There is no prefill or decode phase: a sequence has a gap between the
+tokens it knows and those it has computed, and steps hand out budget until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.core.blocks import BlockPool
+from headrace.core.families import Families, shareable
+from headrace.core.finish import finish_after, stop_ids
+from headrace.core.invariants import check_scheduler
+from headrace.core.prefix import PrefixCache
+from headrace.core.queue import ORDER, WaitingQueue
+from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.errors import ContextLengthError, HeadraceError, RequestError
+from headrace.types import Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
+
+MAX_PREEMPTIONS = 2
+
+
+class Scheduler:
+    """Continuous batching over a pool of `num_blocks` blocks of `block_size` slots.
+
+    A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
+    `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens, so that each
+    running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
+    off, a sequence runs only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), or by priority and
+    then arrival; under "priority" a request that was overtaken `max_overtaking` times goes before all others.
+
+    Raises `ValueError` for numbers that can not work.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        max_overtaking: int = 32,
+        cache_key: bytes = b"",
+        cache_fingerprint: bytes = b"",
+    ) -> None:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_overtaking", max_overtaking),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_model_len < 2 or long_prefill_token_threshold < 0:
+            raise ValueError("max_model_len must be at least 2 and long_prefill_token_threshold at least 0")
+        if policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be fcfs or priority, got {policy!r}")
+        self.pool = BlockPool(num_blocks, block_size)
+        self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint)
+        # The last token of a sequence is never computed, so it needs no slot.
+        self.max_model_len = min(max_model_len, num_blocks * block_size + 1)
+        if not enable_chunked_prefill and max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
+                f"max_model_len ({self.max_model_len})"
+            )
+        self.block_size = block_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.policy = policy
+        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.chunk_limit = long_prefill_token_threshold or NEVER
+
+        self.sequences: dict[str, Sequence] = {}
+        self.waiting = WaitingQueue(max_overtaking)
+        self.running: list[Sequence] = []
+        self.families = Families()
+        # The step in flight: its batch, its sequences in the same order, and those of them that were aborted since.
+        self.batch: ScheduledBatch | None = None
+        self.flight: list[Sequence] = []
+        self.zombies: list[Sequence] = []
+        self._started: dict[str, int] = {}
+        # Ends that the next commit tells.
+        self.finished: dict[str, Finish] = {}
+        self._copies: list[tuple[int, int]] = []
+
+        self.num_added = 0
+        self.num_finished = 0
+        self._num_seqs_ever = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._num_recomputed_tokens = 0
+        self._num_batched_tokens = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+
+    # -- requests in and out -------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its end is told by a later `commit`, even if its resumed tokens end it at once.
+
+        Raises `RequestError` for an empty prompt, an id in use or too many resumed tokens, and
+        `ContextLengthError` for a prompt that leaves no room for a token (so it could never run).
+        """
+        num_prompt = len(request.prompt_token_ids)
+        if request.request_id in self.sequences:
+            raise RequestError("request_id", request.request_id, "an id that is not in use")
+        if not num_prompt:
+            raise RequestError("prompt_token_ids", [], "at least one token")
+        if num_prompt >= self.max_model_len:
+            raise ContextLengthError("prompt", num_prompt, f"at most {self.max_model_len - 1} tokens long")
+        params = request.params
+        max_len = min(num_prompt + (params.max_tokens or NEVER), self.max_model_len)
+        if num_prompt + len(request.resume_token_ids) > max_len:
+            bound = f"at most {max_len - num_prompt} tokens long"
+            raise RequestError("resume_token_ids", len(request.resume_token_ids), bound)
+        root = self.cache.root(request.cache_salt)
+        self._num_seqs_ever += 1
+        seq = Sequence(request, self._num_seqs_ever, max_len, stop_ids(params, self.eos_token_ids), root)
+        if self.policy == "priority":
+            seq.rank = request.priority
+        if request.group:
+            seq.family = self.cache.family_key(root, request.group, request.prompt_token_ids)
+        self.sequences[seq.request_id] = seq
+        self.num_added += 1
+        finish = self._finish_of(seq) if request.resume_token_ids else None
+        if finish:
+            self._end(seq, finish)
+        else:
+            self.waiting.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; the next `commit` tells so. Safe at any moment: the blocks of a step in flight stay
+        held until it is retired (I-7). False if there is no such request, or it has ended."""
+        seq = self.sequences.get(request_id)
+        if seq is None or seq.status is Status.FINISHED:
+            return False
+        if seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        else:
+            self._leave(seq)
+        if self.batch is not None and seq in self.flight:
+            self.zombies.append(seq)
+        else:
+            self._release(seq)
+        self._end(seq, Finish("abort"))
+        return True
+
+    def preempt(self, request_id: str) -> bool:
+        """Send a running request back to the queue, for tests of the promise that this changes no output.
+        False if it is not running, or a step is in flight."""
+        seq = self.sequences.get(request_id)
+        if seq is None or seq.status is not Status.RUNNING or self.batch is not None:
+            return False
+        seq.num_forced += 1
+        self._preempt(seq)
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Running sequences go on with their blocks and publish no more of them."""
+        self.cache.reset()
+        for seq in self.running:
+            seq.publish_at = NEVER
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything, be it only to tell of a request that ended between steps."""
+        return bool(self.sequences)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step. The batch may be empty, and is to be committed like any other.
+
+        Gaps of one token come first, so that no long prompt delays them; then larger gaps of running sequences;
+        then waiting ones, while blocks and budget last. Raises `HeadraceError` if a step is in flight.
+        """
+        if self.batch is not None:
+            raise HeadraceError("schedule() was called before the step in flight was committed")
+        size, running = self.block_size, self.running
+        num_running = len(running)
+        ready = [s for s in running if len(s.tokens) - s.num_computed == 1]
+        wide = [s for s in running if len(s.tokens) - s.num_computed > 1] if len(ready) < num_running else []
+        edge = [s for s in ready if not s.num_computed % size]
+        if edge:
+            self._grow_by_one(edge)
+
+        budget = self.max_num_batched_tokens - len(ready)
+        chunks: list[tuple[Sequence, int]] = []
+        promised = 0
+        for seq in wide:
+            if seq.status is not Status.RUNNING:
+                continue
+            length = min(len(seq.tokens) - seq.num_computed, budget, self.chunk_limit)
+            if length and self._grow(seq, length):
+                chunks.append((seq, length))
+                budget -= length
+            promised += self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
+        if len(self.running) == num_running:
+            self._admit_waiting(chunks, budget, promised)
+        else:
+            # Some were thrown out, maybe after they had their place in this step; then nobody enters either.
+            chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + n]
+        if edge:
+            ready = [s for s in ready if len(s.block_table) * size > s.num_computed]
+        return self._build(ready, chunks)
+
+    def _build(self, ready: list[Sequence], chunks: list[tuple[Sequence, int]]) -> ScheduledBatch:
+        flight = ready
+        starts = [s.num_computed for s in ready]
+        lens = [1] * len(ready)
+        samples = [True] * len(ready)
+        token_ids = [s.tokens[-1] for s in ready]
+        nexts: dict[int, int] = {}
+        if chunks:
+            flight = ready + [s for s, _ in chunks]
+            for seq, length in chunks:
+                start, stop = seq.num_computed, seq.num_computed + length
+                if seq.params.prompt_logprobs is not None and stop < seq.num_prompt:
+                    nexts[len(starts)] = seq.tokens[stop]
+                starts.append(start)
+                lens.append(length)
+                samples.append(stop == len(seq.tokens))
+                token_ids += seq.tokens[start:stop]
+                again = min(seq.high_water, stop) - start
+                if again > 0:
+                    seq.num_recomputed += again
+                    self._num_recomputed_tokens += again
+        self._num_steps += 1
+        self._num_batched_tokens += len(token_ids)
+        copies, self._copies = self._copies, []
+        self.flight = flight
+        self.batch = ScheduledBatch(
+            step_id=self._num_steps,
+            seq_ids=[s.seq_id for s in flight],
+            starts=starts,
+            lens=lens,
+            token_ids=token_ids,
+            block_tables=[s.block_table for s in flight],
+            samples=samples,
+            params=[s.params for s in flight],
+            num_prompts=[s.num_prompt for s in flight],
+            copies=copies,
+            next_token_ids=nexts,
+        )
+        return self.batch
+
+    def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
+        """Take in what a step gave: tokens, ends, blocks to publish; let go of what it held.
+
+        A chunk that failed ends its sequence and nothing it computed in the step is published.
+        Raises `HeadraceError`, changing nothing, if `batch` is not the step in flight or `result` not its result.
+        """
+        flight = self.flight
+        if self.batch is not batch or result.step_id != batch.step_id or len(result.token_ids) != len(flight):
+            raise HeadraceError(f"commit() was given the batch {batch.step_id} and the result {result.step_id}")
+        self.batch, self.flight = None, []
+        # Before any table: a pinned block's parent must not be let go before it.
+        self.pool.unpin()
+        rows: Iterable[tuple[Sequence, int, bool, int]]
+        rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
+        failed: set[int] = set()
+        if self.zombies or result.errors or -1 in result.token_ids:
+            rows = list(rows)
+            failed = self._drop_failed(rows, result.errors)
+            rows = [row for index, row in enumerate(rows) if index not in failed]
+        seqs: list[Sequence] = []
+        ended: list[tuple[Sequence, Finish]] = []
+        for seq, length, sampled, token in rows:
+            seq.num_computed = num = seq.num_computed + length
+            if num >= seq.publish_at:
+                self._publish(seq)
+            if sampled:
+                seq.tokens.append(token)
+                seqs.append(seq)
+                if num + 1 >= seq.max_len or token in seq.stop_ids:
+                    finish = self._finish_of(seq)
+                    if finish:
+                        ended.append((seq, finish))
+        for seq, finish in ended:
+            self._leave(seq)
+            self._release(seq)
+            self._end(seq, finish)
+        self._num_generated_tokens += len(seqs)
+        output = StepOutput(
+            step_id=batch.step_id,
+            request_ids=[s.request_id for s in seqs],
+            token_ids=[[s.tokens[-1]] for s in seqs],
+            started=self._started,
+            finished=self.finished,
+        )
+        if result.logprobs or result.prompt_logprobs:
+            kept = set(range(len(flight))) - failed
+            self._pass_on_logprobs(batch, flight, result, output, kept)
+        self.num_finished += len(self.finished)
+        for request_id in self.finished:
+            del self.sequences[request_id]
+        self._started, self.finished = {}, {}
+        output.stats = self.stats()
+        return output
+
+    # -- parts of schedule() -------------------------------------------------------------------------------------
+
+    def _grow_by_one(self, seqs: list[Sequence]) -> None:
+        """One more block for each, in one call if there is room."""
+        blocks = self.pool.allocate(len(seqs))
+        if blocks is not None:
+            for seq, block in zip(seqs, blocks, strict=True):
+                seq.block_table.append(block)
+            return
+        for seq in seqs:
+            if seq.status is Status.RUNNING:
+                self._grow(seq, 1)
+
+    def _grow(self, seq: Sequence, length: int) -> bool:
+        """Blocks for `length` more tokens; preempts the last in the queue's order until there is room.
+
+        Protected sequences are never victims. False if `seq` itself had to go, or (only when an allocation was made
+        to fail) nobody could.
+        """
+        num = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_table)
+        if num <= 0:
+            return True
+        while (blocks := self.pool.allocate(num)) is None:
+            candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS]
+            if not candidates:
+                return False
+            victim = max(candidates, key=ORDER)
+            victim.num_preemptions += 1
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.block_table.extend(blocks)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the queue, by recompute: blocks are let go, and found again if they are still cached."""
+        self._leave(seq)
+        seq.move(Status.WAITING)
+        seq.high_water = max(seq.high_water, seq.num_computed)
+        self._release(seq)
+        self._num_preemptions += 1
+        self.waiting.add(seq)
+
+    def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, promised: int) -> None:
+        """Start waiting sequences, strictly from the head of the queue: what does not fit holds up the rest.
+
+        Only a sequence whose prompt a running sibling is computing just now is passed by. `promised` counts blocks
+        that sequences already running need to compute the tokens they know: a newcomer may not lean on those.
+        """
+        waiting = self.waiting
+        index = 0
+        while index < len(waiting) and budget and len(self.running) < self.max_num_seqs:
+            seq = waiting[index]
+            if self.families.awaited(seq):
+                index += 1
+                continue
+            length = self._admit(seq, budget, promised)
+            if not length:
+                break
+            waiting.remove(seq)
+            chunks.append((seq, length))
+            budget -= length
+            promised += self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
+            if self.policy == "priority" and waiting.count_overtaking(seq, self.families.awaited):
+                index = 0
+
+    def _admit(self, seq: Sequence, budget: int, promised: int) -> int:
+        """Give `seq` its first blocks and make it run. Returns the length of its first chunk, 0 if it has to wait."""
+        if seq.num_preemptions >= MAX_PREEMPTIONS:
+            # Protected: once in, never thrown out again. So all of those must fit together at their longest.
+            protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
+            if sum(self.worst_case(s) for s in (*protected, seq)) > self.pool.num_blocks:
+                return 0
+        shared, num_shared, publish = self._find_shared(seq)
+        length = self._place(seq, shared, num_shared, budget, promised)
+        if not length and num_shared % self.block_size:
+            # To copy the half-matching block takes one more than to compute it again; that may be what is missing.
+            shared.pop()
+            num_shared = len(shared) * self.block_size
+            length = self._place(seq, shared, num_shared, budget, promised)
+        if not length:
+            return 0
+        seq.publish_at = (seq.num_published + 1) * self.block_size if publish else NEVER
+        seq.move(Status.RUNNING)
+        self.running.append(seq)
+        self.families.enter(seq)
+        if not seq.started:
+            seq.started = True
+            num_hits = min(num_shared, seq.num_prompt)
+            self._started[seq.request_id] = num_hits
+            self._num_prompt_tokens += seq.num_prompt
+            if seq.may_share:
+                self._prefix_cache_queries += seq.num_prompt
+                self._prefix_cache_hits += num_hits
+        return length
+
+    def _place(self, seq: Sequence, shared: list[int], num_shared: int, budget: int, promised: int) -> int:
+        """Build the block table on `shared` blocks that hold `num_shared` tokens. Returns the chunk's length, or 0.
+
+        A last shared block that is not shared whole is copied before this step writes: the copy goes to the batch,
+        and the source stays pinned until the step is retired.
+        """
+        pool = self.pool
+        gap = len(seq.tokens) - num_shared
+        length = min(gap, budget, self.chunk_limit)
+        if not self.enable_chunked_prefill:
+            if gap > budget:
+                return 0
+            length = gap
+        copied = num_shared % self.block_size > 0
+        num_whole = len(shared) - copied
+        pool.take(shared)
+        blocks = None
+        if pool.blocks_for(len(seq.tokens)) - num_whole <= pool.num_available - promised:
+            blocks = pool.allocate(pool.blocks_for(num_shared + length) - num_whole)
+        if blocks is None:
+            pool.release(shared)
+            return 0
+        if copied:
+            pool.pin(shared[-1])
+            self._copies.append((shared[-1], blocks[0]))
+        seq.block_table = shared[:num_whole] + blocks
+        seq.num_computed = num_shared
+        seq.num_published = num_whole
+        return length
+
+    def _find_shared(self, seq: Sequence) -> tuple[list[int], int, bool]:
+        """Blocks that hold the beginning of `seq`, how many tokens they hold, and whether what follows may be
+        published: they are a sibling's, or cached. At least one token is left to compute, for its logits."""
+        caching = self.enable_prefix_caching
+        if not seq.may_share:
+            return [], 0, caching
+        source = self.families.source(seq)
+        if source is not None:
+            num = shareable(seq)
+            # A sibling that outlived a reset of the cache holds blocks that must not be found by others.
+            return source.block_table[: self.pool.blocks_for(num)], num, source.publish_at < NEVER
+        if not caching:
+            return [], 0, False
+        return *self.cache.match(seq.tokens, seq.keys, len(seq.tokens) - 1), True
+
+    # -- parts of commit() ---------------------------------------------------------------------------------------
+
+    def _drop_failed(self, rows: list[tuple[Sequence, int, bool, int]], errors: dict[int, str]) -> set[int]:
+        """Which rows do not count: those of sequences aborted in flight, and of chunks that failed, which end here."""
+        for seq in self.zombies:
+            self._release(seq)
+        self.zombies = []
+        failed = set()
+        for index, (seq, _, sampled, token) in enumerate(rows):
+            if seq.status is Status.FINISHED:
+                failed.add(index)
+            elif index in errors or (sampled and token < 0):
+                failed.add(index)
+                self._leave(seq)
+                self._release(seq)
+                self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
+        return failed
+
+    def _publish(self, seq: Sequence) -> None:
+        last = seq.num_computed // self.block_size
+        if self.cache.publish(seq.tokens, seq.keys, seq.block_table, seq.num_published, last):
+            seq.num_published = last
+            seq.publish_at = (last + 1) * self.block_size
+        else:
+            seq.publish_at = NEVER
+
+    def _pass_on_logprobs(
+        self, batch: ScheduledBatch, flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]
+    ) -> None:
+        """Log-probabilities of the chunks that count, under their requests' ids."""
+        for index, logprob in result.logprobs.items():
+            if index in kept:
+                output.logprobs[flight[index].request_id] = [logprob]
+        for index, logprobs in result.prompt_logprobs.items():
+            # Rows that were computed before a preemption have been reported before it.
+            fresh = logprobs[max(0, flight[index].high_water - batch.starts[index]) :]
+            if fresh and index in kept:
+                output.prompt_logprobs[flight[index].request_id] = fresh
+
+    def _finish_of(self, seq: Sequence) -> Finish | None:
+        num = len(seq.tokens)
+        return finish_after(seq.tokens[-1], num - seq.num_prompt, num >= seq.max_len, seq.params, self.eos_token_ids)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Out of the running set."""
+        self.running.remove(seq)
+        self.families.leave(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_table)
+        # A new list, since the old one may still be lent to the step's batch.
+        seq.block_table = []
+        seq.num_computed = 0
+        seq.num_published = 0
+        seq.publish_at = NEVER
+
+    def _end(self, seq: Sequence, finish: Finish) -> None:
+        seq.move(Status.FINISHED)
+        self.finished[seq.request_id] = finish
+
+    # -- looking in ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_runnable(self) -> int:
+        """Sequences that a step could advance."""
+        return len(self.running) + len(self.waiting)
+
+    def worst_case(self, seq: Sequence) -> int:
+        """Blocks that `seq` holds when it is as long as it may become."""
+        return self.pool.blocks_for(seq.max_len - 1)
+
+    def stats(self) -> Stats:
+        """Gauges are read from the state at this moment; counters have grown since the start."""
+        return Stats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_blocks=self.pool.num_blocks,
+            num_blocks_held=self.pool.num_held,
+            num_blocks_cached=len(self.pool.evictable),
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+            num_batched_tokens=self._num_batched_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the accounting is broken. Right at any moment between two calls."""
+        check_scheduler(self)

@@ -1,0 +1,111 @@
+"""`Sequence`: what the core knows of one live request. Mutable, and seen by the core alone.
+
+There is no prefill phase and no decode phase: a sequence knows `tokens` and has computed the first `num_computed`
+of them; the gap between the two is what the scheduler closes. Holds no policy: the scheduler decides, this remembers.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+
+from headrace.errors import InvariantError
+from headrace.types import Request
+
+NEVER = sys.maxsize
+
+
+class Status(IntEnum):
+    """Where a sequence is. A preempted one is waiting again; a finished one may still be in the step in flight."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+_LEGAL = {
+    (Status.WAITING, Status.RUNNING),
+    (Status.RUNNING, Status.WAITING),
+    (Status.WAITING, Status.FINISHED),
+    (Status.RUNNING, Status.FINISHED),
+}
+
+
+class Sequence:
+    """One request on its way.
+
+    `seq_id` is fresh and grows with arrival. `tokens` are prompt + resumed + generated; `num_known` of them came
+    with the request. `block_table` holds the blocks of positions 0 ... num_computed - 1 (and those scheduled).
+    `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is extended when
+    needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water` is the
+    largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and
+    minus infinity once the sequence was overtaken too often.
+    """
+
+    __slots__ = (
+        "block_table",
+        "family",
+        "high_water",
+        "keys",
+        "max_len",
+        "num_computed",
+        "num_forced",
+        "num_known",
+        "num_overtaken",
+        "num_preemptions",
+        "num_prompt",
+        "num_published",
+        "num_recomputed",
+        "params",
+        "publish_at",
+        "rank",
+        "request",
+        "request_id",
+        "seq_id",
+        "started",
+        "status",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, seq_id: int, max_len: int, stop_ids: frozenset[int], root: bytes) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.params = request.params
+        self.seq_id = seq_id
+        self.tokens = [*request.prompt_token_ids, *request.resume_token_ids]
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_known = len(self.tokens)
+        self.max_len = max_len
+        self.stop_ids = stop_ids
+        self.keys = [root]
+        self.family = b""
+        self.rank: float = 0
+        self.status = Status.WAITING
+        self.started = False
+        self.num_computed = 0
+        self.block_table: list[int] = []
+        self.num_published = 0
+        self.publish_at = NEVER
+        self.high_water = 0
+        self.num_preemptions = 0
+        self.num_forced = 0
+        self.num_recomputed = 0
+        self.num_overtaken = 0
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Place in the queue; the largest is the first victim of a preemption."""
+        return self.rank, self.seq_id
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it may start on blocks computed for others. Log-probabilities of the prompt need every one of its
+        rows computed, once."""
+        return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
+
+    def move(self, status: Status) -> None:
+        """Change the status. Raises `InvariantError` (I-10) for a transition that is not legal."""
+        if (self.status, status) not in _LEGAL:
+            raise InvariantError("I-10", f"{self.request_id}: {self.status.name} -> {status.name}")
+        self.status = status

@@ -1,0 +1,190 @@
+"""`SimulatedExecutor`, the oracle runner: an executor without a model, whose tokens prove that the mapping is right.
+
+It owns the physical slots and stores in each what a KV cache would depend on: (fingerprint, token, position). The
+next token is a hash of everything read back *through the block table* from position 0 on, so a wrong block, an early
+reuse, a missed copy or a lost token changes the output; `Oracle.stream` gives the right one offline. It serves the
+simulation of the scheduler, and the server's tests as an engine that needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from headrace.errors import InvariantError
+from headrace.sampling.params import SamplingParams
+from headrace.types import Request, ScheduledBatch, StepResult, TokenLogprob
+
+_EMPTY = -1
+
+
+class Oracle:
+    """The "model": a pure function from a context to its next token.
+
+    `eos_probability` is the share of contexts that end with the first of `eos_token_ids`; other tokens are uniform
+    over the vocabulary and are never one of these.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = (), eos_probability: float = 0.0) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = sorted(eos_token_ids)
+        self.eos_probability = eos_probability if self.eos_token_ids else 0.0
+
+    def next_token(self, context: array[int], params: SamplingParams, num_generated: int) -> int:
+        """The token after `context`, flat (fingerprint, token, position) triples, as this request draws it.
+
+        No end-of-sequence and no stop token comes before `min_tokens`, as with a real sampler's mask.
+        """
+        digest = blake2b(context.tobytes(), digest_size=16, key=(params.seed or 0).to_bytes(8, "little")).digest()
+        stop = params.stop_token_ids or ()
+        draw = int.from_bytes(digest[8:], "little") / 2**64
+        early = num_generated < params.min_tokens
+        if not early and draw < self.eos_probability:
+            return self.eos_token_ids[0]
+        token = int.from_bytes(digest[:8], "little") % self.vocab_size
+        for _ in range(self.vocab_size):
+            if token not in self.eos_token_ids and not (early and token in stop):
+                return token
+            token = (token + 1) % self.vocab_size
+        raise ValueError("every token of the vocabulary is forbidden")
+
+    def logprob(self, token_id: int, position: int, num_top: int) -> TokenLogprob:
+        """A made-up but repeatable log-probability. The chosen token is the likeliest."""
+        top = [((token_id + i) % self.vocab_size, -0.5 - i) for i in range(min(max(num_top, 0), self.vocab_size))]
+        return TokenLogprob(token_id, -0.5 - position % 16 / 1024, 1, top)
+
+    def stream(self, request: Request, max_model_len: int, fingerprint: int = 0) -> list[int]:
+        """All tokens that `request` generates, its resumed ones first, where no stop string and no abort ends it."""
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        tokens = [*request.prompt_token_ids, *request.resume_token_ids]
+        stops = set(params.stop_token_ids or ()).union(() if params.ignore_eos else self.eos_token_ids)
+        limit = min(max_model_len, num_prompt + (params.max_tokens or max_model_len))
+        context = array("q")
+        for position, token in enumerate(tokens):
+            context.extend((fingerprint, token, position))
+        generated = list(request.resume_token_ids)
+        ended = bool(generated) and generated[-1] in stops and len(generated) >= params.min_tokens
+        while not ended and num_prompt + len(generated) < limit:
+            token = self.next_token(context, params, len(generated))
+            context.extend((fingerprint, token, num_prompt + len(generated)))
+            generated.append(token)
+            ended = token in stops and len(generated) >= params.min_tokens
+        return generated
+
+
+class SimulatedExecutor:
+    """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
+
+    `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
+    `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots. `delay` is
+    slept in each step, in seconds. Raises `InvariantError` for batches that contradict themselves.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        oracle: Oracle,
+        *,
+        fingerprint_of: Callable[[int], int] = lambda seq_id: 0,
+        fail: Callable[[int, int], bool] | None = None,
+        delay: float = 0.0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.oracle = oracle
+        self.delay = delay
+        # Three numbers per slot: fingerprint, token, position.
+        self.slots = array("q", [_EMPTY]) * (3 * num_blocks * block_size)
+        self._fingerprint_of = fingerprint_of
+        self._fail = fail
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Copy blocks, write the chunks, read back, and derive the tokens."""
+        if self.delay:
+            time.sleep(self.delay)
+        for source, target in batch.copies:
+            self._block(target)[:] = self._block(source)
+        self._check(batch)
+        offset = 0
+        chunks: list[list[int]] = []
+        for seq_id, start, length, table in zip(
+            batch.seq_ids, batch.starts, batch.lens, batch.block_tables, strict=True
+        ):
+            tokens = batch.token_ids[offset : offset + length]
+            offset += length
+            chunks.append(tokens)
+            self._write(table, start, tokens, self._fingerprint_of(seq_id))
+        result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
+        # All writes come before all reads, so that a slot written twice can not go unseen.
+        for index, tokens in enumerate(chunks):
+            if self._fail is not None and self._fail(batch.step_id, index):
+                self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
+                result.errors[index] = "simulated failure"
+            else:
+                self._sample(batch, index, tokens, result)
+        return result
+
+    def close(self) -> None:
+        """Give the slots back."""
+        self.slots = array("q")
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Overwrite blocks that nobody should read any more."""
+        for block in blocks:
+            self._block(block)[:] = memoryview(array("q", [_EMPTY]) * (3 * self.block_size))
+
+    def read(self, table: list[int], num: int) -> array[int]:
+        """The triples of positions 0 ... num - 1 as the block table maps them."""
+        context = array("q")
+        width = 3 * self.block_size
+        for block in table[: -(-num // self.block_size)]:
+            context += self.slots[block * width : (block + 1) * width]
+        return context[: 3 * num]
+
+    def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
+        start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]
+        num = start + batch.lens[index]
+        if batch.samples[index]:
+            context = self.read(batch.block_tables[index], num)
+            if context[2::3] != array("q", range(num)):
+                raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
+            token = self.oracle.next_token(context, params, num - num_prompt)
+            result.token_ids[index] = token
+            if params.logprobs is not None:
+                result.logprobs[index] = self.oracle.logprob(token, num, params.logprobs)
+        if params.prompt_logprobs is not None and start < num_prompt - 1:
+            following = tokens[1:]
+            if index in batch.next_token_ids:
+                following = [*following, batch.next_token_ids[index]]
+            following = following[: num_prompt - 1 - start]
+            result.prompt_logprobs[index] = [
+                self.oracle.logprob(token, start + 1 + i, params.prompt_logprobs) for i, token in enumerate(following)
+            ]
+
+    def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int) -> None:
+        slots, size = self.slots, self.block_size
+        for position, token in enumerate(tokens, start):
+            at = 3 * (table[position // size] * size + position % size)
+            slots[at] = fingerprint
+            slots[at + 1] = token
+            slots[at + 2] = position
+
+    def _block(self, block: int) -> memoryview[int]:
+        width = 3 * self.block_size
+        return memoryview(self.slots)[block * width : (block + 1) * width]
+
+    def _check(self, batch: ScheduledBatch) -> None:
+        """I-4: what a chunk writes is in no other table of the batch, and is not what a copy is taken from later."""
+        uses = Counter(block for table in batch.block_tables for block in table)
+        if sum(batch.lens) != len(batch.token_ids):
+            raise InvariantError("I-12", f"{len(batch.token_ids)} tokens for chunks of {sum(batch.lens)}")
+        for start, length, table in zip(batch.starts, batch.lens, batch.block_tables, strict=True):
+            if length < 1 or len(table) != -(-(start + length) // self.block_size):
+                raise InvariantError("I-8", f"a table of {len(table)} blocks for {start} + {length} positions")
+            for block in table[start // self.block_size :]:
+                if uses[block] != 1:
+                    raise InvariantError("I-4", f"block {block} is written and is in {uses[block]} tables")
