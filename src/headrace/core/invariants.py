@@ -111,5 +111,5 @@ def _check_batch(s: Scheduler) -> None:
         raise InvariantError("I-15", f"{len(s.running)} sequences run, at most {s.max_num_seqs} may")
     if len(set(batch.seq_ids)) != len(batch):
         raise InvariantError("I-15", "a sequence is twice in a step")
-    if not len(batch) and s.num_runnable and not s.pool.has_failed:
-        raise InvariantError("I-16", f"an empty step, and {s.num_runnable} sequences could run")
+    if s.num_stalled and not s.pool.has_failed:
+        raise InvariantError("I-16", f"an empty step, and {s.num_stalled} sequences could run")

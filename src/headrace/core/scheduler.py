@@ -93,6 +93,8 @@ class Scheduler:
         # Ends that the next commit tells.
         self.finished: dict[str, Finish] = {}
         self._copies: list[tuple[int, int]] = []
+        # Sequences that were there when the last step came out empty.
+        self.num_stalled = 0
 
         self.num_added = 0
         self.num_finished = 0
@@ -212,8 +214,9 @@ class Scheduler:
         else:
             # Some were thrown out, maybe after they had their place in this step; then nobody enters either.
             chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + n]
-        if edge:
+        if edge or len(self.running) < num_running:
             ready = [s for s in ready if len(s.block_table) * size > s.num_computed]
+        self.num_stalled = 0 if ready or chunks else len(self.running) + len(self.waiting)
         return self._build(ready, chunks)
 
     def _build(self, ready: list[Sequence], chunks: list[tuple[Sequence, int]]) -> ScheduledBatch:
@@ -445,6 +448,7 @@ class Scheduler:
         source = self.families.source(seq)
         if source is not None:
             num = shareable(seq)
+            seq.keys = max(seq.keys, source.keys[: num // self.block_size + 1], key=len)
             # A sibling that outlived a reset of the cache holds blocks that must not be found by others.
             return source.block_table[: self.pool.blocks_for(num)], num, source.publish_at < NEVER
         if not caching:
@@ -512,11 +516,6 @@ class Scheduler:
         self.finished[seq.request_id] = finish
 
     # -- looking in ----------------------------------------------------------------------------------------------
-
-    @property
-    def num_runnable(self) -> int:
-        """Sequences that a step could advance."""
-        return len(self.running) + len(self.waiting)
 
     def worst_case(self, seq: Sequence) -> int:
         """Blocks that `seq` holds when it is as long as it may become."""

@@ -1,0 +1,120 @@
+"""What a seed of the simulation draws: a configuration of the scheduler, a mix of events, and requests.
+
+All randomness of the simulation is one `random.Random(seed)`, so a seed is a complete description of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from headrace.sampling.params import SamplingParams
+from headrace.types import Request
+
+EVENTS = (
+    "arrival",
+    "group",
+    "resume",
+    "too long",
+    "duplicate id",
+    "abort",
+    "abort in flight",
+    "arrival in flight",
+    "preempt",
+    "allocation failure",
+    "cache reset",
+    "reset in flight",
+    "chunk failure",
+    "poison",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """One drawn configuration. `rates` are probabilities per step (for "chunk failure", per chunk)."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    max_overtaking: int
+    vocab_size: int
+    eos_probability: float
+    max_alive: int
+    stems: list[list[int]]
+    salts: list[str]
+    rates: dict[str, float]
+
+    def scheduler_args(self) -> dict[str, Any]:
+        rest = {"vocab_size", "eos_probability", "max_alive", "stems", "salts", "rates"}
+        return {name: value for name, value in asdict(self).items() if name not in rest} | {"eos_token_ids": [0]}
+
+
+def draw_world(rng: Random) -> World:
+    block_size = rng.choice([1, 2, 3, 4, 5, 8, 16])
+    num_blocks = rng.choice([1, 2, 3, rng.randint(1, 64), rng.randint(4, 24), rng.randint(8, 64)])
+    room = num_blocks * block_size
+    max_model_len = max(2, rng.choice([room + 1, rng.randint(2, 80), rng.randint(2, 40), 200]))
+    budget = rng.choice([1, 2, rng.randint(1, 10), rng.randint(4, 32), 64, 256])
+    vocab_size = rng.choice([2, 3, 8, 50])
+    length = max(1, min(max_model_len, room, 48))
+    stems = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, length))] for _ in range(rng.randint(1, 4))]
+    # A swarm: each seed leaves out some kinds of events altogether, so that others show what they do alone.
+    rates = {name: rng.choice([0, 0, 0.02, 0.1, 0.3]) for name in EVENTS}
+    rates["arrival"] = rng.choice([0.1, 0.3, 0.8])
+    rates["chunk failure"] = rng.choice([0, 0, 0, 0.005, 0.03])
+    return World(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=rng.choice([1, 2, rng.randint(2, 8), 16]),
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        policy=rng.choice(["fcfs", "priority"]),
+        enable_prefix_caching=rng.random() < 0.75,
+        enable_chunked_prefill=budget < min(max_model_len, room + 1) or rng.random() < 0.7,
+        long_prefill_token_threshold=rng.choice([0, 0, rng.randint(1, 8)]),
+        max_overtaking=rng.choice([1, 3, 32]),
+        vocab_size=vocab_size,
+        eos_probability=rng.choice([0.0, 0.02, 0.2]),
+        max_alive=rng.choice([4, 12, 24]),
+        stems=stems,
+        salts=rng.choice([[""], ["", "tenant"]]),
+        rates=rates,
+    )
+
+
+def draw_request(rng: Random, world: World, name: str, group: str = "") -> Request:
+    """A request that fits `world`: the beginning of a stem, more or less of it, and maybe something of its own."""
+    stem = rng.choice(world.stems)
+    prompt = stem[: rng.randint(1, len(stem))] if rng.random() < 0.5 else list(stem)
+    if rng.random() < 0.5:
+        prompt += [rng.randrange(world.vocab_size) for _ in range(rng.randint(1, 6))]
+    limit = min(world.max_model_len - 1, world.num_blocks * world.block_size)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt[:limit],
+        params=draw_params(rng, world),
+        priority=rng.choice([0, 0, 1, -1, 5]),
+        cache_salt=rng.choice(world.salts),
+        group=group,
+    )
+
+
+def draw_params(rng: Random, world: World) -> SamplingParams:
+    max_tokens = rng.choice([1, rng.randint(1, 8), rng.randint(1, 30), None])
+    return SamplingParams(
+        seed=rng.randrange(2**63),
+        max_tokens=max_tokens,
+        min_tokens=rng.choice([0, 0, 0, min(3, max_tokens or 3)]),
+        ignore_eos=rng.random() < 0.2,
+        # With a vocabulary of 2 and token 0 for EOS, to forbid token 1 as well would leave nothing to sample.
+        stop_token_ids=[1] if world.vocab_size > 2 and rng.random() < 0.1 else None,
+        logprobs=rng.choice([None, None, 2]),
+        prompt_logprobs=1 if rng.random() < 0.1 else None,
+    )
