@@ -74,8 +74,10 @@ def _check_table(s: Scheduler, seq: Sequence, num_scheduled: int) -> None:
     num_slots = seq.num_computed + num_scheduled
     if len(seq.block_table) != s.pool.blocks_for(num_slots) or len(set(seq.block_table)) != len(seq.block_table):
         raise InvariantError("I-8", f"{seq.request_id} has {num_slots} slots in blocks {seq.block_table}")
-    if len(seq.block_table) > s.worst_case(seq) or s.worst_case(seq) > s.pool.num_blocks:
-        raise InvariantError("I-19", f"{seq.request_id} holds {len(seq.block_table)} blocks of {s.worst_case(seq)}")
+    if len(seq.block_table) > s.tables.worst_case(seq) or s.tables.worst_case(seq) > s.pool.num_blocks:
+        raise InvariantError(
+            "I-19", f"{seq.request_id} holds {len(seq.block_table)} blocks of {s.tables.worst_case(seq)}"
+        )
     if num_scheduled:
         written = seq.block_table[seq.num_computed // s.block_size :]
         for block in written:

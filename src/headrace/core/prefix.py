@@ -111,9 +111,10 @@ class PrefixCache:
         a key is taken by different tokens; then nothing from there on is published.
         """
         pool, size = self.pool, self.pool.block_size
+        content_of_all = array("q", tokens[first * size : last * size]).tobytes()
+        width = size * _ITEM
         for index in range(first, last):
-            chunk = tokens[index * size : (index + 1) * size]
-            content = array("q", chunk).tobytes()
+            content = content_of_all[(index - first) * width : (index - first + 1) * width]
             parent = keys[index]
             if len(keys) == index + 1:
                 keys.append(self.child_key(parent, content))
@@ -122,7 +123,7 @@ class PrefixCache:
             if known is None:
                 self.blocks[key] = own
                 self.entries[own] = Entry(key, parent, content)
-                self.children.setdefault((parent, chunk[0]), {})[own] = None
+                self.children.setdefault((parent, tokens[index * size]), {})[own] = None
                 pool.mark_cached(own)
             elif self.entries[known] != (key, parent, content):
                 return False

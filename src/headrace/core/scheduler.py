@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from headrace.core.blocks import BlockPool
-from headrace.core.families import Families, shareable
+from headrace.core.families import Families
 from headrace.core.finish import finish_after, stop_ids
 from headrace.core.invariants import check_scheduler
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.tables import BlockTables
 from headrace.errors import ContextLengthError, HeadraceError, RequestError
 from headrace.types import Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -77,7 +78,6 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.policy = policy
-        self.enable_prefix_caching = enable_prefix_caching
         self.enable_chunked_prefill = enable_chunked_prefill
         self.chunk_limit = long_prefill_token_threshold or NEVER
 
@@ -85,6 +85,7 @@ class Scheduler:
         self.waiting = WaitingQueue(max_overtaking)
         self.running: list[Sequence] = []
         self.families = Families()
+        self.tables = BlockTables(self.pool, self.cache, self.families, enable_prefix_caching)
         # The step in flight: its batch, its sequences in the same order, and those of them that were aborted since.
         self.batch: ScheduledBatch | None = None
         self.flight: list[Sequence] = []
@@ -92,7 +93,6 @@ class Scheduler:
         self._started: dict[str, int] = {}
         # Ends that the next commit tells.
         self.finished: dict[str, Finish] = {}
-        self._copies: list[tuple[int, int]] = []
         # Sequences that were there when the last step came out empty.
         self.num_stalled = 0
 
@@ -156,7 +156,7 @@ class Scheduler:
         if self.batch is not None and seq in self.flight:
             self.zombies.append(seq)
         else:
-            self._release(seq)
+            self.tables.release(seq)
         self._end(seq, Finish("abort"))
         return True
 
@@ -204,11 +204,11 @@ class Scheduler:
         for seq in wide:
             if seq.status is not Status.RUNNING:
                 continue
-            length = min(len(seq.tokens) - seq.num_computed, budget, self.chunk_limit)
+            length = self._chunk(seq, seq.num_computed, budget)
             if length and self._grow(seq, length):
                 chunks.append((seq, length))
                 budget -= length
-            promised += self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
+            promised += self.tables.missing(seq)
         if len(self.running) == num_running:
             self._admit_waiting(chunks, budget, promised)
         else:
@@ -242,7 +242,6 @@ class Scheduler:
                     self._num_recomputed_tokens += again
         self._num_steps += 1
         self._num_batched_tokens += len(token_ids)
-        copies, self._copies = self._copies, []
         self.flight = flight
         self.batch = ScheduledBatch(
             step_id=self._num_steps,
@@ -254,7 +253,7 @@ class Scheduler:
             samples=samples,
             params=[s.params for s in flight],
             num_prompts=[s.num_prompt for s in flight],
-            copies=copies,
+            copies=self.tables.take_copies(),
             next_token_ids=nexts,
         )
         return self.batch
@@ -283,7 +282,7 @@ class Scheduler:
         for seq, length, sampled, token in rows:
             seq.num_computed = num = seq.num_computed + length
             if num >= seq.publish_at:
-                self._publish(seq)
+                self.tables.publish(seq)
             if sampled:
                 seq.tokens.append(token)
                 seqs.append(seq)
@@ -293,7 +292,7 @@ class Scheduler:
                         ended.append((seq, finish))
         for seq, finish in ended:
             self._leave(seq)
-            self._release(seq)
+            self.tables.release(seq)
             self._end(seq, finish)
         self._num_generated_tokens += len(seqs)
         output = StepOutput(
@@ -332,10 +331,7 @@ class Scheduler:
         Protected sequences are never victims. False if `seq` itself had to go, or (only when an allocation was made
         to fail) nobody could.
         """
-        num = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_table)
-        if num <= 0:
-            return True
-        while (blocks := self.pool.allocate(num)) is None:
+        while not self.tables.grow(seq, length):
             candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS]
             if not candidates:
                 return False
@@ -344,7 +340,6 @@ class Scheduler:
             self._preempt(victim)
             if victim is seq:
                 return False
-        seq.block_table.extend(blocks)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -352,9 +347,16 @@ class Scheduler:
         self._leave(seq)
         seq.move(Status.WAITING)
         seq.high_water = max(seq.high_water, seq.num_computed)
-        self._release(seq)
+        self.tables.release(seq)
         self._num_preemptions += 1
         self.waiting.add(seq)
+
+    def _chunk(self, seq: Sequence, num_computed: int, budget: int) -> int:
+        """How many tokens of `seq` after the first `num_computed` go into a step with `budget` left."""
+        gap = len(seq.tokens) - num_computed
+        if self.enable_chunked_prefill:
+            return min(gap, budget, self.chunk_limit)
+        return gap if gap <= budget else 0
 
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, promised: int) -> None:
         """Start waiting sequences, strictly from the head of the queue: what does not fit holds up the rest.
@@ -375,7 +377,7 @@ class Scheduler:
             waiting.remove(seq)
             chunks.append((seq, length))
             budget -= length
-            promised += self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
+            promised += self.tables.missing(seq)
             if self.policy == "priority" and waiting.count_overtaking(seq, self.families.awaited):
                 index = 0
 
@@ -384,18 +386,17 @@ class Scheduler:
         if seq.num_preemptions >= MAX_PREEMPTIONS:
             # Protected: once in, never thrown out again. So all of those must fit together at their longest.
             protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
-            if sum(self.worst_case(s) for s in (*protected, seq)) > self.pool.num_blocks:
+            if sum(self.tables.worst_case(s) for s in (*protected, seq)) > self.pool.num_blocks:
                 return 0
-        shared, num_shared, publish = self._find_shared(seq)
-        length = self._place(seq, shared, num_shared, budget, promised)
+        shared, num_shared, publish = self.tables.find_shared(seq)
+        length = self._start(seq, shared, num_shared, publish, budget, promised)
         if not length and num_shared % self.block_size:
             # To copy the half-matching block takes one more than to compute it again; that may be what is missing.
             shared.pop()
             num_shared = len(shared) * self.block_size
-            length = self._place(seq, shared, num_shared, budget, promised)
+            length = self._start(seq, shared, num_shared, publish, budget, promised)
         if not length:
             return 0
-        seq.publish_at = (seq.num_published + 1) * self.block_size if publish else NEVER
         seq.move(Status.RUNNING)
         self.running.append(seq)
         self.families.enter(seq)
@@ -409,58 +410,18 @@ class Scheduler:
                 self._prefix_cache_hits += num_hits
         return length
 
-    def _place(self, seq: Sequence, shared: list[int], num_shared: int, budget: int, promised: int) -> int:
-        """Build the block table on `shared` blocks that hold `num_shared` tokens. Returns the chunk's length, or 0.
-
-        A last shared block that is not shared whole is copied before this step writes: the copy goes to the batch,
-        and the source stays pinned until the step is retired.
-        """
-        pool = self.pool
-        gap = len(seq.tokens) - num_shared
-        length = min(gap, budget, self.chunk_limit)
-        if not self.enable_chunked_prefill:
-            if gap > budget:
-                return 0
-            length = gap
-        copied = num_shared % self.block_size > 0
-        num_whole = len(shared) - copied
-        pool.take(shared)
-        blocks = None
-        if pool.blocks_for(len(seq.tokens)) - num_whole <= pool.num_available - promised:
-            blocks = pool.allocate(pool.blocks_for(num_shared + length) - num_whole)
-        if blocks is None:
-            pool.release(shared)
-            return 0
-        if copied:
-            pool.pin(shared[-1])
-            self._copies.append((shared[-1], blocks[0]))
-        seq.block_table = shared[:num_whole] + blocks
-        seq.num_computed = num_shared
-        seq.num_published = num_whole
-        return length
-
-    def _find_shared(self, seq: Sequence) -> tuple[list[int], int, bool]:
-        """Blocks that hold the beginning of `seq`, how many tokens they hold, and whether what follows may be
-        published: they are a sibling's, or cached. At least one token is left to compute, for its logits."""
-        caching = self.enable_prefix_caching
-        if not seq.may_share:
-            return [], 0, caching
-        source = self.families.source(seq)
-        if source is not None:
-            num = shareable(seq)
-            seq.keys = max(seq.keys, source.keys[: num // self.block_size + 1], key=len)
-            # A sibling that outlived a reset of the cache holds blocks that must not be found by others.
-            return source.block_table[: self.pool.blocks_for(num)], num, source.publish_at < NEVER
-        if not caching:
-            return [], 0, False
-        return *self.cache.match(seq.tokens, seq.keys, len(seq.tokens) - 1), True
+    def _start(
+        self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, budget: int, promised: int
+    ) -> int:
+        length = self._chunk(seq, num_shared, budget)
+        return length if length and self.tables.start(seq, shared, num_shared, publish, length, promised) else 0
 
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
     def _drop_failed(self, rows: list[tuple[Sequence, int, bool, int]], errors: dict[int, str]) -> set[int]:
         """Which rows do not count: those of sequences aborted in flight, and of chunks that failed, which end here."""
         for seq in self.zombies:
-            self._release(seq)
+            self.tables.release(seq)
         self.zombies = []
         failed = set()
         for index, (seq, _, sampled, token) in enumerate(rows):
@@ -469,17 +430,9 @@ class Scheduler:
             elif index in errors or (sampled and token < 0):
                 failed.add(index)
                 self._leave(seq)
-                self._release(seq)
+                self.tables.release(seq)
                 self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
         return failed
-
-    def _publish(self, seq: Sequence) -> None:
-        last = seq.num_computed // self.block_size
-        if self.cache.publish(seq.tokens, seq.keys, seq.block_table, seq.num_published, last):
-            seq.num_published = last
-            seq.publish_at = (last + 1) * self.block_size
-        else:
-            seq.publish_at = NEVER
 
     def _pass_on_logprobs(
         self, batch: ScheduledBatch, flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]
@@ -503,23 +456,11 @@ class Scheduler:
         self.running.remove(seq)
         self.families.leave(seq)
 
-    def _release(self, seq: Sequence) -> None:
-        self.pool.release(seq.block_table)
-        # A new list, since the old one may still be lent to the step's batch.
-        seq.block_table = []
-        seq.num_computed = 0
-        seq.num_published = 0
-        seq.publish_at = NEVER
-
     def _end(self, seq: Sequence, finish: Finish) -> None:
         seq.move(Status.FINISHED)
         self.finished[seq.request_id] = finish
 
     # -- looking in ----------------------------------------------------------------------------------------------
-
-    def worst_case(self, seq: Sequence) -> int:
-        """Blocks that `seq` holds when it is as long as it may become."""
-        return self.pool.blocks_for(seq.max_len - 1)
 
     def stats(self) -> Stats:
         """Gauges are read from the state at this moment; counters have grown since the start."""

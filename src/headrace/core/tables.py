@@ -1,0 +1,107 @@
+"""`BlockTables`: which blocks each sequence holds. Gives them out, shares, copies on write, publishes, takes back.
+
+Joins the pool, the prefix cache and the families of siblings, so that sharing is one mechanism whatever its reason:
+take a reference, start in the middle, and copy the one block that would be written. Decides nothing about who runs;
+called by the scheduler alone.
+"""
+
+from __future__ import annotations
+
+from headrace.core.blocks import BlockPool
+from headrace.core.families import Families, shareable
+from headrace.core.prefix import PrefixCache
+from headrace.core.sequence import NEVER, Sequence
+
+
+class BlockTables:
+    """`copies` are the (source, target) pairs that the next step has to copy before it writes."""
+
+    def __init__(self, pool: BlockPool, cache: PrefixCache, families: Families, enable_prefix_caching: bool) -> None:
+        self.pool = pool
+        self.cache = cache
+        self.families = families
+        self.enable_prefix_caching = enable_prefix_caching
+        self.copies: list[tuple[int, int]] = []
+
+    def worst_case(self, seq: Sequence) -> int:
+        """Blocks that `seq` holds when it is as long as it may become. Its last token is never computed."""
+        return self.pool.blocks_for(seq.max_len - 1)
+
+    def missing(self, seq: Sequence) -> int:
+        """Blocks that `seq` lacks to compute all the tokens it knows."""
+        return self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
+
+    def find_shared(self, seq: Sequence) -> tuple[list[int], int, bool]:
+        """Blocks that hold the beginning of `seq`, how many tokens they hold, and whether what follows may be
+        published: they are a sibling's, or cached. At least one token is left to compute, for its logits."""
+        caching = self.enable_prefix_caching
+        if not seq.may_share:
+            return [], 0, caching
+        source = self.families.source(seq)
+        if source is not None:
+            num = shareable(seq)
+            seq.keys = max(seq.keys, source.keys[: num // self.pool.block_size + 1], key=len)
+            # A sibling that outlived a reset of the cache holds blocks that must not be found by others.
+            return source.block_table[: self.pool.blocks_for(num)], num, source.publish_at < NEVER
+        if not caching:
+            return [], 0, False
+        return *self.cache.match(seq.tokens, seq.keys, len(seq.tokens) - 1), True
+
+    def start(self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, length: int, spare: int) -> bool:
+        """Build the table of a new `seq` on `shared` blocks that hold `num_shared` tokens, for `length` more.
+
+        Needs room for all its tokens, and leaves `spare` available blocks to others; else changes nothing and
+        returns False. A last shared block that is not shared whole is copied before this step writes: the copy
+        goes to `copies`, and its source stays pinned until the step is retired.
+        """
+        pool, size = self.pool, self.pool.block_size
+        copied = num_shared % size > 0
+        num_whole = len(shared) - copied
+        pool.take(shared)
+        blocks = None
+        if pool.blocks_for(len(seq.tokens)) - num_whole <= pool.num_available - spare:
+            blocks = pool.allocate(pool.blocks_for(num_shared + length) - num_whole)
+        if blocks is None:
+            pool.release(shared)
+            return False
+        if copied:
+            pool.pin(shared[-1])
+            self.copies.append((shared[-1], blocks[0]))
+        seq.block_table = shared[:num_whole] + blocks
+        seq.num_computed = num_shared
+        seq.num_published = num_whole
+        seq.publish_at = (num_whole + 1) * size if publish else NEVER
+        return True
+
+    def grow(self, seq: Sequence, length: int) -> bool:
+        """Blocks for `length` more tokens. False, with nothing changed, if there are not enough."""
+        num = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_table)
+        if num <= 0:
+            return True
+        blocks = self.pool.allocate(num)
+        if blocks is None:
+            return False
+        seq.block_table.extend(blocks)
+        return True
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others find the blocks that `seq` has filled."""
+        last = seq.num_computed // self.pool.block_size
+        if self.cache.publish(seq.tokens, seq.keys, seq.block_table, seq.num_published, last):
+            seq.num_published = last
+            seq.publish_at = (last + 1) * self.pool.block_size
+        else:
+            seq.publish_at = NEVER
+
+    def release(self, seq: Sequence) -> None:
+        """Take everything back: `seq` has computed nothing any more."""
+        self.pool.release(seq.block_table)
+        # A new list, since the old one may still be lent to the step's batch.
+        seq.block_table = []
+        seq.num_computed = 0
+        seq.num_published = 0
+        seq.publish_at = NEVER
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        copies, self.copies = self.copies, []
+        return copies
