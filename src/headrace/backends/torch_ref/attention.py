@@ -1,0 +1,161 @@
+"""Paged attention in spans of 128 positions, counted from position 0 of the sequence.
+
+A row at position p meets the same spans, of the same shape and in the same order, whether it came alone, in a chunk or
+in a batch, so its bits are the same. Rows are put into groups with equal numbers of spans; a group is either rows of
+many sequences, each with keys of its own, or neighbours of one sequence that share the keys. Called by `ops` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.backends.base import Rows
+from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
+
+SPAN = 128
+MAX_GATHER = 2**22  # cached positions * kv_heads * head_dim gathered at once for one group (16 MiB of float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows [R] that see `num_spans` spans. `slots` [B * num_spans * 128] with B = R, or 1 if the keys are shared;
+    `hidden` [num_spans, 1, R, 1, 128] is True where a row must not look."""
+
+    rows: Tensor
+    slots: Tensor
+    hidden: Tensor
+    num_spans: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring rows of chunk `chunk_id` whose positions lie in one span: `row` is the first one's index."""
+
+    chunk_id: int
+    row: int
+    first: int
+    last: int
+    low: int
+
+    @property
+    def num_spans(self) -> int:
+        return self.last // SPAN - self.low + 1
+
+
+def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Piece]:
+    """Cut every chunk where a span ends. `low` is the first span that some row of the piece sees."""
+    pieces = []
+    row = 0
+    for chunk_id, (start, length) in enumerate(zip(starts, lens, strict=True)):
+        first = start
+        while first < start + length:
+            last = min(start + length, (first // SPAN + 1) * SPAN) - 1
+            low = 0 if window is None else max(0, first - window + 1) // SPAN
+            pieces.append(Piece(chunk_id, row, first, last, low))
+            row += last - first + 1
+            first = last + 1
+    return pieces
+
+
+def plan(rows: Rows, block_size: int, width: int, window: int | None) -> list[Group]:
+    """The groups of a step. `width` is kv_heads * head_dim; it bounds how many rows are gathered at once."""
+    alone: dict[int, list[Piece]] = {}
+    groups = []
+    for piece in pieces_of(rows.starts, rows.lens, window):
+        if piece.first == piece.last:
+            alone.setdefault(piece.num_spans, []).append(piece)
+        else:
+            groups.append(_group([piece], rows.block_tables, block_size, window))
+    for num_spans, pieces in sorted(alone.items()):
+        most = max(1, MAX_GATHER // (num_spans * SPAN * width))
+        for i in range(0, len(pieces), most):
+            groups.append(_group(pieces[i : i + most], rows.block_tables, block_size, window))
+    return groups
+
+
+def _group(pieces: list[Piece], block_tables: Tensor, block_size: int, window: int | None) -> Group:
+    device = block_tables.device
+    num_spans = pieces[0].num_spans
+    table = torch.tensor([[p.chunk_id, p.low * SPAN, p.last] for p in pieces], device=device)
+    keys = table[:, 1:2] + torch.arange(num_spans * SPAN, device=device)
+    # Beyond the row's own position the last key is repeated: it is the sequence's own, and never seen.
+    inside = torch.minimum(keys, table[:, 2:3])
+    blocks = block_tables[table[:, 0:1], inside // block_size]
+    slots = (blocks * block_size + inside % block_size).view(-1)
+    if len(pieces) == 1:
+        own = torch.arange(pieces[0].first, pieces[0].last + 1, device=device)
+        index = own + (pieces[0].row - pieces[0].first)
+    else:
+        own = table[:, 2]
+        index = torch.tensor([p.row for p in pieces], device=device)
+    hidden = keys > own[:, None]
+    if window is not None:
+        hidden |= keys <= own[:, None] - window
+    hidden = hidden.view(-1, num_spans, SPAN).transpose(0, 1)[:, None, :, None]
+    return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(own) > 1)
+
+
+def attention(query: Tensor, cache: Tensor, rows: Rows, scale: float, window: int | None, softcap: float) -> Tensor:
+    """query [R, heads, D] over cache [2, num_blocks, block_size, kv_heads, D] -> [R, heads, D] float32."""
+    _, _, block_size, num_kv_heads, head_dim = cache.shape
+    key = (window, block_size, num_kv_heads * head_dim)
+    groups = rows.plans.get(key)
+    if groups is None:
+        groups = rows.plans[key] = plan(rows, block_size, num_kv_heads * head_dim, window)
+    flat = cache.view(2, -1, num_kv_heads * head_dim)
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    for group in groups:
+        own = query.index_select(0, group.rows).float()
+        out[group.rows] = _attend(own, flat, group, num_kv_heads, head_dim, scale, softcap)
+    return out
+
+
+def _attend(
+    query: Tensor, cache: Tensor, group: Group, num_kv_heads: int, head_dim: int, scale: float, softcap: float
+) -> Tensor:
+    """One group: query [R, heads, D], cache [2, num_slots, kv_heads * D] -> [R, heads, D]."""
+    num_rows, heads, _ = query.shape
+    queries = heads // num_kv_heads
+    extra = padded(head_dim) - head_dim
+    # [kv_heads, R, queries, D]: every product below is [queries, D] x [D, 128] or [queries, 128] x [128, D].
+    q = query.view(num_rows, num_kv_heads, queries, head_dim).transpose(0, 1)
+    q = F.pad(q, (0, extra)) if extra else q
+    keys, values = (_gather(part, group, num_kv_heads, head_dim, extra) for part in cache.unbind(0))
+    scores = _by_span(q.expand(group.num_spans, *q.shape), keys.transpose(-1, -2), group.shared) * scale
+    if softcap:
+        scores = elementwise(torch.tanh, scores / softcap) * softcap
+    scores = scores.masked_fill(group.hidden, float("-inf"))
+    top = scores.amax(dim=(0, -1), keepdim=True)
+    weights = elementwise(torch.exp, scores - top)
+    total, out = row_sums(weights), _by_span(weights, values, group.shared)
+    # Spans are added in their order, by plain additions.
+    sum_total, sum_out = total[0], out[0]
+    for span in range(1, group.num_spans):
+        sum_total, sum_out = sum_total + total[span], sum_out + out[span]
+    mixed = (sum_out / sum_total)[..., :head_dim]
+    return mixed.transpose(0, 1).reshape(num_rows, heads, head_dim)
+
+
+def _gather(part: Tensor, group: Group, num_kv_heads: int, head_dim: int, extra: int) -> Tensor:
+    """Cached keys or values of a group as float32 [num_spans, kv_heads, B, 128, D]."""
+    taken = part.index_select(0, group.slots).float().view(-1, group.num_spans, SPAN, num_kv_heads, head_dim)
+    taken = taken.permute(1, 3, 0, 2, 4)
+    return F.pad(taken, (0, extra)) if extra else taken.contiguous()
+
+
+def _by_span(a: Tensor, b: Tensor, shared: bool) -> Tensor:
+    """a [S, kv_heads, R, M, K] times b [S, kv_heads, R or (if shared) 1, K, N] -> [S, kv_heads, R, M, N]."""
+    num_spans, num_kv_heads, num_rows, m, k = a.shape
+    n = b.shape[-1]
+    if not shared:
+        return products(a.reshape(-1, m, k), b.flatten(0, 2)).view(num_spans, num_kv_heads, num_rows, m, n)
+    out = torch.empty(num_spans, num_kv_heads, num_rows, m, n, device=a.device)
+    for span in range(num_spans):
+        for head in range(num_kv_heads):
+            out[span, head] = products(a[span, head], b[span, head].expand(num_rows, k, n))
+    return out

@@ -1,0 +1,83 @@
+"""Products, sums and transcendental functions whose bits for one row do not depend on the other rows.
+
+Framework kernels choose their order of summation by the whole problem, and vectorised ones treat the ragged end of a
+tensor by another formula. Here each call is arranged so that neither can happen (ADR 0008). Plain torch, no state but
+what was learnt about a shape; called by the operators of `torch_ref` only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 16
+"""Operands are padded to multiples of 16 floats = 64 bytes, so that each row starts on a cache line like any other."""
+
+PIECE = 16384
+"""Elements in one elementwise call: a multiple of every vector width, and too few for torch to split among threads."""
+
+SPLIT = 32768
+"""From as many elements on torch may sum a lone row in parts, one for each thread."""
+
+
+def padded(size: int) -> int:
+    return -(-size // LANES) * LANES
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """a [B, M, K] times b [B, K, N], float32, each of the B products as if it were alone.
+
+    K and N are multiples of 16. `b` may be expanded along B. Where a batched call was seen to give the bits of B lone
+    calls of the same shape, it is used; elsewhere (all of CUDA, whose libraries choose by B) the calls are lone ones.
+    """
+    a = aligned(a)
+    if a.device.type == "cpu" and one_call_is_exact(a.shape[1], a.shape[2], b.shape[2], b.stride(1) == 1):
+        return torch.bmm(a, b)
+    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], device=a.device)
+    for i in range(a.shape[0]):
+        torch.bmm(a[i : i + 1], b[i : i + 1], out=out[i : i + 1])
+    return out
+
+
+def aligned(a: Tensor) -> Tensor:
+    """`a` contiguous and starting on a cache line; a copy if need be."""
+    a = a.contiguous()
+    return a if a.data_ptr() % 64 == 0 else a.clone()
+
+
+@functools.cache
+def one_call_is_exact(m: int, k: int, n: int, transposed: bool) -> bool:
+    """Whether a batched product gives the bits of lone products [m, k] x [k, n] here: tried on random numbers."""
+    generator = torch.Generator().manual_seed(m * 1_000_003 + k * 1009 + n)
+    a = torch.randn(9, m, k, generator=generator)
+    b = torch.randn(n, k, generator=generator).t() if transposed else torch.randn(k, n, generator=generator)
+    alone = torch.cat([torch.bmm(row[None].clone(), b[None]) for row in a])
+    return all(torch.equal(torch.bmm(a[:size], b.expand(size, k, n)), alone[:size]) for size in (1, 2, 3, 4, 8, 9))
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """Sum over the last dimension, which is kept. torch sums each row by itself, but for a lone and very long one."""
+    if x.shape[-1] >= SPLIT and x.numel() == x.shape[-1]:
+        return torch.stack([x, x]).sum(-1, keepdim=True)[0]
+    return x.sum(-1, keepdim=True)
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each element of `x` (float32), all of them by the kernel's vector path and none by its tail."""
+    if x.device.type != "cpu":
+        return function(x)  # one thread of the device for each element: there is no tail
+    flat = x.reshape(-1)
+    size = flat.numel()
+    if size % 64:
+        flat = F.pad(flat, (0, -size % 64))
+    if flat.numel() <= PIECE:
+        done = function(aligned(flat))
+    else:
+        done = torch.empty_like(flat)
+        for piece, target in zip(torch.split(flat, PIECE), torch.split(done, PIECE), strict=True):
+            target.copy_(function(aligned(piece)))
+    return done[:size].view(x.shape)

@@ -1,0 +1,104 @@
+"""`ModelConfig`: config.json read with care. Every value comes out typed and in range, or as a `CheckpointError`.
+
+The file is not ours: it may be old (rope_theta, rope_scaling), new (rope_parameters) or hostile. Knows no tensors.
+Called by the model files and by `runner.build`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headrace.errors import CheckpointError
+
+_REQUIRED: Any = object()
+MAX_SIZE = 2**31 - 1
+
+
+class ModelConfig:
+    """The values of one config.json. Methods raise `CheckpointError` naming the key, the value and what is allowed."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            if default is _REQUIRED:
+                raise CheckpointError(f"config.json: {name} is missing")
+            return default
+        return value
+
+    def integer(self, name: str, default: Any = _REQUIRED, low: int = 1, high: int = MAX_SIZE) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise CheckpointError(f"config.json: {name} is {value!r}, expected an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+            raise CheckpointError(f"config.json: {name} is {value!r}, expected a finite number of at least {low:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} is {value!r}, expected true or false")
+        return value
+
+    def choice(self, name: str, allowed: dict[str, Any], default: Any = _REQUIRED) -> Any:
+        """`allowed[value]`, where only the words that are keys of `allowed` may stand in the file."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise CheckpointError(f"config.json: {name} is {value!r}, expected one of {', '.join(allowed)}")
+        return allowed[value]
+
+    def words(self, name: str, length: int) -> list[str] | None:
+        """A list of `length` strings, or None if it is absent."""
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(v, str) for v in value):
+            raise CheckpointError(f"config.json: {name} must be a list of {length} strings")
+        return value
+
+    def mapping(self, name: str) -> ModelConfig:
+        """A nested object, empty if it is absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise CheckpointError(f"config.json: {name} is {value!r}, expected an object")
+        return ModelConfig(value)
+
+    def numbers(self, name: str, length: int) -> list[float]:
+        value = self._get(name, _REQUIRED)
+        right = isinstance(value, list) and len(value) == length
+        if not right or not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in value):
+            raise CheckpointError(f"config.json: {name} must be a list of {length} positive numbers")
+        return [float(v) for v in value]
+
+    @property
+    def rope(self) -> ModelConfig:
+        """The rope settings in the newer layout (`rope_parameters`), whichever layout the file has."""
+        found = dict(self.mapping("rope_scaling").values) | dict(self.mapping("rope_parameters").values)
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            if found.get(name) is None and self.values.get(name) is not None:
+                found[name] = self.values[name]
+        if found.get("rope_type") is None:
+            found["rope_type"] = found.get("type") or "default"
+        return ModelConfig(found)
+
+    def max_positions(self) -> int:
+        """Tokens of context that the model has, rope scaling included, by the rules that vLLM follows."""
+        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+        known = [self.integer(name) for name in names if self.values.get(name) is not None]
+        if not known:
+            raise CheckpointError(f"config.json: none of {', '.join(names)} is given")
+        length = min(known)
+        rope = self.rope
+        kind = rope.values["rope_type"]
+        if kind == "yarn":
+            length = rope.integer("original_max_position_embeddings", length)
+        if kind in ("linear", "dynamic", "yarn"):
+            length = int(length * rope.number("factor", 1.0))
+        return length

@@ -1,0 +1,180 @@
+"""The parts that decoder-only transformers share: attention over the paged cache, gated MLP, the frame around layers.
+
+A model file subclasses `Decoder` and says what differs: the order of norms, windows, scales, experts. Knows `Ops` and
+`Weights` only. Called by the model files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.models import KVShape
+from headrace.models.config import ModelConfig
+from headrace.models.rope import Rope
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Activation, Ops
+    from headrace.runner.inputs import ForwardBatch
+    from headrace.runner.loader import Weights
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class RMSNorm:
+    """x / rms(x) * (offset + weight)."""
+
+    def __init__(self, weights: Weights, ops: Ops, name: str, size: int, eps: float, offset: float = 0.0) -> None:
+        self.weight = weights.tensor(f"{name}.weight", (size,))
+        self.ops, self.eps, self.offset = ops, eps, offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps, self.offset)
+
+
+class Attention:
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions, over layer `layer_id` of the cache.
+
+    `window` counts visible positions (None: all), `softcap` bounds the scores (0: not at all), `scale` multiplies them.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str,
+        layer_id: int,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_offset: float | None = None,
+        window: int | None = None,
+        softcap: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
+        weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
+        self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
+        self.heads, self.kv_heads, self.head_dim = decoder.num_heads, decoder.num_kv_heads, size
+        self.scale = size**-0.5 if scale is None else scale
+        outs = [self.heads * size, self.kv_heads * size, self.kv_heads * size]
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv = weights.linear(names, decoder.hidden_size, outs, bias=qkv_bias)
+        self.out = weights.linear([f"{name}.o_proj"], self.heads * size, [decoder.hidden_size], bias=out_bias)
+        self.q_norm = self.k_norm = None
+        if qk_norm_offset is not None:
+            self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset)
+            self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        ops, cache = self.ops, kv[self.layer_id]
+        heads = ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)
+        query, key, value = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = ops.rope(query, *angles), ops.rope(key, *angles)
+        ops.store(key, value, cache, batch.slot_mapping)
+        mixed = ops.attention(query, cache, batch, self.scale, self.window, self.softcap)
+        return ops.linear(mixed.flatten(1), self.out)
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, decoder: Decoder, name: str, bias: bool = False) -> None:
+        weights, hidden, inner = decoder.weights, decoder.hidden_size, decoder.intermediate_size
+        self.ops, self.kind = decoder.ops, decoder.activation
+        self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], hidden, [inner, inner], bias=bias)
+        self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
+
+
+class Decoder:
+    """Embedding, layers, final norm, head. A model file gives `Layer` and, where it needs them, the class attributes.
+
+    Raises `CheckpointError` for a config that makes no sense and for weights that do not fit it.
+    """
+
+    activation_key = "hidden_act"
+    default_activation = "silu"
+    norm_offset = 0.0
+    default_tied = False
+    default_theta = 10000.0
+    Layer: type[PreNormLayer]
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        self.config, self.weights, self.ops = config, weights, ops
+        self.hidden_size = config.integer("hidden_size")
+        self.intermediate_size = config.integer("intermediate_size")
+        self.num_heads = config.integer("num_attention_heads")
+        self.num_kv_heads = config.integer("num_key_value_heads", self.num_heads)
+        self.head_dim = config.integer("head_dim", self.hidden_size // self.num_heads)
+        self.num_layers = config.integer("num_hidden_layers")
+        self.vocab_size = config.integer("vocab_size")
+        self.eps = config.number("rms_norm_eps", 1e-6)
+        self.activation = config.choice(self.activation_key, ACTIVATIONS, self.default_activation)
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads {self.num_heads} is no multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
+            )
+        self.kv_shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+        self.max_model_len = max_model_len
+        self.rope = self.make_rope(config.rope)
+        root = "model." if weights.has_prefix("model.") else ""
+        self.embedding, self.head = weights.ends(
+            f"{root}embed_tokens", "lm_head", (self.vocab_size, self.hidden_size),
+            tied=config.flag("tie_word_embeddings", self.default_tied),
+        )  # fmt: skip
+        self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
+        self.norm = self.make_norm(f"{root}norm")
+
+    def make_rope(self, rope: ModelConfig) -> Rope:
+        longest = self.config.integer("max_position_embeddings")
+        return Rope(rope, self.head_dim, longest, self.max_model_len, self.weights.device, self.default_theta)
+
+    def make_norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps, self.norm_offset)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.ops.embedding(token_ids, self.embedding)
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        x = self.embed(batch.token_ids)
+        angles = self.rope(batch.positions)
+        for layer in self.layers:
+            x = layer(x, batch, kv, angles)
+        return x
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return self.ops.linear(self.norm(hidden.index_select(0, rows)), self.head).float()
+
+
+class PreNormLayer:
+    """x += attention(norm(x)); x += mlp(norm(x)). Subclasses say what attention and mlp are."""
+
+    def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
+        self.attention_norm = decoder.make_norm(f"{name}.input_layernorm")
+        self.attention = self.make_attention(decoder, f"{name}.self_attn", layer_id)
+        self.mlp_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
+        self.mlp = self.make_mlp(decoder, name)
+
+    def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
+        return Attention(decoder, name, layer_id)
+
+    def make_mlp(self, decoder: Decoder, name: str) -> GatedMLP:
+        return GatedMLP(decoder, f"{name}.mlp")
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), batch, kv, angles)
+        return x + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,126 @@
+"""Rotary position embedding (Su et al. 2021, "RoFormer"): one table of angles, and the known ways to stretch it.
+
+The table has a row for each position that may occur, made once when the model is loaded, so that the angle of a
+position never depends on how long its sequence is. Called by the model files; turning the heads is `Ops.rope`'s.
+
+`dynamic` (NTK, u/emozilla 2023) asks for a base that grows with the sequence. Here position p takes the base of a
+sequence of p + 1 tokens, the moment it is first computed; `transformers` does the same when it decodes token by token,
+but turns a long prompt as a whole by the base of its end. `longrope` (Ding et al. 2024) has two sets of factors: like
+vLLM we take the long one for all positions if max_model_len exceeds the original context, else the short one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.models.config import ModelConfig
+
+
+class Rope:
+    """cos and sin for positions 0 ... max_model_len - 1, each [max_model_len, P] float32; 2 * P numbers are turned.
+
+    Raises `CheckpointError` for a rope_type that is not known.
+    """
+
+    def __init__(
+        self,
+        rope: ModelConfig,
+        head_dim: int,
+        max_positions: int,
+        max_model_len: int,
+        device: torch.device,
+        theta: float = 10000.0,
+    ) -> None:
+        dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+        if dim < 2 or dim % 2 or dim > head_dim:
+            raise CheckpointError(
+                f"config.json: rope turns {dim} of {head_dim} numbers of a head, expected an even part"
+            )
+        base = rope.number("rope_theta", theta, low=1.0)
+        kinds = {
+            "default": _default,
+            "linear": _linear,
+            "dynamic": _dynamic,
+            "llama3": _llama3,
+            "yarn": _yarn,
+            "longrope": _longrope,
+            "su": _longrope,
+        }
+        frequencies, magnitude = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
+        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+        # float64 leaves one right answer in float32, whichever path of the kernel an element takes.
+        self.cos = (torch.cos(angles.double()) * magnitude).float().to(device)
+        self.sin = (torch.sin(angles.double()) * magnitude).float().to(device)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [R] -> cos, sin, each [R, P]."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+def _exponents(dim: int) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+
+def _default(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    return 1.0 / base ** _exponents(dim), 1.0
+
+
+def _linear(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    return 1.0 / base ** _exponents(dim) / rope.number("factor", low=1e-6), 1.0
+
+
+def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    factor = rope.number("factor", low=1.0)
+    lengths = torch.arange(1, max_model_len + 1, dtype=torch.float64).clamp(min=max_positions)
+    bases = base * ((factor * lengths / max_positions) - (factor - 1)) ** (dim / (dim - 2))
+    return (1.0 / bases[:, None] ** _exponents(dim).double()).float(), 1.0
+
+
+def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    """Llama 3.1: high frequencies stay, low ones are slowed by `factor`, those between are blended."""
+    factor = rope.number("factor", low=1e-6)
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    original = rope.integer("original_max_position_embeddings", max_positions)
+    if high <= low:
+        raise CheckpointError(f"config.json: high_freq_factor {high:g} must exceed low_freq_factor {low:g}")
+    frequencies = 1.0 / base ** _exponents(dim)
+    turns = original * frequencies / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * share + frequencies / factor * (1 - share), 1.0
+
+
+def _yarn(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
+    original = rope.integer("original_max_position_embeddings", max_positions)
+    factor = rope.number("factor", max_positions / original, low=1e-6)
+    fast, slow = rope.number("beta_fast", 32.0, low=1e-6), rope.number("beta_slow", 1.0, low=1e-6)
+
+    def index_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = index_of(fast), index_of(slow)
+    if rope.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = 1.0 / base ** _exponents(dim)
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    one, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    magnitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)
+    return frequencies / factor * ramp + frequencies * (1 - ramp), rope.number("attention_factor", magnitude)
+
+
+def _longrope(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+    original = rope.integer("original_max_position_embeddings", max_positions, low=2)
+    factor = rope.number("factor", max_positions / original, low=1e-6)
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    stretch = rope.numbers("long_factor" if max_model_len > original else "short_factor", dim // 2)
+    frequencies = 1.0 / (torch.tensor(stretch) * base ** _exponents(dim))
+    return frequencies, rope.number("attention_factor", magnitude)

@@ -1,0 +1,134 @@
+"""Builds a Runner from a config: find the directory, load the model, size the KV cache.
+
+The one place in `runner` that sees `EngineConfig`. Called by `headrace.compose`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from headrace import __version__, hub, models
+from headrace.backends import make_backend
+from headrace.backends.base import Backend
+from headrace.config import EngineConfig
+from headrace.errors import RequestError
+from headrace.models.config import ModelConfig
+from headrace.runner.loader import Checkpoint, Weights, choose_dtype, read_config
+from headrace.runner.runner import Runner
+from headrace.sampling.sampler import Sampler
+from headrace.types import EngineInfo
+
+MAX_AUTO_KV_BYTES = 4 * 2**30
+AUTO_KV_SHARE = 0.25
+
+Progress = Callable[[int, int], None]
+
+
+def build_runner(config: EngineConfig, progress: Progress | None = None) -> tuple[Runner, EngineInfo]:
+    """Load `config.model` and make room for its KV cache.
+
+    `progress` is called with (tensors loaded, tensors in all); without it a bar is drawn if stderr is a terminal.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
+    """
+    directory = hub.resolve(config.model, config.revision)
+    if progress is not None:
+        backend, model, model_config = load_model(config, directory, progress)
+    else:
+        with _bar(config.model) as show:
+            backend, model, model_config = load_model(config, directory, show)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend)
+    kv = backend.allocate_kv(
+        model.kv_shape.num_layers, num_blocks, config.block_size, model.kv_shape.num_kv_heads, model.kv_shape.head_dim
+    )
+    eos_token_ids = hub.eos_token_ids(directory)
+    runner = Runner(model, backend, kv, Sampler(model.vocab_size, eos_token_ids, backend.device))
+    info = EngineInfo(
+        model=config.model,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logprobs=config.max_logprobs,
+        dtype=str(backend.dtype).removeprefix("torch."),
+        backend=backend.name,
+        device=str(backend.device),
+        version=__version__,
+    )
+    return runner, info
+
+
+def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
+    """The model of `directory` with its weights. Raises `CheckpointError` or `RequestError`."""
+    values = read_config(directory, models.names())
+    module = models.find(values["model_type"])
+    model_config = ModelConfig(values)
+    checkpoint = Checkpoint(directory)
+    backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint))
+    weights = Weights(checkpoint, backend, values.get("quantization_config"), progress)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    with torch.inference_mode():
+        model: models.Model = module.Model(model_config, weights, backend.ops, max_model_len)
+    weights.finish()
+    return backend, model, model_config
+
+
+def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    """`wanted`, or all that the model has. Raises `RequestError` for more than that."""
+    most = model_config.max_positions()
+    if wanted is not None and wanted > most:
+        raise RequestError("max_model_len", wanted, f"at most {most}, the context that config.json gives the model")
+    return wanted or most
+
+
+def choose_num_blocks(config: EngineConfig, shape: models.KVShape, max_model_len: int, backend: Backend) -> int:
+    """Blocks of the KV cache: the override, or what the given or measured memory holds.
+
+    Measured means the least of a quarter of the memory that is free now, 4 GiB, and what max_num_seqs sequences of
+    max_model_len fill. Raises `RequestError` if not even one such sequence fits.
+    """
+    block_bytes = (
+        2 * shape.num_layers * config.block_size * shape.num_kv_heads * shape.head_dim * backend.dtype.itemsize
+    )
+    least = -(-max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        field, num_blocks = "num_gpu_blocks_override", config.num_gpu_blocks_override
+    elif config.kv_cache_memory_bytes is not None:
+        field, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
+    else:
+        budget = min(int(AUTO_KV_SHARE * backend.available_memory()), MAX_AUTO_KV_BYTES)
+        field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)
+    if num_blocks >= least:
+        return num_blocks
+    if field == "max_model_len":
+        fits = num_blocks * config.block_size
+        raise RequestError(
+            field,
+            max_model_len,
+            f"at most {fits}, which is what the KV cache of {budget} bytes holds; or set kv_cache_memory_bytes",
+        )
+    value = config.num_gpu_blocks_override if field == "num_gpu_blocks_override" else config.kv_cache_memory_bytes
+    needed = least if field == "num_gpu_blocks_override" else least * block_bytes
+    raise RequestError(field, value, f"at least {needed}, to hold one sequence of max_model_len {max_model_len}")
+
+
+@contextmanager
+def _bar(model: str) -> Iterator[Progress]:
+    """A progress bar on stderr if that is a terminal; nothing otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"loading {model}", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,144 @@
+"""`Runner`: the real executor. A ScheduledBatch goes in, tensors live and die here, a StepResult comes out.
+
+It owns the model, the KV cache and the sampler. It decides nothing: which tokens to compute and where their keys and
+values go is written in the batch. A fault that belongs to one chunk ends that chunk alone. Called by `core.engine`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.backends.base import Backend
+from headrace.errors import RequestError
+from headrace.models import Model
+from headrace.runner.inputs import make_forward_batch, verify_chunk
+from headrace.sampling.sampler import Sampler
+from headrace.types import ScheduledBatch, StepResult
+
+
+class Runner:
+    """Computes steps of one model over one KV cache [layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
+
+    def __init__(self, model: Model, backend: Backend, kv: Tensor, sampler: Sampler) -> None:
+        self.model = model
+        self.backend = backend
+        self.kv = kv
+        self.sampler = sampler
+        self.block_size = kv.shape[3]
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """One step: copies, forward, logits of the rows that are asked for, tokens.
+
+        Raises only for faults that no single chunk owns (out of memory, a broken device).
+        """
+        result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
+        self.backend.ops.copy_blocks(self.kv, batch.copies)
+        chunk_ids, token_ids = self._sound_chunks(batch, result)
+        if not chunk_ids:
+            return result
+        forward = make_forward_batch(batch, chunk_ids, token_ids, self.block_size, self.backend.device)
+        hidden = self.model.forward(forward, self.kv)
+        wanted = _wanted(batch, chunk_ids, token_ids)
+        rows = [row for _, chunk_rows, _ in wanted for row in chunk_rows]
+        if rows:
+            logits = self.model.logits(hidden, torch.tensor(rows, device=self.backend.device))
+            self._read(batch, wanted, logits, result)
+        return result
+
+    def close(self) -> None:
+        """Give the cache's memory back. May be called twice."""
+        self.kv = self.kv.new_empty(0)
+
+    def _sound_chunks(self, batch: ScheduledBatch, result: StepResult) -> tuple[list[int], list[list[int]]]:
+        """The chunks that can be computed, and their token ids. The others get an error each."""
+        chunk_ids, token_ids = [], []
+        row = 0
+        num_slots = self.kv.shape[2] * self.block_size
+        for i, length in enumerate(batch.lens):
+            own = batch.token_ids[row : row + length]
+            row += length
+            reason = verify_chunk(batch, i, own, self.model.vocab_size, num_slots, self.block_size)
+            if reason:
+                result.errors[i] = f"invalid_chunk: {reason}"
+            else:
+                chunk_ids.append(i)
+                token_ids.append(own)
+        return chunk_ids, token_ids
+
+    def _read(
+        self,
+        batch: ScheduledBatch,
+        wanted: list[tuple[int, list[int], list[int]]],
+        logits: Tensor,
+        result: StepResult,
+    ) -> None:
+        """Turn logits [wanted rows, V] into what the chunks asked for. NaN or infinity fails its own chunk (R-17)."""
+        finite = torch.isfinite(logits).all(dim=-1).tolist()
+        samples: list[tuple[int, int]] = []
+        stop = 0
+        for i, rows, next_token_ids in wanted:
+            first, stop = stop, stop + len(rows)
+            if not all(finite[first:stop]):
+                result.errors[i] = "numerical_error: the model's logits are not finite"
+                continue
+            if next_token_ids:
+                foretold = logits[first : first + len(next_token_ids)]
+                num_top = batch.params[i].prompt_logprobs or 0
+                result.prompt_logprobs[i] = self.sampler.prompt_logprobs(foretold, next_token_ids, num_top)
+            if batch.samples[i]:
+                samples.append((i, stop - 1))
+        if samples:
+            self._sample(batch, samples, logits, result)
+
+    def _sample(
+        self, batch: ScheduledBatch, samples: list[tuple[int, int]], logits: Tensor, result: StepResult
+    ) -> None:
+        """Sample for (chunk, row of `logits`) in `samples`; if that raises, row by row, to find whose fault it is."""
+        try:
+            self._sample_together(batch, samples, logits, result)
+        except (RequestError, ValueError):
+            for sample in samples:
+                try:
+                    self._sample_together(batch, [sample], logits, result)
+                except (RequestError, ValueError) as error:
+                    result.errors[sample[0]] = f"sampling_error: {error}"
+
+    def _sample_together(
+        self, batch: ScheduledBatch, samples: list[tuple[int, int]], logits: Tensor, result: StepResult
+    ) -> None:
+        chunk_ids = [i for i, _ in samples]
+        token_ids, logprobs = self.sampler.sample(
+            logits[[row for _, row in samples]],
+            [batch.params[i] for i in chunk_ids],
+            [batch.starts[i] + batch.lens[i] for i in chunk_ids],
+            [batch.num_prompts[i] for i in chunk_ids],
+        )
+        for at, i in enumerate(chunk_ids):
+            result.token_ids[i] = token_ids[at]
+            if at in logprobs:
+                result.logprobs[i] = logprobs[at]
+
+
+def _wanted(
+    batch: ScheduledBatch, chunk_ids: list[int], token_ids: list[list[int]]
+) -> list[tuple[int, list[int], list[int]]]:
+    """For each chunk: its id, the rows of the step whose logits it needs, and the prompt tokens that the first of
+    these rows foretell. A row to sample from comes last; it never foretells a prompt token."""
+    wanted = []
+    row = 0
+    for i, own in zip(chunk_ids, token_ids, strict=True):
+        start, length = batch.starts[i], batch.lens[i]
+        next_token_ids: list[int] = []
+        if batch.params[i].prompt_logprobs is not None:
+            num_rows = max(0, min(length, batch.num_prompts[i] - 1 - start))
+            next_token_ids = own[1 : num_rows + 1]
+            if len(next_token_ids) < num_rows:
+                next_token_ids.append(batch.next_token_ids[i])
+        rows = list(range(row, row + len(next_token_ids)))
+        if batch.samples[i]:
+            rows.append(row + length - 1)
+        wanted.append((i, rows, next_token_ids))
+        row += length
+    return wanted
