@@ -54,7 +54,7 @@ bench: $(STAMP)  ## measure start-up, scheduler, latency and throughput on MODEL
 	$(BIN)/headrace bench throughput --model $(MODEL) --json
 
 sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
-	$(BIN)/python -m headrace.executor.simulated $(ARGS)
+	$(BIN)/python -m tests.sim $(ARGS)
 
 clean:  ## remove caches and build outputs (not .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,98 @@
+"""What can be said to `headrace bench`: one struct per command, whose fields become its flags (vLLM's names).
+
+Kept apart from the code that measures, so that `--help` needs none of it. Bounds and texts stand on the fields;
+`cli.options` reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Model = Annotated[str, Meta(description="A directory, a hub id, or 'builtin'.")]
+Goodput = Annotated[
+    list[str] | None,
+    Meta(
+        description="Goals in ms, such as ttft:200 tpot:50 (of ttft, tpot, e2el); requests that keep all are counted."
+    ),
+]
+Seed = Annotated[int, Meta(description="Seed of prompts, lengths and arrival times.", ge=0)]
+Json = Annotated[bool, Meta(description="Print one JSON object and nothing else.")]
+OutputJson = Annotated[str | None, Meta(description="File to write the JSON object to as well.")]
+DatasetName = Annotated[str, Meta(description="random, custom (JSON lines with a prompt) or sharegpt.")]
+DatasetPath = Annotated[str | None, Meta(description="File of a custom or sharegpt dataset.")]
+
+
+class LatencyPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Batches of requests that start together."""
+
+    model: Model = "builtin"
+    input_len: Annotated[int, Meta(description="Tokens of each prompt.", ge=1)] = 32
+    output_len: Annotated[int, Meta(description="Tokens of each answer.", ge=1)] = 128
+    batch_size: Annotated[int, Meta(description="Requests in one batch.", ge=1)] = 8
+    num_iters: Annotated[int, Meta(description="Batches to measure.", ge=1)] = 30
+    num_iters_warmup: Annotated[int, Meta(description="Batches to run first, unmeasured.", ge=0)] = 10
+    goodput: Goodput = None
+    seed: Seed = 0
+    output_json: OutputJson = None
+    json: Json = False
+
+
+class ThroughputPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """All requests at once, until the last is done."""
+
+    model: Model = "builtin"
+    num_prompts: Annotated[int, Meta(description="Requests to run.", ge=1)] = 100
+    dataset_name: DatasetName = "random"
+    dataset_path: DatasetPath = None
+    input_len: Annotated[int, Meta(description="Tokens of each random prompt.", ge=1)] = 128
+    output_len: Annotated[int, Meta(description="Tokens of each answer.", ge=1)] = 128
+    goodput: Goodput = None
+    seed: Seed = 0
+    output_json: OutputJson = None
+    json: Json = False
+
+
+class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests over HTTP to any OpenAI-compatible server."""
+
+    backend: Annotated[str, Meta(description="openai (completions) or openai-chat.")] = "openai"
+    base_url: Annotated[str | None, Meta(description="The server, if not http://HOST:PORT.")] = None
+    host: Annotated[str, Meta(description="The server's address.")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="The server's port.", ge=1)] = 8000
+    endpoint: Annotated[str | None, Meta(description="Path of the API; by default the backend's.")] = None
+    api_key: Annotated[str | None, Meta(description="Key to send; better given in HEADRACE_API_KEY.")] = None
+    model: Annotated[str | None, Meta(description="Model to ask for; by default the server's first.")] = None
+    tokenizer: Annotated[str | None, Meta(description="Directory or hub id; by default the model's.")] = None
+    dataset_name: DatasetName = "random"
+    dataset_path: DatasetPath = None
+    num_prompts: Annotated[int, Meta(description="Requests to send.", ge=1)] = 1000
+    input_len: Annotated[int | None, Meta(description="The same as --random-input-len.", ge=1)] = None
+    output_len: Annotated[int | None, Meta(description="Tokens of each answer, in any dataset.", ge=1)] = None
+    random_input_len: Annotated[int, Meta(description="Tokens of a random prompt.", ge=1)] = 1024
+    random_output_len: Annotated[int, Meta(description="Tokens of the answer to it.", ge=1)] = 128
+    random_range_ratio: Annotated[float, Meta(description="Spread of both lengths: 0.5 is 50% up and down.")] = 0.0
+    random_prefix_len: Annotated[int, Meta(description="Tokens that all random prompts share.", ge=0)] = 0
+    request_rate: Annotated[float, Meta(description="Requests per second; inf sends all at once.", gt=0)] = math.inf
+    burstiness: Annotated[float, Meta(description="Shape of the gaps: 1 is Poisson, less is burstier.", gt=0)] = 1.0
+    max_concurrency: Annotated[int | None, Meta(description="Requests open at once at most.", ge=1)] = None
+    num_warmups: Annotated[int, Meta(description="Requests to send first, unmeasured.", ge=0)] = 0
+    ready_check_timeout_sec: Annotated[float, Meta(description="Seconds to wait for a starting server.", ge=0)] = 0.0
+    ignore_eos: Annotated[bool, Meta(description="Make every answer its full length.")] = False
+    temperature: Annotated[float | None, Meta(description="Sent with every request, if given.", ge=0)] = None
+    extra_body: Annotated[str | None, Meta(description="JSON object that is added to every request.")] = None
+    percentile_metrics: Annotated[str, Meta(description="What to report, of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl"
+    metric_percentiles: Annotated[str, Meta(description="Percentiles to report, such as 50,99.")] = "99"
+    goodput: Goodput = None
+    seed: Seed = 0
+    label: Annotated[str | None, Meta(description="Name of the run, for the result.")] = None
+    metadata: Annotated[list[str] | None, Meta(description="KEY=VALUE for the result; may be repeated.")] = None
+    save_result: Annotated[bool, Meta(description="Write the JSON object to a file.")] = False
+    save_detailed: Annotated[bool, Meta(description="The same, with the times and texts of each request.")] = False
+    result_dir: Annotated[str, Meta(description="Folder of that file.")] = "."
+    result_filename: Annotated[str | None, Meta(description="Its name, if not made of date and model.")] = None
+    disable_tqdm: Annotated[bool, Meta(description="Show no progress bar.")] = False
+    json: Json = False

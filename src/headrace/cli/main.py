@@ -1,0 +1,54 @@
+"""Entry of the `headrace` command: the list of subcommands, and what becomes of errors.
+
+A deliberate error (`HeadraceError`) is one line on stderr and exit status 1, or 2 where a value on the command line
+is at fault. Anything else is a bug and keeps its traceback. Called by the console script and `python -m headrace`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import headrace
+from headrace.cli import bench, chat, doctor, generate, serve
+from headrace.errors import HeadraceError, RequestError
+
+app = typer.Typer(
+    name="headrace",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve.serve)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"headrace {headrace.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """An LLM inference and serving engine: fast on a CPU, bit-exact whatever the load, small enough to read."""
+
+
+def main() -> None:
+    """Run the command line and leave with its exit status."""
+    try:
+        app()
+    except HeadraceError as error:
+        print(f"headrace: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, RequestError) else 1) from None

@@ -1,0 +1,162 @@
+"""Command-line options made from the fields of the config structs, so that flags and fields can not drift apart.
+
+A command is written with `**fields` and decorated with `options(EngineConfig, ServerConfig)`: the decorator gives it
+one option per field, with the field's name, type and default, and the text in `HELP`. `build` makes the struct again
+from what was given. A test fails when a field has no text. Knows no command; no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+from headrace.bounds import BOUNDS
+from headrace.config import DTYPES, POLICIES, EngineConfig, ServerConfig, human_int
+from headrace.errors import RequestError
+from headrace.sampling.params import SamplingParams
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+HELP: dict[type[msgspec.Struct], dict[str, str]] = {
+    EngineConfig: {
+        "model": "A directory, a hub id, or 'builtin'.",
+        "tokenizer": "Directory or hub id of the tokenizer, if not the model's own.",
+        "revision": "Branch, tag or commit of a hub model.",
+        "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
+        "backend": "Operators to run on: auto, torch_ref.",
+        "device": "auto, cpu or cuda.",
+        "seed": "Key from which the seeds of requests without one are drawn.",
+        "max_model_len": "Context length in tokens; by default the model's own.",
+        "block_size": "Tokens in a block of the KV cache.",
+        "num_gpu_blocks_override": "Blocks in the KV cache, instead of what fits the memory.",
+        "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
+        "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",
+        "max_num_seqs": "Sequences running at once.",
+        "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
+        "long_prefill_token_threshold": "Tokens of one prompt in one step at most; 0 leaves it to the budget.",
+        "scheduling_policy": f"Who goes first: {', '.join(POLICIES)}.",
+        "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
+        "skip_tokenizer_init": "Load no tokenizer: token ids in, token ids out.",
+    },
+    ServerConfig: {
+        "host": "Address to listen on.",
+        "port": "TCP port; 0 takes a free one.",
+        "api_key": "Key that clients must send; better given in HEADRACE_API_KEY.",
+        "served_model_name": "Name of the model in the API, if not MODEL.",
+        "chat_template": "File with a Jinja chat template, instead of the model's own.",
+        "max_num_queued_reqs": "Requests that may wait; further ones get 429.",
+        "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
+        "max_restarts": "Times a dead engine is started again before the server gives up.",
+        "uvicorn_log_level": "critical, error, warning, info, debug or trace.",
+        "log_stats_interval": "Seconds between two log lines of statistics; 0 for none.",
+        "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace: none.",
+    },
+    SamplingParams: {
+        "stop": "Text that ends the answer; may be given more than once.",
+        "stop_token_ids": "Token id that ends the answer; may be given more than once.",
+        "ignore_eos": "Go on after the model's end-of-text token.",
+        "include_stop_str_in_output": "Keep the stop text in the answer.",
+        "skip_special_tokens": "Leave special tokens out of the text.",
+    },
+}
+
+PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}
+
+
+def integer(text: str | int) -> int:
+    """A whole number, negative or human: -1, 4096, 32k (32,000), 32K (32,768). Raises ValueError."""
+    if isinstance(text, int):  # a default, which typer parses too
+        return text
+    return -human_int(text[1:]) if text.startswith("-") else human_int(text)
+
+
+def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> str:
+    """The text of a flag: the field's own, or that of `HELP`, or that of the table of bounds with its range."""
+    meta = meta_of(field)
+    if meta is not None and meta.description:
+        return meta.description
+    if field.name in HELP.get(struct, {}):
+        return HELP[struct][field.name]
+    row = BOUNDS[field.name]
+    return f"{row.doc[0].upper()}{row.doc[1:]}; {row.describe()}."
+
+
+def meta_of(field: msgspec.structs.FieldInfo) -> msgspec.Meta | None:
+    """What a field's annotation says beside its type, if anything."""
+    found = [part for part in getattr(field.type, "__metadata__", ()) if isinstance(part, msgspec.Meta)]
+    return found[0] if found else None
+
+
+def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, default: Any) -> inspect.Parameter:
+    """The parameter that stands for one field of a struct in a command's signature."""
+    name = "--" + field.name.replace("_", "-")
+    settings: dict[str, Any] = {"help": help_of(struct, field), "rich_help_panel": PANELS.get(struct)}
+    plain = typing.get_args(field.type)[0] if meta_of(field) else field.type
+    union = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
+    kinds = [part for part in (typing.get_args(plain) if union else (plain,)) if part is not type(None)]
+    many = next((kind for kind in kinds if typing.get_origin(kind) is list), None)
+    kind: Any = typing.get_args(many)[0] if many else kinds[0]
+    if kind is not bool:
+        settings["metavar"] = {int: "INT", float: "FLOAT", str: "TEXT"}[kind]
+    if kind is int:
+        settings["parser"] = integer
+    # Nobody asks for --no-json.
+    decls = [f"{name}/--no-{name[2:]}"] if kind is bool and field.name != "json" else [name]
+    if many:
+        kind = list[kind]
+    if default is None:
+        kind = kind | None
+    info = typer.Option(*decls, **settings)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+def options(
+    *structs: type[msgspec.Struct], skip: tuple[str, ...] = (), only: tuple[str, ...] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: replace a command's `**fields` by one option for each field of the structs.
+
+    Args:
+        structs: where the fields come from.
+        skip: fields that the command has no option for, or declares itself.
+        only: if given, the only fields of SamplingParams that become options.
+        defaults: defaults of this command that differ from the struct's.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {p.name for p in own} | set(skip)
+        made: list[inspect.Parameter] = []
+        for struct in structs:
+            for field in msgspec.structs.fields(struct):
+                if field.name in taken or (struct is SamplingParams and only and field.name not in only):
+                    continue
+                taken.add(field.name)
+                default = None if field.default is msgspec.NODEFAULT else field.default
+                made.append(option(struct, field, defaults.get(field.name, default)))
+        command.__signature__ = signature.replace(parameters=[*own, *made])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def build(struct: type[T], values: dict[str, Any]) -> T:
+    """The struct of those `values` that are its fields. Raises `RequestError` for a value out of bounds."""
+    fields = {field.name: field for field in msgspec.structs.fields(struct)}
+    for name, field in fields.items():
+        value, meta = values.get(name), meta_of(field)
+        if value is None or meta is None:
+            continue
+        if meta.ge is not None and not value >= meta.ge:
+            raise RequestError(name, value, f"at least {meta.ge}")
+        if meta.gt is not None and not value > meta.gt:
+            raise RequestError(name, value, f"more than {meta.gt}")
+    return struct(**{name: value for name, value in values.items() if name in fields})

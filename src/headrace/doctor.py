@@ -1,0 +1,238 @@
+"""What this machine and this installation are: versions, CPU, memory, backends, model, hub. Printed by
+`headrace doctor`, and meant to be pasted into a bug report.
+
+Every section is found out by itself; a part that can not be had says why instead of hiding the rest. Changes nothing,
+fetches nothing, and needs no model to be loaded. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import pkgutil
+import platform
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import headrace
+from headrace import env, hub
+from headrace.errors import HeadraceError
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
+# What a kernel may one day ask for; the rest of /proc/cpuinfo's flags is noise here.
+CPU_FLAGS = (
+    "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve"
+).split()
+PROBE_BYTES = 2**30  # well above any last-level cache
+
+Section = dict[str, Any]
+
+
+def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[str, Section]:
+    """Everything `headrace doctor` shows, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
+
+    Args:
+        model: what to look for; a hub id is looked up in the local cache only.
+        probe_bytes: size of the buffer whose read speed is measured; 0 leaves the measurement out.
+    """
+    return {
+        "versions": versions(),
+        "cpu": cpu(),
+        "memory": memory(probe_bytes),
+        "torch": torch_state(),
+        "backends": backends(),
+        "model": model_state(model),
+        "hub": hub_state(),
+        "environment": environment(),
+    }
+
+
+def versions() -> Section:
+    found: Section = {"headrace": headrace.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+
+
+def cpu() -> Section:
+    """Name, cores and vector extensions. On systems without /proc/cpuinfo the latter are left empty."""
+    import psutil
+
+    name, flags = platform.processor(), set[str]()
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(errors="replace").splitlines():
+            key, _, value = (part.strip() for part in line.partition(":"))
+            if key == "model name":
+                name = value
+            elif key in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return {
+        "name": name,
+        "cores_physical": psutil.cpu_count(logical=False),
+        "cores_logical": psutil.cpu_count(logical=True),
+        "cores_allowed": len(allowed),
+        "features": [flag for flag in CPU_FLAGS if flag in flags],
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def memory(probe_bytes: int) -> Section:
+    import psutil
+
+    now = psutil.virtual_memory()
+    found: Section = {"total_bytes": now.total, "available_bytes": now.available}
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        found["cgroup_limit_bytes"] = int(text)
+    if probe_bytes:
+        found["read_gb_per_s"] = round(read_bandwidth(probe_bytes), 1)
+        found["read_probe_bytes"] = probe_bytes
+    return found
+
+
+def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
+    """GB/s at which torch's threads read one buffer, best of `repeats`: a quick lower bound of the machine's."""
+    import torch
+
+    buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64)
+    best = math.inf
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.max(buffer)
+        best = min(best, time.perf_counter() - start)
+    return buffer.numel() * 8 / best / 1e9
+
+
+def torch_state() -> Section:
+    import torch
+
+    found: Section = {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda or "not in this build",
+        "gpus": [],
+    }
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            found["gpus"].append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
+    return found
+
+
+def backends() -> Section:
+    """The folders and files that operators, models and formats live in, by name."""
+    import headrace.backends
+    import headrace.models
+    import headrace.quant
+
+    def names(package: Any) -> list[str]:
+        found = (module.name for module in pkgutil.iter_modules(package.__path__))
+        return sorted(name for name in found if name not in ("base", "common") and not name.startswith("_"))
+
+    return {
+        "backends": names(headrace.backends),
+        "models": names(headrace.models),
+        "formats": names(headrace.quant),
+    }
+
+
+def model_state(model: str) -> Section:
+    """What is known of a model from its headers. No weights are read, nothing is fetched."""
+    found: Section = {"name": model}
+    try:
+        directory = local_directory(model)
+        config = hub.read_json(directory / "config.json")
+        found |= {"directory": str(directory), "model_type": config.get("model_type")}
+        files = sorted(directory.glob("*.safetensors"))
+        found["weight_bytes"] = sum(file.stat().st_size for file in files)
+        found["num_parameters"] = sum(num_parameters(file) for file in files)
+        found["context_length"] = config.get("max_position_embeddings", config.get("n_positions"))
+        found["tokenizer"] = (directory / "tokenizer.json").exists()
+    except (HeadraceError, OSError, ValueError) as error:
+        found["problem"] = str(error)
+    return found
+
+
+def local_directory(model: str) -> Path:
+    """Like `hub.resolve`, but a hub id is only looked up in the local cache."""
+    if model == "builtin" or Path(model).expanduser().exists() or model.count("/") != 1:
+        return hub.resolve(model)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model, "config.json")
+    if not isinstance(config, str):
+        raise HeadraceError(f"{model} is neither a directory nor in the hub's local cache")
+    return Path(config).parent
+
+
+def num_parameters(file: Path) -> int:
+    """Numbers in a safetensors file, from its header (8 bytes of length, then JSON). Raises ValueError if broken."""
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 0 < length <= hub.MAX_JSON_BYTES:
+            raise ValueError(f"{file} has no safetensors header")
+        header = json.loads(stream.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def hub_state() -> Section:
+    from huggingface_hub import constants, get_token
+
+    return {
+        "cache": constants.HF_HUB_CACHE,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+        "token": "set" if get_token() else "not set",
+    }
+
+
+def environment() -> Section:
+    return {"HEADRACE_DEBUG": env.debug_level(), "HEADRACE_API_KEY": "set" if env.api_key() else "not set"}
+
+
+def shown(name: str, value: Any) -> str:
+    """One value for people: bytes in GiB or MB, lists joined, None as a dash."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == [] or value == "":
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(str(part) for part in value)
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 1e6:.1f} MB"
+    if name.startswith("num_") and isinstance(value, int):
+        return f"{value:,}"
+    return f"{value} GB/s" if name.endswith("gb_per_s") else str(value)
+
+
+def show(report: dict[str, Section]) -> None:
+    """Print the report as one table, as wide as the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left")
+    for title, style in (("section", "bold"), ("what", "cyan")):
+        table.add_column(title, style=style, no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for section, entries in report.items():
+        for index, (name, value) in enumerate(entries.items()):
+            label = name.removesuffix("_bytes").removesuffix("_gb_per_s").removeprefix("num_")
+            label = label if label.isupper() else label.replace("_", " ")
+            first = section if index == 0 else ""
+            table.add_row(first, label, shown(name, value), style="red" if name == "problem" else None)
+        table.add_section()
+    Console(highlight=False).print(table)

@@ -1,0 +1,62 @@
+"""The house stays small: lines, config fields, environment variables, and no word about where it was written."""
+
+from __future__ import annotations
+
+import subprocess
+
+import msgspec
+import pytest
+from tests.laws import rules
+
+from headrace.config import EngineConfig, ServerConfig
+
+TEXT = (".py", ".md", ".toml", ".txt", ".json", ".jinja", ".yml", ".yaml", ".cfg", ".sh", "Makefile", "run")
+
+
+def repository_files() -> list[str]:
+    """Paths of the files under version control; all files where git or its folder is absent (an unpacked archive)."""
+    try:
+        done = subprocess.run(
+            ["git", "ls-files"], cwd=rules.ROOT, capture_output=True, text=True, check=True, timeout=60
+        )
+        names = done.stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    if not names:
+        kept = ("src", "tests", "bench", "docs", "examples", "training")
+        names = [str(p.relative_to(rules.ROOT)) for folder in kept for p in (rules.ROOT / folder).rglob("*")]
+    return [name for name in names if name.endswith(TEXT) and (rules.ROOT / name).is_file()]
+
+
+def test_files_are_short() -> None:
+    code = {name: (rules.ROOT / name).read_text() for name in repository_files() if name.endswith(".py")}
+    long = {name: rules.num_lines(text) for name, text in code.items() if rules.num_lines(text) > rules.MAX_FILE_LINES}
+    assert not long
+
+
+def test_the_package_can_be_read_in_a_weekend() -> None:
+    assert sum(rules.num_lines(source) for _, source in rules.sources()) <= rules.MAX_SRC_LINES
+
+
+def test_the_config_is_small() -> None:
+    fields = [*msgspec.structs.fields(EngineConfig), *msgspec.structs.fields(ServerConfig)]
+    assert len(fields) <= rules.MAX_CONFIG_FIELDS
+
+
+def test_few_environment_variables() -> None:
+    names = set().union(*(rules.environment_variables(source) for _, source in rules.sources()))
+    assert names, "the count sees none at all"
+    assert len(names) <= rules.MAX_ENVIRONMENT_VARIABLES
+
+
+def test_no_file_names_this_workplace() -> None:
+    broken = []
+    for name in repository_files():
+        broken += rules.workplace_violations(name, (rules.ROOT / name).read_text(encoding="utf-8"))
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("place", ["work/main", "root/x", "home/me/headrace"])
+def test_naming_a_workplace_is_reported(place: str) -> None:
+    assert rules.workplace_violations("README.md", f"see /{place}.")
+    assert not rules.workplace_violations("README.md", f"see docs/{place} and a/{place}")
