@@ -68,6 +68,7 @@ BOUNDS: dict[str, Bound] = _table(
     Bound("logit_bias_value", "float", -100.0, 100.0, None, "added to one token's logit"),
     Bound("token_id", "int", 0, 2**31 - 1, None, "a token id, below the model's vocabulary size"),
     Bound("priority", "int", -(2**31), 2**31 - 1, 0, "lower is sooner, under --scheduling-policy priority"),
+    Bound("truncate_prompt_tokens", "int", -1, 2**31 - 1, None, "last tokens of the prompt kept; -1: all that fit"),
     # Sizes.
     Bound("stop", "size", 0, 16, None, "number of stop strings"),
     Bound("stop_string", "size", 1, 1024, None, "characters of one stop string"),

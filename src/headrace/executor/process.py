@@ -1,0 +1,141 @@
+"""The engine's own process: `python -m headrace.executor.process FD`, started by `server.links.ProcessLink`.
+
+It builds the engine that the first frame asks for, then steps while there is work and sleeps on the socket while
+there is none. One thread, no event loop, no knowledge of HTTP or text. A server that is gone is an end-of-file, and
+then this process ends too. A fault that no request owns ends it with the traceback on stderr and a `Failed` frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+from headrace import env
+from headrace.config import EngineConfig
+from headrace.core.engine import EngineCore
+from headrace.errors import HeadraceError, RequestError
+from headrace.server import transport
+from headrace.types import StepOutput
+
+PR_SET_PDEATHSIG = 1
+
+Receive = Callable[[bool], "list[transport.ToEngine] | None"]
+Send = Callable[[transport.FromEngine], None]
+
+
+def drive(core: EngineCore, receive: Receive, send: Send) -> None:
+    """Step `core` until it is told to stop or its peer hangs up. The same loop runs in a thread for `InprocLink`.
+
+    Args:
+        receive: called between steps; with True it may wait, with False it must not. None means: hung up.
+        send: may block, which holds the engine back until the server reads on.
+    """
+    debug = env.debug_level()
+    send(transport.Ready(core.info))
+    while True:
+        messages = receive(not core.has_work())
+        if messages is None:
+            return
+        for message in messages:
+            match message:
+                case transport.Add(request):
+                    try:
+                        core.add(request)
+                    except RequestError as error:
+                        refused = (error.field, repr(error.value)[:80], error.bound, error.code)
+                        send(transport.Rejected(request.request_id, *refused))
+                case transport.Abort(request_id):
+                    core.abort(request_id)
+                case transport.ResetPrefixCache():
+                    core.reset_prefix_cache()
+                case transport.Shutdown():
+                    return
+                case transport.Start():
+                    raise transport.TransportError("the engine was started already")
+        # Aborts alone leave nothing to step, but the gauges moved.
+        output = core.step() if core.has_work() else StepOutput(step_id=-1)
+        output.stats = output.stats or core.stats()
+        send(transport.Output(output))
+        if debug:
+            show(output)
+
+
+def show(output: StepOutput) -> None:
+    """HEADRACE_DEBUG=1: one line for each step on stderr."""
+    stats = output.stats
+    gauges = f"running={stats.num_running} waiting={stats.num_waiting} blocks={stats.num_blocks_held}" if stats else ""
+    took = 1e3 * (output.end_time - output.start_time)
+    ended = {request_id[:8]: finish.reason for request_id, finish in output.finished.items()}
+    print(f"step {output.step_id} {took:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}", file=sys.stderr)
+
+
+def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> int:
+    """Serve one socket until it closes. Returns the exit status.
+
+    `build` makes the engine that the first frame asks for; `compose.build_engine`, unless a test has another.
+    """
+    # The server decides when this process ends: a Ctrl-C or a SIGTERM to the whole group must not cut open streams.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    die_with_parent()
+    channel = transport.EngineSocket(socket.socket(fileno=fd))
+    ready = False
+    core = None
+
+    def send(message: transport.FromEngine) -> None:
+        nonlocal ready
+        ready = ready or isinstance(message, transport.Ready)
+        channel.send(message)
+
+    try:
+        first = channel.receive(wait=True)
+        if not first:
+            return 0
+        if not isinstance(first[0], transport.Start):
+            raise transport.TransportError("the first message must be Start")
+        early = first[1:]
+        if build is None:
+            from headrace.compose import build_engine as build
+        core = build(first[0].config)
+
+        def receive(wait: bool) -> list[transport.ToEngine] | None:
+            # Messages that came in one read with Start are not to be lost.
+            nonlocal early
+            if early:
+                taken, early = early, []
+                return taken
+            return channel.receive(wait)
+
+        drive(core, receive, send)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except BaseException as error:
+        # A refusal to start is told in one line by the server; everything else deserves its traceback.
+        if ready or not isinstance(error, HeadraceError):
+            traceback.print_exc()
+        with contextlib.suppress(OSError):
+            channel.send(transport.Failed(type(error).__name__, str(error) or repr(error), starting=not ready))
+        return 1
+    finally:
+        if core is not None:
+            core.close()
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask Linux for a SIGKILL when the parent's thread ends, so that a killed server leaves no orphan (R-23)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

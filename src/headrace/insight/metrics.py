@@ -1,0 +1,145 @@
+"""Prometheus metrics under vLLM's names, with the prefix `headrace:`.
+
+Gauges and the engine's counters are read from the client's state at the moment of the scrape and kept nowhere else,
+so they cannot drift (I-21, R-22). Histograms and per-request counters are fed by the client and by `Front`, whose
+observer this is. Knows no HTTP; `server.http` serves what `render` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headrace.server.client import EngineClient
+from headrace.server.outputs import RequestState
+from headrace.types import StepOutput
+
+LABELS = ("model_name", "engine")
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+TOKENS = tuple(2**exponent for exponent in range(18))
+REASONS = ("stop", "length", "abort", "error")
+
+
+class ServerMetrics:
+    """All metrics of one server; its own registry, nothing global."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self._client = client
+        self._values = (model_name, "0")
+        self._num_batched = 0
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)  # type: ignore[arg-type]
+        self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
+        self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", GAP_SECONDS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first step.", SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "First token to last.", SECONDS)
+        self._inference = self._histogram("request_inference_time_seconds", "First step to last token.", SECONDS)
+        self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
+        self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS)
+        self._answers = self._histogram("request_generation_tokens", "Generated tokens of a finished request.", TOKENS)
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        finished = Counter(
+            "headrace:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        self._finished = {reason: finished.labels(*self._values, reason) for reason in REASONS}
+
+    def render(self) -> bytes:
+        """The exposition text of one scrape."""
+        return generate_latest(self.registry)
+
+    # -- the client's and the front's observer
+
+    def on_step(self, output: StepOutput) -> None:
+        stats = output.stats
+        if stats is not None and stats.num_batched_tokens != self._num_batched:
+            # A restarted engine counts from zero again.
+            before = self._num_batched if stats.num_batched_tokens > self._num_batched else 0
+            self._iteration.observe(stats.num_batched_tokens - before)
+            self._num_batched = stats.num_batched_tokens
+
+    def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
+        self._first.observe(seconds)
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        self._generation_tokens.inc(num_tokens)
+        if seconds is not None:
+            self._gap.observe(seconds / num_tokens)
+
+    def on_finish(self, state: RequestState, reason: str) -> None:
+        self._finished[reason].inc()
+        times = state.metrics
+        for histogram, seconds in (
+            (self._queue, times.time_in_queue),
+            (self._prefill, times.prefill_time),
+            (self._decode, times.decode_time),
+        ):
+            if seconds is not None:
+                histogram.observe(max(0.0, seconds))
+        if times.first_scheduled_time is not None and times.last_token_time is not None:
+            self._inference.observe(times.last_token_time - times.first_scheduled_time)
+        if times.finished_time is not None:
+            self._whole.observe(times.finished_time - times.arrival_time)
+            self._prompts.observe(len(state.request.prompt_token_ids))
+            self._answers.observe(len(state.token_ids))
+
+    # -- prometheus_client's collector
+
+    def collect(self) -> Iterable[Metric]:
+        """State, read now."""
+        client, now, total = self._client, self._client.stats, self._client.total
+        # While there is no engine, whatever is open waits.
+        waiting = now.num_waiting if client.is_alive else client.num_unfinished
+        gauges = {
+            "num_requests_running": ("Requests in the running batch.", now.num_running),
+            "num_requests_waiting": ("Requests that wait for room.", waiting),
+            "kv_cache_usage_perc": ("Share of KV blocks that requests hold, 0 to 1.", now.kv_cache_usage),
+            "engine_up": ("1 while the engine runs and makes tokens.", float(client.is_alive)),
+        }
+        for name, (doc, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"headrace:{name}", doc, labels=LABELS)
+            gauge.add_metric(self._values, value)
+            yield gauge
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", total.prefix_cache_queries),
+            "prefix_cache_hits": ("Prompt tokens found there.", total.prefix_cache_hits),
+            "num_preemptions": ("Requests sent back to the queue.", total.num_preemptions),
+            "prompt_tokens_recomputed": ("Tokens computed again after a preemption.", total.num_recomputed_tokens),
+            "num_steps": ("Steps of the engine.", total.num_steps),
+            "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
+        }
+        for name, (doc, value) in counters.items():
+            counter = CounterMetricFamily(f"headrace:{name}", doc, labels=LABELS)
+            # The start's own probe is taken off again, and must not show as less than nothing.
+            counter.add_metric(self._values, max(0, value))
+            yield counter
+        if client.is_started:
+            info = client.info
+            facts = {
+                "block_size": str(info.block_size),
+                "num_gpu_blocks": str(info.num_blocks),
+                "max_model_len": str(info.max_model_len),
+                "max_num_seqs": str(info.max_num_seqs),
+                "max_num_batched_tokens": str(info.max_num_batched_tokens),
+                "dtype": info.dtype,
+                "backend": info.backend,
+                "device": info.device,
+            }
+            family = GaugeMetricFamily("headrace:cache_config_info", "The engine's sizes.", labels=(*LABELS, *facts))
+            family.add_metric((*self._values, *facts.values()), 1)
+            yield family
+
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"headrace:{name}", doc, LABELS, buckets=buckets, registry=self.registry)
+        return made.labels(*self._values)
+
+    def _counter(self, name: str, doc: str) -> Counter:
+        return Counter(f"headrace:{name}", doc, LABELS, registry=self.registry).labels(*self._values)

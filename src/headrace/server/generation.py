@@ -1,0 +1,153 @@
+"""`Front`: tokenizer and engine client together, and `Generation`: all answers of one call, as they come.
+
+The part of the server that speaks prompts and pieces of text but not yet HTTP. `async_llm.AsyncLLM` and
+`server.openai` stand on it. Long texts are tokenised on a worker thread, so that the event loop stays quick (R-03).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from headrace.errors import HeadraceError
+from headrace.sampling.params import SamplingParams
+from headrace.server.client import EngineClient, RequestStream
+from headrace.server.inputs import Prompt, make_requests, prompt_ids
+from headrace.server.outputs import Piece, RequestState
+from headrace.server.text import Tokenizer
+from headrace.types import EngineInfo
+
+# Below this many characters the work is shorter than the hand-over to a thread.
+LARGE_TEXT = 4096
+
+T = TypeVar("T")
+
+
+class NumericalError(HeadraceError):
+    """The engine failed one request, and only that (HTTP 500)."""
+
+    code = "numerical_error"
+
+
+class FinishObserver(Protocol):
+    def on_finish(self, state: RequestState, reason: str) -> None: ...
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread."""
+    return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
+
+
+class Front:
+    """Prompts in, generations out."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer | None, observer: FinishObserver | None = None
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.observer = observer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.client.info
+
+    async def prompt_ids(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
+    ) -> tuple[str | None, list[int]]:
+        """`inputs.prompt_ids`, on a thread if the prompt is long."""
+        return await off_loop(
+            len(prompt),
+            lambda: prompt_ids(
+                prompt,
+                self.tokenizer,
+                self.info,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            ),
+        )
+
+    def open(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_time: float | None = None,
+        draw: Callable[[], int] | None = None,
+    ) -> Generation:
+        """Ask for `params.n` answers to each prompt: all of them are accepted, or none.
+
+        Raises `RequestError`, `QueueFullError` or `EngineDeadError`. The caller must close what it gets.
+        """
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        drawn = {} if draw is None else {"draw": draw}
+        groups = [
+            make_requests(token_ids, params, self.info, priority=priority, cache_salt=cache_salt, **drawn)
+            for token_ids in prompts
+        ]
+        stream = self.client.submit([request for group in groups for request in group])
+        states = [
+            RequestState(request, self.tokenizer, index, arrival)
+            for group in groups
+            for index, request in enumerate(group)
+        ]
+        return Generation(stream, states, params.n, self.observer)
+
+
+class Generation:
+    """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`.
+
+    An async iterator of lists of (place in `states`, piece). Use it in an `async with`: leaving that aborts whatever
+    is still running.
+    """
+
+    def __init__(
+        self, stream: RequestStream, states: list[RequestState], n: int, observer: FinishObserver | None
+    ) -> None:
+        self.states = states
+        self.n = n
+        self._stream = stream
+        self._observer = observer
+
+    def of_prompt(self, place: int) -> list[RequestState]:
+        """The answers to one prompt."""
+        return self.states[place * self.n : (place + 1) * self.n]
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Piece]]:
+        pieces = []
+        for place, delta in await self._stream.__anext__():
+            state = self.states[place]
+            piece = state.feed(delta)
+            if state.finish is None:
+                pieces.append((place, piece))
+                continue
+            if delta.finish is None:
+                self._stream.abort(place)
+            if self._observer is not None:
+                self._observer.on_finish(state, state.finish.reason)
+            if state.finish.reason == "error":
+                raise NumericalError(state.finish.message or "the model gave no usable numbers for this request")
+            pieces.append((place, piece))
+        return pieces
+
+    def close(self) -> None:
+        """Abort what still runs. May be called twice."""
+        self._stream.close()
+        for state in self.states:
+            if state.finish is None and not state.closed:
+                state.closed = True
+                if self._observer is not None:
+                    self._observer.on_finish(state, "abort")
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,111 @@
+"""From a caller's prompt and parameters to complete `Request`s: ids checked, seed drawn, `n` answers fanned out.
+
+Pure functions of their arguments, used alike by `LLM`, `AsyncLLM` and the HTTP server, so that the same call means
+the same request everywhere. Knows the tokenizer; knows no engine beyond `EngineInfo`, and no asyncio.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace import bounds
+from headrace.errors import ContextLengthError, RequestError
+from headrace.sampling.params import SamplingParams
+from headrace.server.text import Tokenizer
+from headrace.types import EngineInfo, Request
+
+# Kept below 2**53 with room for n, so that JSON readers with doubles can send a told seed back.
+SEED_LIMIT = 2**53 - 2**16
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+def draw_seed() -> int:
+    return secrets.randbelow(SEED_LIMIT)
+
+
+def new_request_id() -> str:
+    """Fresh and unguessable, whatever id the client has chosen (S-25)."""
+    return str(uuid.uuid4())
+
+
+def max_context(info: EngineInfo) -> int:
+    """Tokens that prompt and answer may have together: the model's context, or less if the KV cache is smaller."""
+    return min(info.max_model_len, info.num_blocks * info.block_size + 1)
+
+
+def prompt_ids(
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    info: EngineInfo,
+    *,
+    add_special_tokens: bool = True,
+    truncate_prompt_tokens: int | None = None,
+) -> tuple[str | None, list[int]]:
+    """Text (None for a prompt of ids) and token ids of `prompt`: a text, ids, or vLLM's dict form of either.
+
+    `truncate_prompt_tokens` keeps that many of the last ids; -1 means as many as fit. Raises `RequestError`.
+    """
+    text: str | None = None
+    if isinstance(prompt, dict):
+        known = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
+        if not known:
+            raise RequestError("prompt", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
+        prompt = prompt[known[0]]
+    if isinstance(prompt, str):
+        bounds.check("text", prompt, "prompt")
+        if tokenizer is None:
+            raise RequestError("prompt", prompt, "token ids, for the engine runs without a tokenizer")
+        text = prompt
+        token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = list(prompt)
+        for token_id in token_ids:
+            bounds.check("token_id", token_id, "prompt")
+    if truncate_prompt_tokens is not None:
+        keep = max_context(info) - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        token_ids = token_ids[-keep:] if keep else []
+    if not token_ids:
+        raise RequestError("prompt", prompt, "at least one token long")
+    if len(token_ids) >= max_context(info):
+        raise ContextLengthError("prompt", len(token_ids), f"at most {max_context(info) - 1} tokens long")
+    return text, token_ids
+
+
+def make_requests(
+    token_ids: list[int],
+    params: SamplingParams,
+    info: EngineInfo,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+    draw: Callable[[], int] = draw_seed,
+) -> list[Request]:
+    """The `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
+
+    Fills in the seed (drawn if none is given) and max_tokens (None is the rest of the context).
+    """
+    room = max_context(info) - len(token_ids)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    # A context that ends before min_tokens ends the answer all the same.
+    min_tokens = min(params.min_tokens, max_tokens)
+    seed = draw() if params.seed is None else params.seed
+    group = new_request_id() if params.n > 1 else ""
+    return [
+        Request(
+            request_id=new_request_id(),
+            prompt_token_ids=token_ids,
+            params=msgspec.structs.replace(
+                params, n=1, seed=(seed + index) % 2**63, max_tokens=max_tokens, min_tokens=min_tokens
+            ),
+            priority=priority,
+            cache_salt=cache_salt,
+            group=group,
+        )
+        for index in range(params.n)
+    ]

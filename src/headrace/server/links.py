@@ -1,0 +1,237 @@
+"""How messages reach the engine: over a socket to a child process, or through a queue to a thread.
+
+A link starts the engine, carries messages both ways in order, and tells once when the engine is gone. It knows
+nothing of requests; `server.client.EngineClient` is its only caller, on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from headrace.config import EngineConfig
+from headrace.core.engine import EngineCore
+from headrace.errors import EngineDeadError, HeadraceError
+from headrace.server import transport
+from headrace.types import EngineInfo
+
+logger = logging.getLogger("headrace.engine")
+
+CLOSE_TIMEOUT_S = 5.0
+ENGINE_COMMAND = (sys.executable, "-m", "headrace.executor.process")
+
+OnMessage = Callable[[transport.FromEngine], None]
+OnLost = Callable[[str], None]
+
+
+class Link(Protocol):
+    async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+        """Start an engine and wait until it is loaded. Raises what it failed with. May be called again after a loss."""
+        ...
+
+    def post(self, message: transport.ToEngine) -> None:
+        """Send, without waiting. To a peer that is gone: dropped, for `on_lost` tells of it."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and wait for its end. May be called twice."""
+        ...
+
+
+class ProcessLink:
+    """A child process on a socketpair. Its death is an end-of-file.
+
+    `command` is what to run; it gets the number of its end of the socket as last argument.
+    """
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self._config = config
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, or None before the first start."""
+        return self._process.pid if self._process else None
+
+    async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+        await self._reap()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Not from a worker thread: the child asks to die with the thread that made it.
+            command = [*self._command, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(transport.encode(transport.Start(self._config)))
+        frames = transport.FrameBuffer()
+        first: list[transport.FromEngine] = []
+        while not first:
+            data = await _read(reader)
+            if not data:
+                raise EngineDeadError(f"the engine's process ended while it started ({await self._reap()})")
+            first = [transport.decode_from_engine(payload) for payload in frames.feed(data)]
+        match first[0]:
+            case transport.Ready(info):
+                self._pump = asyncio.create_task(self._receive(reader, frames, first[1:], on_message, on_lost))
+                return info
+            case transport.Failed() as failed:
+                await self._reap()
+                raise transport.startup_error(failed)
+            case other:
+                await self._reap()
+                raise transport.TransportError(f"the engine began with {type(other).__name__}")
+
+    def post(self, message: transport.ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(transport.encode(message))
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            self._pump = None
+        self.post(transport.Shutdown())
+        await self._reap()
+
+    async def _receive(
+        self,
+        reader: asyncio.StreamReader,
+        frames: transport.FrameBuffer,
+        messages: list[transport.FromEngine],
+        on_message: OnMessage,
+        on_lost: OnLost,
+    ) -> None:
+        reason = ""
+        try:
+            while True:
+                for message in messages:
+                    if isinstance(message, transport.Failed):
+                        reason = f"{message.kind}: {message.message}"
+                    else:
+                        on_message(message)
+                data = await _read(reader)
+                if not data:
+                    break
+                messages = [transport.decode_from_engine(payload) for payload in frames.feed(data)]
+        except transport.TransportError as error:
+            reason = str(error)
+        except Exception as error:  # a fault of ours; the engine is of no use without its reader
+            logger.exception("the reader of the engine's messages failed")
+            reason = f"{type(error).__name__} in the server: {error}"
+        status = await self._reap()
+        on_lost(reason or status)
+
+    async def _reap(self) -> str:
+        """End the child, gently if it is well, and tell how it ended. Hanging up is the signal to go."""
+        process, self._process = self._process, None
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                if self._writer.can_write_eof():
+                    self._writer.write_eof()
+        status = "no process"
+        if process is not None:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    while process.poll() is None:
+                        await asyncio.sleep(0.01)
+            except TimeoutError:
+                process.kill()
+                process.wait()
+            status = f"exit status {process.returncode}"
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        return status
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(transport.READ_BYTES)
+    except ConnectionError:
+        return b""
+
+
+class InprocLink:
+    """The same loop on a thread, without bytes: messages are handed over as they are."""
+
+    def __init__(self, build: Callable[[], EngineCore]) -> None:
+        self._build = build
+        self._inbox: queue.SimpleQueue[transport.ToEngine | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+        if self._thread is not None:
+            raise EngineDeadError("an engine in this process can not be restarted")
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[EngineInfo] = loop.create_future()
+
+        def deliver(message: transport.FromEngine) -> None:
+            if isinstance(message, transport.Ready):
+                ready.set_result(message.info)
+            else:
+                on_message(message)
+
+        def lost(error: BaseException) -> None:
+            if not ready.done():
+                failed = error if isinstance(error, HeadraceError) else EngineDeadError(repr(error))
+                failed.__cause__ = error
+                ready.set_exception(failed)
+            else:
+                on_lost(repr(error))
+
+        def call(function: Callable[..., None], *args: object) -> None:
+            # The loop may have closed before the thread: then nobody listens any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(function, *args)
+
+        self._thread = threading.Thread(
+            target=self._run, args=(call, deliver, lost), name="headrace-engine", daemon=True
+        )
+        self._thread.start()
+        return await ready
+
+    def post(self, message: transport.ToEngine) -> None:
+        self._inbox.put(message)
+
+    async def close(self) -> None:
+        self._inbox.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(
+        self,
+        call: Callable[..., None],
+        deliver: Callable[[transport.FromEngine], None],
+        lost: Callable[[BaseException], None],
+    ) -> None:
+        from headrace.executor.process import drive
+
+        core = None
+        try:
+            core = self._build()
+            drive(core, self._receive, lambda message: call(deliver, message))
+        except BaseException as error:
+            logger.exception("the engine's thread failed")
+            call(lost, error)
+        finally:
+            if core is not None:
+                core.close()
+
+    def _receive(self, wait: bool) -> list[transport.ToEngine] | None:
+        messages: list[transport.ToEngine] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._inbox.get(block=wait and not messages)
+                if message is None:
+                    return None
+                messages.append(message)
+        return messages

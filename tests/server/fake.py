@@ -1,0 +1,61 @@
+"""An engine without a model for the server's tests: the real `EngineCore` and scheduler over the simulated executor.
+
+Run as a script it is the child process (`fake.py DELAY FD`); imported, it builds the same engine in this process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from headrace.config import EngineConfig
+from headrace.core.engine import EngineCore
+from headrace.core.scheduler import Scheduler
+from headrace.executor.process import main
+from headrace.executor.simulated import Oracle, SimulatedExecutor
+from headrace.types import EngineInfo
+
+VOCAB_SIZE = 256
+EOS = 255
+
+
+def build(config: EngineConfig, delay: float = 0.0) -> EngineCore:
+    """`delay` is slept in every step, in seconds."""
+    num_blocks = config.num_gpu_blocks_override or 1024
+    info = EngineInfo(
+        model=config.model,
+        max_model_len=config.max_model_len or 2048,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=[EOS],
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logprobs=config.max_logprobs,
+        dtype="none",
+        backend="simulated",
+        device="cpu",
+    )
+    scheduler = Scheduler(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        policy=config.scheduling_policy,  # type: ignore[arg-type]
+        eos_token_ids=[EOS],
+        cache_key=b"test",
+    )
+    executor = SimulatedExecutor(num_blocks, config.block_size, Oracle(VOCAB_SIZE, [EOS]), delay=delay)
+    return EngineCore(scheduler, executor, info, time.monotonic, check_every=1)
+
+
+def command(delay: float = 0.0) -> tuple[str, ...]:
+    """What `ProcessLink` is to run."""
+    return (sys.executable, str(Path(__file__)), str(delay))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[2]), lambda config: build(config, float(sys.argv[1]))))
