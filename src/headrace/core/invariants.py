@@ -78,9 +78,11 @@ def _check_table(s: Scheduler, seq: Sequence, num_scheduled: int) -> None:
         raise InvariantError(
             "I-19", f"{seq.request_id} holds {len(seq.block_table)} blocks of {s.tables.worst_case(seq)}"
         )
+    unfilled = seq.block_table[seq.num_computed // s.block_size :]
+    if not num_scheduled and any(s.pool.cached[block] for block in unfilled):
+        raise InvariantError("I-5", f"{seq.request_id} has published one of {unfilled} before it was full")
     if num_scheduled:
-        written = seq.block_table[seq.num_computed // s.block_size :]
-        for block in written:
+        for block in unfilled:
             if s.pool.refs[block] - s.pool.pins.count(block) != 1 or s.pool.cached[block]:
                 raise InvariantError("I-4", f"block {block} is shared or cached and {seq.request_id} writes it")
 

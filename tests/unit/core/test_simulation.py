@@ -1,0 +1,42 @@
+"""A slice of the simulation; `make sim` runs the whole. Each seed checks I-1 ... I-20 after every step."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.sim.__main__ import main
+from tests.sim.simulation import Simulation
+from tests.sim.world import EVENTS
+
+NUM_SEEDS, NUM_STEPS = 40, 200
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 10))
+def test_I_1_to_I_20_hold_under_a_swarm_of_events(first):
+    for seed in range(first, first + 10):
+        Simulation(seed).run(NUM_STEPS)
+
+
+def test_the_slice_meets_every_kind_of_event():
+    seen = {name for seed in range(NUM_SEEDS) for name in Simulation(seed).run(60).events}
+    assert seen >= {*EVENTS, "preemption", "copy", "end by stop", "end by length", "end by abort", "end by error"}
+
+
+def test_I_20_a_seed_replays_byte_identically_in_another_process():
+    here = [Simulation(seed).run(100).digest for seed in (1, 2, 3)]
+    assert len(set(here)) == 3
+    code = (
+        "from tests.sim.simulation import Simulation\nprint(*[Simulation(seed).run(100).digest for seed in (1, 2, 3)])"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    there = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert there.stdout.split() == here
+
+
+def test_the_command_replays_a_seed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tests.sim", "--seed", "5", "--steps", "20"])
+    assert main() == 0
+    log = capsys.readouterr().out
+    assert log.startswith("0: world World(")
+    assert f"0 violations, digest {Simulation(5).run(20).digest}" in log
