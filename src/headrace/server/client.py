@@ -196,6 +196,7 @@ class EngineClient:
         self.observer: Observer | None = None
         self.stats = Stats()
         self.num_restarts = 0
+        self.is_proven_once = False
         self.num_waiting = 0
         self.num_waiting_tokens = 0
         self.dead = asyncio.Event()
@@ -214,6 +215,7 @@ class EngineClient:
                     pass
             # What the probe cost is nobody's traffic.
             self._past = Stats(**{name: -getattr(self.stats, name) for name in COUNTERS})
+            self.is_proven_once = True
         except BaseException:
             await self.close()
             raise

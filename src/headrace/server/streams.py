@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from headrace.server.errors import error_body
 from headrace.server.limits import ClientGoneError, Receive, Scope
@@ -47,16 +48,19 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream:
-    """An ASGI response of server-sent events."""
+class EventStream(Response):
+    """An ASGI response of server-sent events. `close` is called when it is over, however it ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], request_id: str) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(media_type="text/event-stream")
         self._events = events
+        self._close = close
+        # Not the base class's, which would declare a length.
         self._headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (b"x-request-id", request_id.encode("ascii", "replace")),
+            *((name.encode(), value.encode("ascii", "replace")) for name, value in headers.items()),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
@@ -66,6 +70,8 @@ class EventStream:
             logger.debug("a client left in the middle of its stream")
         except TimeoutError:
             logger.warning("a client did not read its stream for %g s; it was given up", STALL_S)
+        finally:
+            self._close()
 
     async def _send_all(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})

@@ -1,0 +1,355 @@
+"""The HTTP server: routes, health, metrics, and `serve`, which puts tokenizer, engine client and uvicorn together.
+
+A composition root. Every POST body comes in through `limits`, every error goes out through `errors`, and whoever
+waits for tokens is watched by `streams`. The engine runs in another process; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headrace import __version__, env, hub
+from headrace.config import EngineConfig, ServerConfig
+from headrace.errors import EngineDeadError, HeadraceError
+from headrace.insight.metrics import ServerMetrics
+from headrace.server.auth import ApiKeyGate
+from headrace.server.chat import ChatTemplate
+from headrace.server.client import EngineClient, ProcessClient
+from headrace.server.errors import error_response, json_response
+from headrace.server.generation import Front, off_loop
+from headrace.server.inputs import max_context
+from headrace.server.limits import parse_json, read_body
+from headrace.server.openai import Answer, OpenAI
+from headrace.server.streams import EventStream, until_gone
+from headrace.server.text import Tokenizer
+
+logger = logging.getLogger("headrace.server")
+
+# A step may take long; an engine that says nothing for as long as this, and owes something, is not ready.
+STALLED_S = 120.0
+# How long open streams may go on after SIGTERM.
+DRAIN_S = 30.0
+REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
+
+
+class RouteError(HeadraceError):
+    """No such route, or not with this method."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        self.code = "not_found" if status == 404 else "invalid_request_error"
+        super().__init__(message)
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    server: ServerConfig,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> FastAPI:
+    """The application. Starts `client` when it starts and closes it when it stops.
+
+    Args:
+        model: the name that is served.
+        defaults: sampling parameters for what a request does not give.
+    """
+    metrics = ServerMetrics(client, model)
+    client.observer = metrics
+    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults)
+    life = Life(client, server.log_stats_interval)
+    app = FastAPI(title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.life = life
+    app.state.client = client
+    _add_api(app, api)
+    _add_operations(app, client, metrics, life)
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return error_response(RouteError(status, f"route: {error.detail if isinstance(error, HTTPException) else ''}"))
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    api_key = server.api_key or env.api_key()
+    if api_key:
+        app.add_middleware(ApiKeyGate, api_key=api_key)
+    return app
+
+
+def _add_api(app: FastAPI, api: OpenAI) -> None:
+    async def answer(request: Request, open_answer: Callable[[dict[str, Any]], Awaitable[Answer]]) -> Any:
+        made = await open_answer(await _body(request))
+        headers = {"x-request-id": _request_id(request) or made.id}
+        try:
+            if made.stream:
+                return EventStream(made.events(), made.close, headers)
+            return json_response(await until_gone(request.receive, made.whole()), headers=headers)
+        except BaseException:
+            made.close()
+            raise
+
+    async def completions(request: Request) -> Any:
+        return await answer(request, api.completion)
+
+    async def chat_completions(request: Request) -> Any:
+        return await answer(request, api.chat)
+
+    async def tokenize(request: Request) -> Response:
+        return json_response(await api.tokenize(await _body(request)))
+
+    async def detokenize(request: Request) -> Response:
+        return json_response(await api.detokenize(await _body(request)))
+
+    async def models(request: Request) -> Response:
+        return json_response(api.models())
+
+    async def model_card(request: Request) -> Response:
+        return json_response(api.card(request.path_params["name"]))
+
+    _post(app, "/v1/completions", completions)
+    _post(app, "/v1/chat/completions", chat_completions)
+    _post(app, "/tokenize", tokenize)
+    _post(app, "/detokenize", detokenize)
+    _get(app, "/v1/models", models)
+    _get(app, "/v1/models/{name:path}", model_card)
+
+
+def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
+    async def live(request: Request) -> Response:
+        return json_response({"status": "live"})
+
+    async def ready(request: Request) -> Response:
+        status = life.status()
+        return json_response({"status": status}, 200 if status == "ready" else 503)
+
+    async def ping(request: Request) -> Response:
+        return await ready(request)
+
+    async def version(request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def load(request: Request) -> Response:
+        return json_response({"server_load": client.num_unfinished})
+
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    _get(app, "/health/live", live)
+    _get(app, "/health/ready", ready)
+    _get(app, "/health", ready)
+    app.add_api_route("/ping", _guarded(ping), methods=["GET", "POST"], response_model=None)
+    _get(app, "/version", version)
+    _get(app, "/load", load)
+    _get(app, "/metrics", scrape)
+
+
+Endpoint = Callable[[Request], Awaitable[Any]]
+
+
+def _get(app: FastAPI, path: str, endpoint: Endpoint) -> None:
+    app.add_api_route(path, _guarded(endpoint), methods=["GET"], response_model=None)
+
+
+def _post(app: FastAPI, path: str, endpoint: Endpoint) -> None:
+    app.add_api_route(path, _guarded(endpoint), methods=["POST"], response_model=None)
+
+
+def _guarded(endpoint: Endpoint) -> Endpoint:
+    async def guarded(request: Request) -> Any:
+        try:
+            return await endpoint(request)
+        except Exception as error:
+            return error_response(error)
+
+    return guarded
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    body = await read_body(request.scope, request.receive)
+    return await off_loop(len(body) // 16, lambda: parse_json(body))
+
+
+def _request_id(request: Request) -> str | None:
+    """The caller's own id for its logs, if it can stand in a header; it names nothing in here."""
+    given = request.headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else None
+
+
+class Life:
+    """The application's life: loading, ready, restarting, dead, draining."""
+
+    def __init__(self, client: EngineClient, log_stats_interval: float) -> None:
+        self.client = client
+        self.failure: BaseException | None = None
+        self.draining = False
+        self.ended = asyncio.Event()
+        self._interval = log_stats_interval
+
+    def status(self) -> str:
+        """One word for probes; all but "ready" mean that requests are better sent elsewhere."""
+        client = self.client
+        if self.draining:
+            return "draining"
+        if self.failure is not None or client.dead.is_set():
+            return "dead"
+        if not client.is_started:
+            return "loading"
+        if not client.is_alive:
+            return "restarting" if client.num_restarts or client.is_proven_once else "loading"
+        return "stalled" if client.stalled_for() > STALLED_S else "ready"
+
+    @contextlib.asynccontextmanager
+    async def run(self, app: FastAPI) -> AsyncIterator[None]:
+        """Load in the background, so that probes are answered meanwhile."""
+        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.client.close()
+
+    async def _start(self) -> None:
+        try:
+            await self.client.start()
+        except (HeadraceError, OSError) as error:
+            self.failure = error
+            logger.critical("the engine did not start: %s", error)
+            self.ended.set()
+            return
+        info = self.client.info
+        num_tokens = info.num_blocks * info.block_size
+        logger.info("%s: dtype %s, backend %s, device %s", info.model, info.dtype, info.backend, info.device)
+        logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
+        length = max_context(info)
+        logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
+        logger.info("ready")
+        await self.client.dead.wait()
+        self.failure = EngineDeadError("the engine died too often")
+        self.ended.set()
+
+    async def _log_stats(self) -> None:
+        before = self.client.total
+        idle = True
+        while self._interval > 0:
+            await asyncio.sleep(self._interval)
+            total, now = self.client.total, self.client.stats
+            prompt = total.num_prompt_tokens - before.num_prompt_tokens
+            generated = total.num_generated_tokens - before.num_generated_tokens
+            before, was_idle = total, idle
+            idle = not (prompt or generated or self.client.num_unfinished)
+            if idle and was_idle:
+                continue
+            hit_rate = total.prefix_cache_hits / total.prefix_cache_queries if total.prefix_cache_queries else 0.0
+            logger.info(
+                "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
+                "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+                prompt / self._interval,
+                generated / self._interval,
+                now.num_running,
+                now.num_waiting,
+                100 * now.kv_cache_usage,
+                100 * hit_rate,
+            )
+
+
+def advised_params(engine: EngineConfig) -> dict[str, Any]:
+    """Sampling parameters from the model's generation_config.json, as `vllm serve` applies them."""
+    path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    advised = hub.read_json(path)
+    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    names["max_new_tokens"] = "max_tokens"
+    found = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    if advised.get("repetition_penalty", 1.0) not in (None, 1.0):
+        logger.warning("generation_config.json advises a repetition_penalty, which is not supported yet")
+    if found:
+        logger.info("sampling defaults from the model's generation_config.json: %s", found)
+    return found
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, but a SIGTERM that was obeyed is a success: it would raise it again after the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, self._on_signal)
+        yield
+
+    def _on_signal(self) -> None:
+        # A second one means: now.
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self.config.app.state.life.draining = True  # type: ignore[union-attr]
+
+
+def serve(engine: EngineConfig, server: ServerConfig) -> None:
+    """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
+
+    Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
+    """
+    _set_up_logging(server.uvicorn_log_level)
+    tokenizer = template = None
+    if not engine.skip_tokenizer_init:
+        path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
+        tokenizer = Tokenizer.load_if_present(path)
+        if tokenizer is None:
+            logger.warning("the model has no tokenizer: prompts must be token ids")
+        elif server.chat_template or tokenizer.chat_template:
+            template = ChatTemplate.of(tokenizer, server.chat_template)
+    defaults = advised_params(engine) if server.generation_config == "auto" else {}
+    model = server.served_model_name or engine.model
+    app = create_app(ProcessClient(engine, server), tokenizer, template, server, model, defaults)
+    config = uvicorn.Config(
+        app,
+        host=server.host,
+        port=server.port,
+        log_level=server.uvicorn_log_level,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=int(DRAIN_S),
+    )
+    status = asyncio.run(_run(_Uvicorn(config), app.state.life))
+    if status:
+        sys.exit(status)
+
+
+async def _run(server: uvicorn.Server, life: Life) -> int:
+    async def stop_when_dead() -> None:
+        await life.ended.wait()
+        server.should_exit = True
+
+    watch = asyncio.create_task(stop_when_dead())
+    try:
+        await server.serve()
+    finally:
+        watch.cancel()
+    return 1 if life.failure is not None or not server.started else 0
+
+
+def _set_up_logging(level: str) -> None:
+    stream = logging.StreamHandler()
+    stream.setFormatter(logging.Formatter("%(levelname)-8s %(asctime)s %(name)s: %(message)s", "%m-%d %H:%M:%S"))
+    root = logging.getLogger("headrace")
+    root.handlers = [stream]
+    root.setLevel(level.upper() if level != "trace" else "DEBUG")
+    root.propagate = False

@@ -1,0 +1,120 @@
+"""A small tokenizer and live servers, over the fake engine, for the server's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from headrace.config import EngineConfig, ServerConfig
+from headrace.server.chat import ChatTemplate
+from headrace.server.client import EngineClient, InprocClient
+from headrace.server.http import create_app
+from headrace.server.links import ProcessLink
+from headrace.server.text import Tokenizer
+
+from tests.server import fake
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A byte-level tokenizer: token i is byte i, but for the last, which ends a text."""
+    from headrace.server.tokenizer_files import byte_letters
+
+    letters = byte_letters()
+    vocab = {letter: index for index, letter in enumerate(letters[:255])} | {"<eos>": fake.EOS}
+    made = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": fake.EOS, "content": "<eos>", "special": True, "single_word": False, "lstrip": False}
+            | {"rstrip": False, "normalized": False}
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(made))
+    config = {"eos_token": "<eos>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+class Live:
+    """A server on a free port, in a thread of this process."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, server: ServerConfig, **more: Any) -> None:
+        self.client = client
+        self.app = create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake", **more)
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(self.app, log_level="error", ws="none", timeout_graceful_shutdown=2)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
+
+    def __enter__(self) -> Live:
+        self.thread.start()
+        self.wait(lambda: httpx.get(self.url + "/health/live").status_code == 200, 20)
+        self.wait(lambda: self.client.is_alive or self.app.state.life.failure is not None, 20)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.socket.close()
+        assert not self.thread.is_alive(), "the server did not stop"
+
+    @staticmethod
+    def wait(until: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Poll `until`, which may also fail to connect, for at most `seconds`."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(httpx.TransportError):
+                if until():
+                    return
+            time.sleep(0.01)
+        raise AssertionError(f"not so within {seconds} s")
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30, **more)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of one metric's samples with these labels."""
+        total = None
+        for line in httpx.get(self.url + "/metrics").text.splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.partition("{")[0] == f"headrace:{name}" and all(f'{k}="{v}"' in head for k, v in labels.items()):
+                total = (total or 0.0) + float(value)
+        assert total is not None, name
+        return total
+
+
+def inproc(delay: float = 0.0, **config: Any) -> EngineClient:
+    return InprocClient(lambda: fake.build(EngineConfig(model="fake", **config), delay))
+
+
+def child(delay: float = 0.0, max_restarts: int = 3, **config: Any) -> EngineClient:
+    link = ProcessLink(EngineConfig(model="fake", **config), fake.command(delay))
+    return EngineClient(link, max_restarts=max_restarts)
+
+
+@pytest.fixture(scope="module")
+def live(tokenizer: Tokenizer) -> Iterator[Live]:
+    """One server for tests that do not harm it. A step takes a millisecond."""
+    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, ServerConfig(log_stats_interval=0)) as made:
+        yield made
