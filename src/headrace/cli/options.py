@@ -84,7 +84,9 @@ def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> s
     if field.name in HELP.get(struct, {}):
         return HELP[struct][field.name]
     row = BOUNDS[field.name]
-    return f"{row.doc[0].upper()}{row.doc[1:]}; {row.describe()}."
+    # The ends of a machine integer tell a reader nothing.
+    allowed = f"at least {row.low:g}" if row.high >= 2**31 - 1 else row.describe()
+    return f"{row.doc[0].upper()}{row.doc[1:]}; {allowed}."
 
 
 def meta_of(field: msgspec.structs.FieldInfo) -> msgspec.Meta | None:

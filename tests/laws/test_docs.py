@@ -1,0 +1,101 @@
+"""The documents say what the code says: generated pages are fresh, and the commands that the README names exist."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from tests.laws import rules
+
+from headrace.cli import reference
+from headrace.cli.options import help_of
+from headrace.config import EngineConfig, ServerConfig
+
+README = (rules.ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (rules.ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def unknown_commands(text: str) -> list[str]:
+    """`make` targets, `headrace` commands, flags and `python -m` modules in code that do not exist."""
+    code = "\n".join(re.findall(r"```(?:bash|console|sh)?\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text))
+    targets = set(re.findall(r"^([a-z]+):.*##", MAKEFILE, re.M))
+    known = {path.removeprefix("headrace ") for path, _ in reference.commands()}
+    groups = {path.split()[0] for path in known}
+    flags = {name for _, command in reference.commands() for option in command.params for name in option.opts}
+    flags |= {
+        name for _, command in reference.commands() for option in command.params for name in option.secondary_opts
+    }
+    flags |= {"--help", "--version"}
+    broken = [f"make {t}" for t in re.findall(r"\bmake ([a-z]+)\b", code) if t not in targets]
+    for words in re.findall(r"^(?:\$ )?(?:\.venv/bin/)?headrace ((?:[a-z]+ ?)+)", code, re.M):
+        first, *rest = words.split()
+        if first not in groups or (first == "bench" and rest and f"bench {rest[0]}" not in known):
+            broken.append(f"headrace {words}")
+    for line in re.findall(r"^(?:\$ )?(?:\.venv/bin/)?headrace .*$", code, re.M):
+        broken += [flag for flag in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", line) if flag not in flags]
+    for module in re.findall(r"python -m ((?:bench|training|tests)[\w.]*)", code):
+        path = rules.ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+            broken.append(f"python -m {module}")
+    return broken
+
+
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_generated_page_is_fresh(name: str) -> None:
+    assert (rules.ROOT / "docs" / name).read_text(encoding="utf-8") == reference.PAGES[name](), "run: make docs"
+
+
+def test_every_config_field_is_a_documented_flag() -> None:
+    listed = dict(reference.commands())
+    page = reference.flags_page()
+    for struct in (EngineConfig, ServerConfig):
+        for field in msgspec.structs.fields(struct):
+            assert help_of(struct, field)
+            if field.name == "model":  # an argument, not an option
+                continue
+            flag = "--" + field.name.replace("_", "-")
+            assert any(flag in option.opts for option in listed["headrace serve"].params), flag
+            assert f"`{flag}`" in page
+
+
+def test_readme_names_what_exists() -> None:
+    assert "make run" in README
+    assert "make test" in README
+    assert not unknown_commands(README)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`make dinner`",
+        "`headrace sreve`",
+        "```\nheadrace serve --prot 1\n```",
+        "`python -m bench.nothing`",
+        "`headrace bench x`",
+    ],
+)
+def test_a_command_that_does_not_exist_is_noticed(text: str) -> None:
+    assert unknown_commands(text)
+
+
+def test_makefile_targets_tell_what_they_do() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)
+    assert phony
+    for target in phony.group(1).split():
+        assert re.search(rf"^{target}:.*## .+", MAKEFILE, re.M), target
+    assert len(phony.group(1).split()) <= 12
+
+
+def test_agents_file_is_short() -> None:
+    assert (rules.ROOT / "AGENTS.md").read_text(encoding="utf-8").count("\n") <= 40
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    pages = [rules.ROOT / "README.md", rules.ROOT / "AGENTS.md", *(rules.ROOT / "docs").rglob("*.md")]
+    broken = []
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(rules.ROOT)}: {target}")
+    assert not broken
