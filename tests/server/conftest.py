@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from tests.server import fake
+
 from headrace.config import EngineConfig, ServerConfig
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, InprocClient
@@ -22,9 +24,9 @@ from headrace.server.http import create_app
 from headrace.server.links import ProcessLink
 from headrace.server.text import Tokenizer
 
-from tests.server import fake
-
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
 
 
 def write_tokenizer(directory: Path) -> Path:

@@ -100,9 +100,7 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
         if not isinstance(first[0], transport.Start):
             raise transport.TransportError("the first message must be Start")
         early = first[1:]
-        if build is None:
-            from headrace.compose import build_engine as build
-        core = build(first[0].config)
+        core = (build or _build_engine)(first[0].config)
 
         def receive(wait: bool) -> list[transport.ToEngine] | None:
             # Messages that came in one read with Start are not to be lost.
@@ -126,6 +124,13 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
         if core is not None:
             core.close()
     return 0
+
+
+def _build_engine(config: EngineConfig) -> EngineCore:
+    # Torch comes with it, so it is imported when somebody waits for the engine and not before.
+    from headrace.compose import build_engine
+
+    return build_engine(config)
 
 
 def die_with_parent() -> None:

@@ -31,7 +31,7 @@ class ServerMetrics:
         self._values = (model_name, "0")
         self._num_batched = 0
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
         self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", GAP_SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", SECONDS)

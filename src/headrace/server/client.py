@@ -18,7 +18,9 @@ from typing import Protocol
 from headrace.config import EngineConfig, ServerConfig
 from headrace.core.engine import EngineCore, verify
 from headrace.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
+from headrace.sampling.params import SamplingParams
 from headrace.server import transport
+from headrace.server.inputs import new_request_id
 from headrace.server.links import InprocLink, Link, ProcessLink
 from headrace.server.outputs import Delta, deltas_of
 from headrace.types import EngineInfo, Request, Stats, StepOutput
@@ -127,13 +129,13 @@ class _Open:
         "stream",
     )
 
-    def __init__(self, request: Request, stream: RequestStream, index: int) -> None:
+    def __init__(self, request: Request, stream: RequestStream, index: int, arrival_time: float) -> None:
         self.request = request
         self.stream = stream
         self.index = index
         self.started = False
         self.num_cached = 0
-        self.arrival_time = time.monotonic()
+        self.arrival_time = arrival_time
         self.last_time: float | None = None
         self.delivered = list(request.resume_token_ids)
         self.num_prompt_logprobs = 0
@@ -262,16 +264,13 @@ class EngineClient:
         self._last_frame_time = time.monotonic()
 
     def _probe(self) -> Request:
-        from headrace.sampling.params import SamplingParams
-        from headrace.server.inputs import new_request_id
-
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False)
         return Request(request_id=PROBE + new_request_id(), prompt_token_ids=[0], params=params)
 
     # -- requests
 
-    def submit(self, requests: Sequence[Request]) -> RequestStream:
-        """Accept all of `requests` or none.
+    def submit(self, requests: Sequence[Request], arrival_time: float | None = None) -> RequestStream:
+        """Accept all of `requests` or none. `arrival_time` is when the call came in, if not now.
 
         Raises `RequestError` (can not be served as it stands), `QueueFullError` (not now) or `EngineDeadError`.
         """
@@ -284,8 +283,9 @@ class EngineClient:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._admit(len(requests), num_tokens)
         stream = RequestStream(requests, self.abort)
+        arrival = time.monotonic() if arrival_time is None else arrival_time
         for index, request in enumerate(requests):
-            self._open[request.request_id] = _Open(request, stream, index)
+            self._open[request.request_id] = _Open(request, stream, index, arrival)
             if self._alive:
                 self._link.post(transport.Add(request))
         self.num_waiting += len(requests)

@@ -89,7 +89,7 @@ class Front:
             make_requests(token_ids, params, self.info, priority=priority, cache_salt=cache_salt, **drawn)
             for token_ids in prompts
         ]
-        stream = self.client.submit([request for group in groups for request in group])
+        stream = self.client.submit([request for group in groups for request in group], arrival)
         states = [
             RequestState(request, self.tokenizer, index, arrival)
             for group in groups

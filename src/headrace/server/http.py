@@ -72,7 +72,9 @@ def create_app(
     client.observer = metrics
     api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults)
     life = Life(client, server.log_stats_interval)
-    app = FastAPI(title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.life = life
     app.state.client = client
     _add_api(app, api)

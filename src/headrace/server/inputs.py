@@ -52,26 +52,29 @@ def prompt_ids(
     `truncate_prompt_tokens` keeps that many of the last ids; -1 means as many as fit. Raises `RequestError`.
     """
     text: str | None = None
+    given: str | Sequence[int]
     if isinstance(prompt, dict):
         known = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
         if not known:
             raise RequestError("prompt", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
-        prompt = prompt[known[0]]
-    if isinstance(prompt, str):
-        bounds.check("text", prompt, "prompt")
-        if tokenizer is None:
-            raise RequestError("prompt", prompt, "token ids, for the engine runs without a tokenizer")
-        text = prompt
-        token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        given = prompt[known[0]]
     else:
-        token_ids = list(prompt)
+        given = prompt
+    if isinstance(given, str):
+        bounds.check("text", given, "prompt")
+        if tokenizer is None:
+            raise RequestError("prompt", given, "token ids, for the engine runs without a tokenizer")
+        text = given
+        token_ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = list(given)
         for token_id in token_ids:
             bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
         keep = max_context(info) - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         token_ids = token_ids[-keep:] if keep else []
     if not token_ids:
-        raise RequestError("prompt", prompt, "at least one token long")
+        raise RequestError("prompt", given, "at least one token long")
     if len(token_ids) >= max_context(info):
         raise ContextLengthError("prompt", len(token_ids), f"at most {max_context(info) - 1} tokens long")
     return text, token_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -100,9 +101,8 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise RequestError("body", len(pairs), f"an object with at most {MAX_KEYS} keys")
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise RequestError(twice, "given twice", "given once")
+        counts = Counter(name for name, _ in pairs)
+        raise RequestError(counts.most_common(1)[0][0], "given twice", "given once")
     return made
 
 

@@ -6,9 +6,11 @@ engine's fault. Knows schemas, prompts and replies; `server.http` does the bytes
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ from headrace.server.schema import (
     sampling_params,
 )
 
+RENDER_OPTIONS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 DONE = b"data: [DONE]\n\n"
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -242,6 +245,9 @@ class OpenAI:
         self.template = template
         self.defaults = dict(defaults or {})
         self.created = int(time.time())
+        # Templates run one at a time in a process of their own; whoever waits for it must not fill up the threads
+        # that tokenise.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="headrace-template")
 
     async def completion(self, body: dict[str, Any]) -> CompletionAnswer:
         """POST /v1/completions. Raises `HeadraceError`s of all kinds."""
@@ -345,15 +351,14 @@ class OpenAI:
             raise RequestError(
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
             )
-        size = sum(len(str(message.get("content", ""))) for message in messages)
-        return await off_loop(
-            size,
-            lambda: template.render(
-                messages,
-                add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
-                continue_final_message=bool(request.continue_final_message),
-                **(request.chat_template_kwargs or {}),
-            ),
+        given = request.chat_template_kwargs or {}
+        for name in RENDER_OPTIONS.intersection(given):
+            raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
+        go_on = bool(request.continue_final_message)
+        opening = not go_on if request.add_generation_prompt is None else request.add_generation_prompt
+        return await asyncio.get_running_loop().run_in_executor(
+            self._renderer,
+            lambda: template.render(messages, add_generation_prompt=opening, continue_final_message=go_on, **given),
         )
 
     def _open(

@@ -6,6 +6,7 @@ Knows no HTTP and no engine.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,15 @@ def clamp(logprob: float) -> float:
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """One token alone as text; half a character shows as U+FFFD."""
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)[0]
+    """One token alone as text. A part of a character shows as its bytes, as OpenAI shows it, so that two such
+    tokens stay two."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def usage(groups: Sequence[Sequence[RequestState]]) -> dict[str, Any]:
@@ -84,20 +92,25 @@ def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob]) 
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a text completion, piece by piece: it remembers where in the text it is."""
+    """`choices[].logprobs` of a text completion, piece by piece.
+
+    It remembers where in the text it is, in characters; a token that is part of one counts as none until it is whole.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """The next tokens; an entry of None is the prompt's first token, which nothing came before."""
         tokens = [token_text(self._tokenizer, token_id) for token_id in token_ids]
         offsets = []
-        for token in tokens:
+        for token_id, token in zip(token_ids, tokens, strict=True):
             offsets.append(self._offset)
-            self._offset += len(token)
+            raw = token.encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+            self._offset += len(self._utf8.decode(raw))
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else clamp(entry.logprob) for entry in entries],

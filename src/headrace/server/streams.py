@@ -56,7 +56,7 @@ class EventStream(Response):
         self._events = events
         self._close = close
         # Not the base class's, which would declare a length.
-        self._headers = [
+        self._sent_headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
@@ -74,7 +74,7 @@ class EventStream(Response):
             self._close()
 
     async def _send_all(self, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self._sent_headers})
         async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
             try:
                 async for event in events:

@@ -1,0 +1,132 @@
+"""`AsyncLLM`: the engine behind an `async for`, with vLLM's names. A composition root.
+
+The same client, text and fan-out as the HTTP server has, without HTTP. The engine runs on a thread of this process,
+or with `in_process=False` in a child that is restarted when it dies. Use it from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from headrace import hub
+from headrace.compose import build_engine
+from headrace.config import EngineConfig, ServerConfig
+from headrace.errors import HeadraceError, RequestError
+from headrace.sampling.params import SamplingParams
+from headrace.server.client import EngineClient, InprocClient, ProcessClient
+from headrace.server.generation import Front
+from headrace.server.inputs import Prompt, new_request_id
+from headrace.server.outputs import RequestOutput, request_output
+from headrace.server.text import Tokenizer
+from headrace.types import EngineInfo, Stats
+
+
+class AsyncLLM:
+    """An engine for many concurrent callers on one event loop.
+
+    Args:
+        config: what to load; or give the fields of `EngineConfig` as keywords.
+        in_process: a thread here (True), or a process of its own.
+        client, tokenizer: ready-made parts, instead of those that `config` names.
+
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        in_process: bool = True,
+        client: EngineClient | None = None,
+        tokenizer: Tokenizer | None = None,
+        **fields: Any,
+    ) -> None:
+        unknown = sorted(set(fields) - set(EngineConfig.__struct_fields__))
+        if unknown or (config is not None and fields):
+            name = unknown[0] if unknown else sorted(fields)[0]
+            raise RequestError(name, fields[name], "a field of EngineConfig, and no config be given beside it")
+        made = config or EngineConfig(**fields)
+        self.config = made
+        if client is None:
+            client = InprocClient(lambda: build_engine(made)) if in_process else ProcessClient(made, ServerConfig())
+        if tokenizer is None and not made.skip_tokenizer_init:
+            tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(made.model, made.tokenizer, made.revision))
+        self._front = Front(client, tokenizer)
+        self._starting: asyncio.Task[None] | None = None
+        self._streams: dict[str, list[Any]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises `EngineDeadError` before `start`."""
+        return self._front.info
+
+    @property
+    def is_running(self) -> bool:
+        return self._front.client.is_alive
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises `HeadraceError` if there is none."""
+        if self._front.tokenizer is None:
+            raise HeadraceError("this engine has no tokenizer: pass prompts as token ids")
+        return self._front.tokenizer
+
+    async def start(self) -> None:
+        """Load the model, once however many callers wait. `generate` does it by itself."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._front.client.start())
+        # One caller's cancellation must not stop the others' engine.
+        await asyncio.shield(self._starting)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete a prompt: outputs as they grow, each the whole answer so far, the last with `finished`.
+
+        `request_id` only names the outputs and is what `abort` takes. Leaving the iteration early aborts the request.
+        Raises `RequestError`, `QueueFullError` or `EngineDeadError`.
+        """
+        await self.start()
+        name = request_id or new_request_id()
+        text, token_ids = await self._front.prompt_ids(prompt)
+        params = sampling_params or SamplingParams()
+        async with self._front.open([token_ids], params, priority=priority, cache_salt=cache_salt) as generation:
+            self._streams.setdefault(name, []).append(generation)
+            try:
+                async for _ in generation:
+                    yield request_output(generation.states, name, text)
+            finally:
+                self._streams[name].remove(generation)
+                if not self._streams[name]:
+                    del self._streams[name]
+
+    def abort(self, request_id: str) -> None:
+        """End the requests of this name; their iterations end with what has come. Unknown names are fine."""
+        for generation in self._streams.get(request_id, []):
+            generation.close()
+
+    def get_metrics(self) -> Stats:
+        """Gauges and counters of the engine, as of its last step."""
+        return self._front.client.total
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that nobody holds."""
+        self._front.client.reset_prefix_cache()
+
+    async def close(self) -> None:
+        """Stop the engine. Open iterations end with `EngineDeadError`."""
+        await self._front.client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
