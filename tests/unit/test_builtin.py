@@ -1,0 +1,192 @@
+"""The built-in model's files: complete, small, and of one mind about every id; with controls that break them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from headrace.builtin import PATH
+
+MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+SPECIAL = ["<|bos|>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Who are you?"},
+]
+
+
+def read_json(name: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((PATH / name).read_text("utf-8"))
+    return value
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header
+
+
+def num_parameters(header: dict[str, Any]) -> int:
+    total = 0
+    for entry in header.values():
+        count = 1
+        for size in entry["shape"]:
+            count *= size
+        total += count
+    return total
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(PATH / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", [*MODEL_FILES, "MODEL_CARD.md"])
+def test_file_is_present(name: str) -> None:
+    assert (PATH / name).stat().st_size > 0
+
+
+def test_size() -> None:
+    """1 to 3 million parameters, in bfloat16, and a package of a few megabytes."""
+    header = read_header(PATH / "model.safetensors")
+    assert 1_000_000 <= num_parameters(header) <= 3_000_000
+    assert {entry["dtype"] for entry in header.values()} == {"BF16"}
+    assert sum(p.stat().st_size for p in PATH.iterdir() if p.is_file()) < 8 << 20
+
+
+def wrong_shapes(config: dict[str, Any], header: dict[str, Any]) -> list[str]:
+    """Names of tensors that are missing, in excess, or not of the shape that the config tells."""
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    expected = {"model.embed_tokens.weight": [config["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    for i in range(config["num_hidden_layers"]):
+        for name, shape in {
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.q_proj": [queries, hidden],
+            "self_attn.k_proj": [keys, hidden],
+            "self_attn.v_proj": [keys, hidden],
+            "self_attn.o_proj": [hidden, queries],
+            "mlp.gate_proj": [inner, hidden],
+            "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
+        }.items():
+            expected[f"model.layers.{i}.{name}.weight"] = shape
+    found = {name: entry["shape"] for name, entry in header.items()}
+    return [name for name in expected | found if expected.get(name) != found.get(name)]
+
+
+def test_shapes_agree_with_config() -> None:
+    config, header = read_json("config.json"), read_header(PATH / "model.safetensors")
+    assert config["model_type"] == "llama"
+    assert config["tie_word_embeddings"] is True
+    assert wrong_shapes(config, header) == []
+    assert wrong_shapes({**config, "num_key_value_heads": config["num_key_value_heads"] + 1}, header)
+    assert wrong_shapes({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}, header)
+
+
+def id_faults(config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """What the files disagree about."""
+    named = read_json("tokenizer_config.json")
+    faults = []
+    for where, ids in (("config", config), ("generation_config", generation)):
+        if ids["bos_token_id"] != tokenizer.token_to_id(named["bos_token"]):
+            faults.append(f"{where}: bos")
+        if ids["pad_token_id"] != tokenizer.token_to_id(named["pad_token"]):
+            faults.append(f"{where}: pad")
+        if set(ids["eos_token_id"]) != {tokenizer.token_to_id(named["eos_token"]), tokenizer.token_to_id("<|end|>")}:
+            faults.append(f"{where}: eos")
+    if config["vocab_size"] != tokenizer.get_vocab_size(with_added_tokens=True):
+        faults.append("config: vocab_size")
+    if named["model_max_length"] != config["max_position_embeddings"]:
+        faults.append("tokenizer_config: model_max_length")
+    return faults
+
+
+def test_ids_agree(tokenizer: Tokenizer) -> None:
+    config, generation = read_json("config.json"), read_json("generation_config.json")
+    assert id_faults(config, generation, tokenizer) == []
+    assert id_faults({**config, "bos_token_id": 9}, generation, tokenizer) == ["config: bos"]
+    assert id_faults(config, {**generation, "eos_token_id": [1]}, tokenizer) == ["generation_config: eos"]
+    assert id_faults({**config, "vocab_size": 7}, generation, tokenizer) == ["config: vocab_size"]
+
+
+def test_special_tokens_are_single_ids(tokenizer: Tokenizer) -> None:
+    for i, token in enumerate(SPECIAL):
+        assert tokenizer.encode(token, add_special_tokens=False).ids == [i]
+    assert len(tokenizer.encode("<|nobody|>", add_special_tokens=False).ids) > 1
+    assert tokenizer.encode("Hi").ids[0] == 0
+    assert tokenizer.encode("Hi", add_special_tokens=False).ids[0] != 0
+
+
+def test_every_byte_has_a_token(tokenizer: Tokenizer) -> None:
+    """256 one-byte tokens, so that no text is unknown; the decoder gives each byte back."""
+    single = [token for token in tokenizer.get_vocab() if len(token) == 1]
+    assert len(single) == 256
+    for text in ("\x00\x01\x7f\x80\xff", "é", "日本語", "👩‍👩‍👧‍👦", "\r\n\t  \u2028", "\ud7ff\ue000\U0010ffff"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+
+
+@given(text=st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def render(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    environment.globals["raise_exception"] = raise_exception
+    settings_ = read_json("tokenizer_config.json")
+    return environment.from_string(settings_["chat_template"]).render(
+        messages=messages, add_generation_prompt=add_generation_prompt, bos_token=settings_["bos_token"]
+    )
+
+
+def test_chat_template(tokenizer: Tokenizer) -> None:
+    expected = "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>Hello!<|end|><|user|>Who are you?<|end|>"
+    assert render(MESSAGES, False) == expected
+    assert render(MESSAGES, True) == expected + "<|assistant|>"
+    ids = tokenizer.encode(render(MESSAGES, True), add_special_tokens=False).ids
+    assert ids[:2] == [0, 3]
+    assert ids[-2:] == [2, 5]
+    assert ids.count(2) == len(MESSAGES)
+
+
+def test_chat_template_refuses_unknown_roles() -> None:
+    with pytest.raises(TemplateError, match="unknown role: wizard"):
+        render([{"role": "wizard", "content": "Hi"}], True)
+
+
+def test_it_has_learnt_english() -> None:
+    """Simple English costs it few bits per byte; the same letters in another order cost it many."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM.from_pretrained(PATH, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(PATH / "tokenizer.json"))
+
+    def bits_per_byte(text: str) -> float:
+        ids = torch.tensor([tokenizer.encode(text).ids])
+        with torch.inference_mode():
+            nats = float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+        return nats / 0.6931471805599453 / len(text.encode())
+
+    text = "The little boy was very hungry. He asked his mother for some bread, and she gave him a big piece."
+    assert bits_per_byte(text) < 1.5
+    assert bits_per_byte(text[::-1]) > 3.0
