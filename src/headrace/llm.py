@@ -1,0 +1,199 @@
+"""`LLM`: the engine without a server. Holds an `EngineCore` directly and turns its steps on the caller's thread.
+
+Names and shapes are vLLM's (`generate`, `chat`, `RequestOutput`). Text, stop strings and the fan-out of `n` are the
+server's own (`server.outputs`, `server.inputs`), so that a call here and a call over HTTP mean the same request and
+give the same answer. A composition root: it may import every layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headrace import compose, hub
+from headrace.config import EngineConfig
+from headrace.core.engine import verify
+from headrace.errors import HeadraceError, RequestError
+from headrace.sampling.params import SamplingParams
+from headrace.server import inputs
+from headrace.server.chat import ChatTemplate
+from headrace.server.inputs import Prompt
+from headrace.server.outputs import RequestOutput, RequestState, deltas_of, request_output
+from headrace.server.text import Tokenizer
+from headrace.types import Request, Stats
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """An engine for offline use.
+
+    Args:
+        model: "builtin", a directory, or a hub id; further keywords are the fields of `EngineConfig`.
+
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
+    """
+
+    def __init__(self, model: str = "builtin", **fields: Any) -> None:
+        unknown = sorted(set(fields) - set(EngineConfig.__struct_fields__))
+        if unknown:
+            raise RequestError(unknown[0], fields[unknown[0]], "a field of EngineConfig")
+        self.config = EngineConfig(model=model, **fields)
+        self.core = compose.build_engine(self.config)
+        self._tokenizer: Tokenizer | None = None
+        if not self.config.skip_tokenizer_init:
+            path = hub.resolve_tokenizer(self.config.model, self.config.tokenizer, self.config.revision)
+            self._tokenizer = Tokenizer.load_if_present(path)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises `HeadraceError` if the model directory has none, or it was not wanted."""
+        if self._tokenizer is None:
+            raise HeadraceError("this engine has no tokenizer: pass prompts as token ids, or name one (tokenizer=...)")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
+
+        One `SamplingParams` is for all, a list has one for each prompt. Outputs come in the order of the prompts.
+        `use_tqdm` shows a progress bar where stderr is a terminal. Raises `RequestError` before any work is done if
+        one of the prompts can not be served; a request that fails on its way ends with finish_reason "error".
+        """
+        listed = _as_list(prompts)
+        chosen = _one_each("sampling_params", sampling_params or SamplingParams(), len(listed))
+        ranks = _one_each("priority", 0 if priority is None else priority, len(listed))
+        groups: list[list[RequestState]] = []
+        texts: list[str | None] = []
+        for prompt, params, rank in zip(listed, chosen, ranks, strict=True):
+            text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
+            texts.append(text)
+            requests = inputs.make_requests(token_ids, params, self.core.info, priority=rank)
+            groups.append([self._state(request, index) for index, request in enumerate(requests)])
+        self._run(groups, use_tqdm)
+        return [
+            request_output(states, str(place), text)
+            for place, (states, text) in enumerate(zip(groups, texts, strict=True))
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`."""
+        several = bool(messages) and not isinstance(messages[0], dict)
+        conversations = messages if several else [messages]
+        template = ChatTemplate.of(self.get_tokenizer(), chat_template)
+        prompts = []
+        for conversation in conversations:
+            text = template.render(
+                list(conversation),  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            # The template has written the special tokens already.
+            token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
+            prompts.append({"prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, giving the output so far after each step that added to it."""
+        text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
+        requests = inputs.make_requests(token_ids, sampling_params or SamplingParams(), self.core.info)
+        states = [self._state(request, index) for index, request in enumerate(requests)]
+        for _ in self._steps([states]):
+            yield request_output(states, "0", text)
+
+    def get_metrics(self) -> Stats:
+        """Gauges and counters of the engine, as they are now."""
+        return self.core.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give back the model's memory. May be called twice."""
+        self.core.close()
+
+    def _state(self, request: Request, index: int) -> RequestState:
+        verify(request, self.core.info)
+        return RequestState(request, self._tokenizer, index)
+
+    def _run(self, groups: list[list[RequestState]], show: bool) -> None:
+        if not (show and sys.stderr.isatty()):
+            for _ in self._steps(groups):
+                pass
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("Processed prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("", total=len(groups), rate="")
+            for _ in self._steps(groups):
+                done = sum(all(s.finish for s in group) for group in groups)
+                tokens = sum(len(s.token_ids) for group in groups for s in group)
+                elapsed = progress.tasks[task].elapsed or 1e-9
+                progress.update(task, completed=done, rate=f"{tokens / elapsed:.1f} tok/s")
+
+    def _steps(self, groups: list[list[RequestState]]) -> Iterator[None]:
+        """Add all, then turn steps until all have ended. Whatever is left when the caller goes away is aborted."""
+        states = {state.request.request_id: state for group in groups for state in group}
+        open_ids = set(states)
+        try:
+            for state in states.values():
+                self.core.add(state.request)
+            while open_ids:
+                output = self.core.step()
+                for request_id, delta in deltas_of(output):
+                    if request_id not in open_ids:
+                        continue
+                    state = states[request_id]
+                    state.feed(delta)
+                    if state.finish is not None:
+                        open_ids.discard(request_id)
+                        if delta.finish is None:
+                            self.core.abort(request_id)
+                yield
+        finally:
+            for request_id in open_ids:
+                self.core.abort(request_id)
+            # Tell the scheduler's last word on aborted requests to nobody, so that the next call starts clean.
+            while self.core.has_work():
+                self.core.step()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(token_id, int) for token_id in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(name, len(given), f"one, or one for each of the {count} prompts")
+    return list(given)
