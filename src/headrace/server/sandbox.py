@@ -108,6 +108,8 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], loader=None
     )
     made.filters["tojson"] = _tojson
+    # jinja2's own marks the text, and a text added to a marked one comes out with its quotes as &#34;.
+    made.filters["safe"] = str
     made.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_dict, namespace=_PlainNamespace
     )

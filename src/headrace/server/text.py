@@ -35,7 +35,6 @@ class Tokenizer:
     def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
         """`config` is what tokenizer_config.json holds; its word goes above that of the tokenizer's own file."""
         self._tokenizer = file.tokenizer
-        self._prefix = file.prefix
         self.chat_templates = chat_templates
         said = {role: _content(config.get(role)) for role in _ROLES}
         said["bos_token"] = said["bos_token"] or file.bos_token
@@ -48,7 +47,6 @@ class Tokenizer:
         self._set_ends(file, config)
         self._added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._starts = tuple(self._added.values())
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         decoder = self._tokenizer.decoder
@@ -84,8 +82,6 @@ class Tokenizer:
 
         Raises `RequestError` for text with lone surrogates, which no tokenizer takes.
         """
-        if self._prefix and text and not text.startswith(self._starts):
-            text = self._prefix + text
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError):

@@ -13,7 +13,7 @@ import itertools
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,12 @@ SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
 
 @dataclass
 class TokenizerFile:
-    """A tokenizer and what its file says beside: ids (None: says nothing), and what is put before a text.
-
-    `prefix` (SentencePiece's dummy space) goes before a text that does not begin with an added token.
-    """
+    """A tokenizer and what its file says of the ends of a text (None: nothing)."""
 
     tokenizer: tokenizers.Tokenizer
     bos_token: str | None = None
     eos_token: str | None = None
     adds_bos: bool = False
-    prefix: str = ""
-    special_tokens: list[str] = field(default_factory=list)
 
 
 def present(path: Path) -> bool:
@@ -179,7 +174,11 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 
 def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool = True) -> tokenizers.Tokenizer:
-    """BPE whose merges are ordered by the scores of what they make (Kudo and Richardson 2018), with byte fallback."""
+    """BPE whose merges are ordered by the scores of what they make (Kudo and Richardson 2018), with byte fallback.
+
+    `pieces` are (text, score, kind). The dummy prefix, a space, goes before every text between special tokens: so
+    SentencePiece's own users, who encode those texts one by one, have trained their models.
+    """
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     if len(vocab) != len(pieces):
         raise CheckpointError("the vocabulary has a piece twice")
@@ -204,7 +203,8 @@ def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool
 
 
 def _add_metaspace(tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: Iterable[Any] = ()) -> None:
-    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
+    prefix = [normalizers.Prepend(" ")] if dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*before, *prefix, normalizers.Replace(" ", "▁")])
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps)
 
@@ -245,23 +245,18 @@ def _read_dot_model(path: Path) -> TokenizerFile:
         tokenizer = tokenizers.Tokenizer(models.Unigram([(p, s) for p, s, _ in pieces], unk_id, byte_fallback))
     else:
         raise CheckpointError(f"SentencePiece models of type {kind} are not supported; BPE and unigram are")
-    prefix = " " if dummy_prefix else ""
     before: list[Any] = []
     if normalizer.get(2, [b""])[0]:
         before.append(normalizers.Precompiled(normalizer[2][0]))
     if normalizer.get(4, [1])[0]:
         before += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-        if prefix:
-            # Put before the text it would be stripped with the text's own spaces.
-            before.append(normalizers.Prepend(" "))
-            prefix = ""
     _add_metaspace(tokenizer, dummy_prefix, before)
     _add_pieces(tokenizer, pieces)
 
     def name(token_id: int) -> str | None:
         return pieces[token_id][0] if 0 <= token_id < len(pieces) else None
 
-    return TokenizerFile(tokenizer, name(bos_id), name(eos_id), adds_bos=bos_id >= 0, prefix=prefix)
+    return TokenizerFile(tokenizer, name(bos_id), name(eos_id), adds_bos=bos_id >= 0)
 
 
 def _id(value: int) -> int:
@@ -328,7 +323,7 @@ def _read_llama2c(path: Path) -> TokenizerFile:
         raise CheckpointError(f"{path.name} holds {len(pieces)} pieces; llama2.c's tokenizers have 259 at least")
     tokenizer = scored(pieces, 0)
     _add_pieces(tokenizer, pieces)
-    return TokenizerFile(tokenizer, "<s>", "</s>", adds_bos=True, prefix=" ")
+    return TokenizerFile(tokenizer, "<s>", "</s>", adds_bos=True)
 
 
 _READERS: dict[str, Callable[[Path], TokenizerFile]] = {
