@@ -30,7 +30,10 @@ class RequestError(HeadraceError):
         self.value = value
         if code is not None:
             self.code = code
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except ValueError:  # an int of more digits than Python will print
+            shown = "a number of thousands of digits"
         if len(shown) > 80:
             shown = shown[:77] + "..."
         super().__init__(f"{field}: {shown} is not allowed; it must be {bound}")

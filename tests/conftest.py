@@ -1,0 +1,47 @@
+"""Fixtures that every tier may use, and the count per tier that is printed before pytest's own closing line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# No deadline: the machine may be shared, and a slow moment is not a bug.
+hypothesis.settings.register_profile("house", deadline=None)
+hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The data folder beside the repository (real checkpoints, tokenizers, corpora); the test is skipped without it."""
+    path = ROOT.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("no ../shared/data beside the repository")
+    return path
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    """A model that is always there: the built-in one."""
+    return "builtin"
+
+
+_counts: dict[str, Counter[str]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    tier = report.nodeid.split("/")[1] if report.nodeid.count("/") > 1 else "other"
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        outcome = "error" if report.when == "setup" and report.failed else report.outcome
+        _counts.setdefault(tier, Counter())[outcome] += 1
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for tier, outcomes in sorted(_counts.items()):
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        terminalreporter.write_line(f"{tier:<9} {told}")

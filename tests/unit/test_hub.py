@@ -1,0 +1,56 @@
+"""Where a model is found, and what is refused before anything of it is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace import hub
+from headrace.errors import CheckpointError, ModelNotFoundError
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_builtin_is_in_the_package() -> None:
+    assert hub.resolve("builtin") == Path(hub.__file__).parent / "builtin"
+
+
+@pytest.mark.parametrize("name", ["nothing-here", "./a/b", "/no/such/place", "a/b/c", "~/none"])
+def test_an_unknown_name_is_refused_without_the_network(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="no such directory"):
+        hub.resolve(name)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        hub.resolve(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "nul", "[" * 10**5])
+def test_bad_json_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        hub.read_json(path)
+
+
+def test_missing_and_oversized_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="missing"):
+        hub.read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert hub.read_json(tmp_path / "config.json") == {"a": 1}
+    monkeypatch.setattr(hub, "MAX_JSON_BYTES", 4)
+    with pytest.raises(CheckpointError, match="8 bytes"):
+        hub.read_json(tmp_path / "config.json")
+
+
+def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, True]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    assert hub.eos_token_ids(tmp_path) == [2, 3]
