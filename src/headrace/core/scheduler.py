@@ -93,6 +93,9 @@ class Scheduler:
         self._started: dict[str, int] = {}
         # Ends that the next commit tells.
         self.finished: dict[str, Finish] = {}
+        # Who was refused for want of blocks, and how many there were then.
+        self._refused: Sequence | None = None
+        self._refused_room = 0
         # Sequences that were there when the last step came out empty.
         self.num_stalled = 0
 
@@ -388,6 +391,10 @@ class Scheduler:
             protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
             if sum(self.tables.worst_case(s) for s in (*protected, seq)) > self.pool.num_blocks:
                 return 0
+        room = self.pool.num_available - promised
+        if seq is self._refused and room <= self._refused_room and self.running:
+            # To look for its prefix at every step that it waits would cost more than the step, for a long prompt.
+            return 0
         shared, num_shared, publish = self.tables.find_shared(seq)
         length = self._start(seq, shared, num_shared, publish, budget, promised)
         if not length and num_shared % self.block_size:
@@ -396,6 +403,8 @@ class Scheduler:
             num_shared = len(shared) * self.block_size
             length = self._start(seq, shared, num_shared, publish, budget, promised)
         if not length:
+            # Without chunks it may have lacked budget, of which there can be more with no more room.
+            self._refused, self._refused_room = (seq if self.enable_chunked_prefill else None), room
             return 0
         seq.move(Status.RUNNING)
         self.running.append(seq)
@@ -405,7 +414,7 @@ class Scheduler:
             num_hits = min(num_shared, seq.num_prompt)
             self._started[seq.request_id] = num_hits
             self._num_prompt_tokens += seq.num_prompt
-            if seq.may_share:
+            if seq.may_share and self.tables.enable_prefix_caching:
                 self._prefix_cache_queries += seq.num_prompt
                 self._prefix_cache_hits += num_hits
         return length
