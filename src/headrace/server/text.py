@@ -109,9 +109,8 @@ class Tokenizer:
             return b""
         if not first and (known := self._inner[token_id]) is not None:
             return known
-        added = self._added.get(token_id)
-        token = added if added is not None else self._tokenizer.id_to_token(token_id)
-        data = b"" if token is None else self._bytes_of(token, first, added is not None)
+        token = self._tokenizer.id_to_token(token_id)
+        data = b"" if token is None else self._bytes_of(token, first, token_id in self._added)
         if not first:
             self._inner[token_id] = data
         return data
