@@ -6,6 +6,7 @@ arithmetic: knows neither HTTP nor the engine; used by `bench_serve` and `bench_
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Timeline(msgspec.Struct, kw_only=True):
 
     @property
     def itls(self) -> list[float]:
-        return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(self.token_times)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
