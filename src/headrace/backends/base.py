@@ -39,14 +39,14 @@ class Rows(Protocol):
     """What attention must know of a step's rows. `runner.inputs.ForwardBatch` is one.
 
     Chunk c is the rows of one sequence at positions starts[c] ... starts[c] + lens[c] - 1; chunks follow each other.
-    `block_tables` is [num_chunks, max_blocks] int64, padded with 0. `plans` is the backend's own, to keep what it works
-    out once a step instead of once a layer.
+    `block_tables` is [num_chunks, max_blocks] int64, padded with 0. `notes` keeps what is worked out once a step
+    instead of once a layer, under keys that name their owner.
     """
 
     starts: list[int]
     lens: list[int]
     block_tables: Tensor
-    plans: dict[Any, Any]
+    notes: dict[Any, Any]
 
 
 class Ops(Protocol):

@@ -6,7 +6,8 @@ A model file subclasses `Decoder` and says what differs: the order of norms, win
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -60,11 +61,13 @@ class Attention:
         window: int | None = None,
         softcap: float = 0.0,
         scale: float | None = None,
+        rope: Rope | None = None,
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
         self.heads, self.kv_heads, self.head_dim = decoder.num_heads, decoder.num_kv_heads, size
         self.scale = size**-0.5 if scale is None else scale
+        self.rope = rope or decoder.rope
         outs = [self.heads * size, self.kv_heads * size, self.kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = weights.linear(names, decoder.hidden_size, outs, bias=qkv_bias)
@@ -74,16 +77,23 @@ class Attention:
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset)
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
         ops, cache = self.ops, kv[self.layer_id]
         heads = ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)
         query, key, value = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = ops.rope(query, *angles), ops.rope(key, *angles)
+        cos, sin = self.rope.angles(batch)
+        query, key = ops.rope(query, cos, sin), ops.rope(key, cos, sin)
         ops.store(key, value, cache, batch.slot_mapping)
         mixed = ops.attention(query, cache, batch, self.scale, self.window, self.softcap)
         return ops.linear(mixed.flatten(1), self.out)
+
+
+class DecoderLayer(Protocol):
+    """x [R, H] -> x [R, H]."""
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor: ...
 
 
 class GatedMLP:
@@ -110,7 +120,10 @@ class Decoder:
     norm_offset = 0.0
     default_tied = False
     default_theta = 10000.0
-    Layer: type[PreNormLayer]
+    default_eps = 1e-6
+    default_window: int | None = 4096
+    default_head_dim: int | None = None
+    Layer: Callable[[Decoder, str, int], DecoderLayer]
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.config, self.weights, self.ops = config, weights, ops
@@ -118,10 +131,10 @@ class Decoder:
         self.intermediate_size = config.integer("intermediate_size")
         self.num_heads = config.integer("num_attention_heads")
         self.num_kv_heads = config.integer("num_key_value_heads", self.num_heads)
-        self.head_dim = config.integer("head_dim", self.hidden_size // self.num_heads)
+        self.head_dim = config.integer("head_dim", self.default_head_dim or self.hidden_size // self.num_heads)
         self.num_layers = config.integer("num_hidden_layers")
         self.vocab_size = config.integer("vocab_size")
-        self.eps = config.number("rms_norm_eps", 1e-6)
+        self.eps = config.number("rms_norm_eps", self.default_eps)
         self.activation = config.choice(self.activation_key, ACTIVATIONS, self.default_activation)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
@@ -130,7 +143,7 @@ class Decoder:
             )
         self.kv_shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
         self.max_model_len = max_model_len
-        self.rope = self.make_rope(config.rope)
+        self.rope = self.make_rope(self.global_rope(config))
         root = "model." if weights.has_prefix("model.") else ""
         self.embedding, self.head = weights.ends(
             f"{root}embed_tokens", "lm_head", (self.vocab_size, self.hidden_size),
@@ -143,6 +156,29 @@ class Decoder:
         longest = self.config.integer("max_position_embeddings")
         return Rope(rope, self.head_dim, longest, self.max_model_len, self.weights.device, self.default_theta)
 
+    def layer_type(self, layer_id: int) -> str:
+        """ "full_attention" or "sliding_attention": config.json's layer_types, or the model's own rule."""
+        kinds = self.config.words("layer_types", self.num_layers)
+        kind = self.default_layer_type(layer_id) if kinds is None else kinds[layer_id]
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CheckpointError(
+                f"config.json: layer_types has {kind!r}, expected full_attention or sliding_attention"
+            )
+        return kind
+
+    def default_layer_type(self, layer_id: int) -> str:
+        return "full_attention"
+
+    def window(self, layer_id: int) -> int | None:
+        """Positions that layer `layer_id` sees, None for all."""
+        if self.layer_type(layer_id) == "full_attention":
+            return None
+        return self.config.integer("sliding_window", self.default_window)
+
+    def global_rope(self, config: ModelConfig) -> ModelConfig:
+        """The rope settings of all layers, or of those with full attention."""
+        return config.rope
+
     def make_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps, self.norm_offset)
 
@@ -151,9 +187,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
         x = self.embed(batch.token_ids)
-        angles = self.rope(batch.positions)
         for layer in self.layers:
-            x = layer(x, batch, kv, angles)
+            x = layer(x, batch, kv)
         return x
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -172,9 +207,9 @@ class PreNormLayer:
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         return Attention(decoder, name, layer_id)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> GatedMLP:
+    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Tensor], Tensor]:
         return GatedMLP(decoder, f"{name}.mlp")
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, kv, angles)
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), batch, kv)
         return x + self.mlp(self.mlp_norm(x))

@@ -12,12 +12,16 @@ vLLM we take the long one for all positions if max_model_len exceeds the origina
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from headrace.runner.inputs import ForwardBatch
 
 
 class Rope:
@@ -56,9 +60,13 @@ class Rope:
         self.cos = (torch.cos(angles.double()) * magnitude).float().to(device)
         self.sin = (torch.sin(angles.double()) * magnitude).float().to(device)
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [R] -> cos, sin, each [R, P]."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    def angles(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """cos and sin for the rows of `batch`, each [R, P]."""
+        found: tuple[Tensor, Tensor] | None = batch.notes.get(self)
+        if found is None:
+            found = self.cos.index_select(0, batch.positions), self.sin.index_select(0, batch.positions)
+            batch.notes[self] = found
+        return found
 
 
 def _exponents(dim: int) -> Tensor:

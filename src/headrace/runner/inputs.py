@@ -21,7 +21,7 @@ class ForwardBatch:
 
     token_ids, positions, slot_mapping, seq_index: int64 [R]; seq_index is the row's chunk.
     starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
-    plans: the backend's own notes about this step.
+    notes: what ropes and attention work out once a step, under keys of their own.
     """
 
     token_ids: Tensor
@@ -31,7 +31,7 @@ class ForwardBatch:
     starts: list[int]
     lens: list[int]
     block_tables: Tensor
-    plans: dict[Any, Any] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
 
 
 def verify_chunk(

@@ -103,10 +103,10 @@ def _group(pieces: list[Piece], block_tables: Tensor, block_size: int, window: i
 def attention(query: Tensor, cache: Tensor, rows: Rows, scale: float, window: int | None, softcap: float) -> Tensor:
     """query [R, heads, D] over cache [2, num_blocks, block_size, kv_heads, D] -> [R, heads, D] float32."""
     _, _, block_size, num_kv_heads, head_dim = cache.shape
-    key = (window, block_size, num_kv_heads * head_dim)
-    groups = rows.plans.get(key)
+    key = ("plan", window, block_size, num_kv_heads * head_dim)
+    groups = rows.notes.get(key)
     if groups is None:
-        groups = rows.plans[key] = plan(rows, block_size, num_kv_heads * head_dim, window)
+        groups = rows.notes[key] = plan(rows, block_size, num_kv_heads * head_dim, window)
     flat = cache.view(2, -1, num_kv_heads * head_dim)
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     for group in groups:

@@ -1,0 +1,79 @@
+"""Gemma 2 (Gemma Team 2024): norms before and after each part, soft-capped scores and logits, alternating windows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from headrace.models.decoder import Attention, Decoder, GatedMLP
+
+if TYPE_CHECKING:
+    from headrace.runner.inputs import ForwardBatch
+
+TINY = {
+    "model_type": "gemma2",
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "max_position_embeddings": 512,
+    "sliding_window": 29,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+class Layer:
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
+
+    def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
+        self.attention_norm = decoder.make_norm(f"{name}.input_layernorm")
+        self.attention = self.make_attention(decoder, f"{name}.self_attn", layer_id)
+        self.after_attention_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
+        self.mlp_norm = decoder.make_norm(f"{name}.pre_feedforward_layernorm")
+        self.mlp = GatedMLP(decoder, f"{name}.mlp")
+        self.after_mlp_norm = decoder.make_norm(f"{name}.post_feedforward_layernorm")
+
+    def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
+        config = decoder.config
+        return Attention(
+            decoder,
+            name,
+            layer_id,
+            qkv_bias=config.flag("attention_bias", False),
+            out_bias=config.flag("attention_bias", False),
+            window=decoder.window(layer_id),
+            softcap=config.number("attn_logit_softcapping", 0.0),
+            scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
+        )
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        x = x + self.after_attention_norm(self.attention(self.attention_norm(x), batch, kv))
+        return x + self.after_mlp_norm(self.mlp(self.mlp_norm(x)))
+
+
+class Model(Decoder):
+    Layer = Layer
+    activation_key = "hidden_activation"
+    default_activation = "gelu_pytorch_tanh"
+    default_head_dim = 256
+    default_tied = True
+    norm_offset = 1.0
+
+    def default_layer_type(self, layer_id: int) -> str:
+        return "full_attention" if layer_id % 2 else "sliding_attention"
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        x = super().embed(token_ids)
+        # The factor is rounded to the model's dtype, as in training.
+        return x * x.new_tensor(self.hidden_size**0.5)
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        cap = self.config.number("final_logit_softcapping", 0.0)
+        logits = super().logits(hidden, rows)
+        return self.ops.softcap(logits, cap) if cap else logits

@@ -1,0 +1,61 @@
+"""Gemma 3, text only (Gemma Team 2025): Gemma 2 with q/k norms for soft caps, and a rope of its own for the windows."""
+
+from __future__ import annotations
+
+from headrace.errors import CheckpointError
+from headrace.models import gemma2
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import Attention, Decoder
+
+TINY = {
+    "model_type": "gemma3_text",
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": 29,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+class Layer(gemma2.Layer):
+    def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
+        config = decoder.config
+        bias = config.flag("attention_bias", False)
+        local = decoder.layer_type(layer_id) == "sliding_attention"
+        return Attention(
+            decoder,
+            name,
+            layer_id,
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm_offset=1.0,
+            window=decoder.window(layer_id),
+            softcap=config.number("attn_logit_softcapping", 0.0),
+            scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
+            rope=decoder.local_rope if local and isinstance(decoder, Model) else None,
+        )
+
+
+class Model(gemma2.Model):
+    Layer = Layer
+    default_theta = 1_000_000.0
+
+    def default_layer_type(self, layer_id: int) -> str:
+        pattern = self.config.integer("sliding_window_pattern", 6)
+        return "sliding_attention" if (layer_id + 1) % pattern else "full_attention"
+
+    def global_rope(self, config: ModelConfig) -> ModelConfig:
+        if config.flag("use_bidirectional_attention", False):
+            raise CheckpointError("config.json: use_bidirectional_attention is true; headrace runs causal models only")
+        by_type = config.mapping("rope_parameters")
+        local = by_type.mapping("sliding_attention").values
+        theta = config.number("rope_local_base_freq", 10000.0, low=1.0)
+        self.local_rope = self.make_rope(ModelConfig({"rope_type": "default", "rope_theta": theta, **local}))
+        full = by_type.mapping("full_attention").values
+        return ModelConfig({"rope_type": "default", **full}) if full else config.rope

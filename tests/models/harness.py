@@ -1,0 +1,125 @@
+"""Random checkpoints made with `transformers`, and a way to drive a Runner over scattered blocks and any chunks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.config import EngineConfig
+from headrace.runner.build import build_runner
+from headrace.runner.inputs import make_forward_batch
+from headrace.runner.runner import Runner
+from headrace.sampling.params import SamplingParams
+from headrace.types import ScheduledBatch, StepResult, TokenLogprob
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def save_random(config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
+    """Write a checkpoint with lively random weights (logits of about unit size), and return the transformers model."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 1.4 / math.sqrt(config.get("hidden_size", config.get("n_embd", 64))))
+            else:
+                parameter.copy_(parameter + 0.3 * noise if "norm" in name or "ln_" in name else 0.5 * noise)
+    model.save_pretrained(directory)
+    return model
+
+
+def load(directory: Path, **options: Any) -> Runner:
+    return build_runner(EngineConfig(model=str(directory), **({"num_gpu_blocks_override": 256} | options)))[0]
+
+
+def scattered_tables(lengths: Iterable[int], block_size: int, num_blocks: int, seed: int) -> list[list[int]]:
+    """A block table for each length, out of order and without neighbours."""
+    free = random.Random(seed).sample(range(num_blocks), num_blocks)
+    return [[free.pop() for _ in range(-(-n // block_size))] for n in lengths]
+
+
+def chunk_sizes(length: int, pattern: Iterable[int]) -> list[int]:
+    """Cut `length` by a repeated pattern of sizes."""
+    sizes: list[int] = []
+    pattern = list(pattern)
+    while sum(sizes) < length:
+        sizes.append(min(pattern[len(sizes) % len(pattern)], length - sum(sizes)))
+    return sizes
+
+
+def make_batch(chunks: list[tuple[int, int, list[int], list[int]]], **columns: Any) -> ScheduledBatch:
+    """A batch of (seq_id, start, token ids, block table); each chunk samples greedily, unless `columns` say else."""
+    num = len(chunks)
+    fields: dict[str, Any] = {
+        "step_id": 1,
+        "seq_ids": [c[0] for c in chunks],
+        "starts": [c[1] for c in chunks],
+        "lens": [len(c[2]) for c in chunks],
+        "token_ids": [t for c in chunks for t in c[2]],
+        "block_tables": [c[3] for c in chunks],
+        "samples": [True] * num,
+        "params": [SamplingParams(temperature=0.0, max_tokens=1000, seed=1)] * num,
+        "num_prompts": [c[1] + len(c[2]) for c in chunks],
+        "copies": [],
+    }
+    return ScheduledBatch(**(fields | columns))
+
+
+@torch.inference_mode()
+def all_logits(runner: Runner, batch: ScheduledBatch) -> Tensor:
+    """Logits of every row of `batch`, without the Runner's choice of rows."""
+    stops = [sum(batch.lens[: i + 1]) for i in range(len(batch))]
+    token_ids = [batch.token_ids[stop - n : stop] for stop, n in zip(stops, batch.lens, strict=True)]
+    forward = make_forward_batch(batch, list(range(len(batch))), token_ids, runner.block_size, runner.backend.device)
+    hidden = runner.model.forward(forward, runner.kv)
+    return runner.model.logits(hidden, torch.arange(len(hidden)))
+
+
+def follow(runner: Runner, token_ids: list[int], sizes: list[int], seed: int = 0) -> Tensor:
+    """Logits at every position of one sequence, computed in chunks of `sizes` over scattered blocks."""
+    block_size = runner.block_size
+    (table,) = scattered_tables([len(token_ids)], block_size, runner.kv.shape[2], seed)
+    outs, start = [], 0
+    for size in sizes:
+        outs.append(all_logits(runner, make_batch([(0, start, token_ids[start : start + size], table)])))
+        start += size
+    return torch.cat(outs)
+
+
+class Recorder:
+    """Stands in for the sampler and keeps the logits it was handed, by (sequence, position) as the test tells."""
+
+    def __init__(self) -> None:
+        self.sampled: list[Tensor] = []
+        self.foretold: list[Tensor] = []
+
+    def sample(
+        self, logits: Tensor, params: list[SamplingParams], positions: list[int], num_prompts: list[int]
+    ) -> tuple[list[int], dict[int, TokenLogprob]]:
+        self.sampled += [row.clone() for row in logits]
+        return logits.argmax(-1).tolist(), {}
+
+    def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+        self.foretold += [row.clone() for row in logits]
+        return [TokenLogprob(token_id=t, logprob=0.0, rank=1, top=[]) for t in next_token_ids]
+
+
+def run(runner: Runner, batch: ScheduledBatch) -> StepResult:
+    result = runner.run(batch)
+    assert not result.errors, result.errors
+    return result
+
+
+def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:
+    return [random.Random(seed * 7919 + i).randrange(vocab_size) for i in range(length)]

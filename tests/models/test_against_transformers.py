@@ -1,0 +1,163 @@
+"""Every model file against `transformers`, float32, random weights: prefill in odd chunks, then 64 decode steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models.harness import (
+    all_logits,
+    chunk_sizes,
+    follow,
+    load,
+    make_batch,
+    random_ids,
+    save_random,
+    scattered_tables,
+)
+
+from headrace import models
+
+TOLERANCE = 1e-4
+NUM_PROMPT, NUM_DECODE = 150, 64
+LENGTH = NUM_PROMPT + NUM_DECODE
+
+
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0} | values}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.7, 2.9, 5.3],
+    "original_max_position_embeddings": 64, "factor": 8.0,
+}  # fmt: skip
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("multi-query", "llama", {"num_key_value_heads": 1}),
+    ("multi-head", "llama", {"num_key_value_heads": 6}),
+    ("biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    ("tied", "llama", {"tie_word_embeddings": True}),
+    ("wide heads", "llama", {"head_dim": 26}),
+    ("odd sizes", "llama", {"hidden_size": 51, "head_dim": 10, "num_attention_heads": 3, "num_key_value_heads": 1,
+                            "intermediate_size": 77}),
+    ("gelu", "llama", {"hidden_act": "gelu"}),
+    ("theta", "llama", rope(rope_type="default", rope_theta=500000.0)),
+    ("linear", "llama", rope(rope_type="linear", factor=4.0)),
+    ("llama3", "llama", rope(**LLAMA3)),
+    ("yarn", "llama", rope(**YARN)),
+    ("yarn with its options", "llama", rope(**YARN, beta_fast=16.0, beta_slow=2.0, mscale=0.8, mscale_all_dim=0.5,
+                                            truncate=False)),
+    ("yarn with a given magnitude", "llama", rope(**YARN, attention_factor=0.9)),
+    ("longrope, long", "llama", rope(**LONGROPE)),
+    ("longrope, magnitude", "llama", rope(**LONGROPE, attention_factor=1.3)),
+    ("no window", "mistral", {"sliding_window": None}),
+    ("window of one", "mistral", {"sliding_window": 1}),
+    ("window of a span", "mistral", {"sliding_window": 128}),
+    ("windows off", "qwen2", {"use_sliding_window": False}),
+    ("untied", "qwen2", {"tie_word_embeddings": False}),
+    ("yarn", "qwen3", rope(**YARN)),
+    ("biases", "qwen3", {"attention_bias": True}),
+    ("windows", "qwen3", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
+    ("no caps", "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("small caps", "gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("global rope scaled", "gemma3_text", {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    }}),
+    ("scaled by layer", "gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("unscaled, relu, narrow", "gpt2", {"scale_attn_weights": False, "activation_function": "relu", "n_inner": 50}),
+    ("one expert of three", "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    ("window", "mixtral", {"sliding_window": 40}),
+]  # fmt: skip
+CASES = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]
+IDS = models.names() + [f"{name}: {title}" for title, name, _ in VARIANTS]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES, ids=IDS)
+def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = models.find(model_type).TINY | changes
+    theirs = save_random(config, tmp_path)
+    runner = load(tmp_path, block_size=8)
+    token_ids = random_ids(LENGTH, config["vocab_size"], 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    found = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
+    assert (found - expected).abs().max() <= TOLERANCE
+    assert expected.std() > 0.3  # lively enough for the comparison to mean something
+
+
+def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path) -> None:
+    """There transformers gives each position the base of the sequence up to it, which is our rule at any chunking."""
+    config = models.find("llama").TINY | rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 60}
+    theirs = save_random(config, tmp_path)
+    token_ids = random_ids(100, config["vocab_size"], 2)
+    outs, cache = [], None
+    with torch.inference_mode():
+        for token_id in token_ids:
+            out = theirs(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            outs.append(out.logits[0])
+    found = follow(load(tmp_path), token_ids, [100])
+    assert (found - torch.cat(outs)).abs().max() <= TOLERANCE
+
+
+def test_longrope_takes_the_short_factors_if_the_context_is_short(tmp_path: Path) -> None:
+    config = models.find("llama").TINY | rope(**LONGROPE)
+    theirs = save_random(config, tmp_path)
+    token_ids = random_ids(60, config["vocab_size"], 3)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    short = follow(load(tmp_path, max_model_len=64), token_ids, [60])
+    assert (short - expected).abs().max() <= TOLERANCE
+    long = follow(load(tmp_path), token_ids, [60])
+    assert (long - expected).abs().max() > 0.01
+
+
+def test_older_layout_of_rope_settings_is_read_alike(tmp_path: Path) -> None:
+    """rope_theta and rope_scaling with "type", as transformers 4 wrote them."""
+    import json
+
+    config = models.find("llama").TINY | rope(**(YARN | {"rope_theta": 700.0}))
+    save_random(config, tmp_path)
+    token_ids = random_ids(40, config["vocab_size"], 4)
+    new = follow(load(tmp_path), token_ids, [40])
+    values = json.loads((tmp_path / "config.json").read_text())
+    settings = values.pop("rope_parameters")
+    values["rope_theta"] = settings.pop("rope_theta")
+    values["rope_scaling"] = settings | {"type": settings.pop("rope_type")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert torch.equal(follow(load(tmp_path), token_ids, [40]), new)
+
+
+def test_control_a_wrong_block_is_noticed(tmp_path: Path) -> None:
+    config = models.find("llama").TINY
+    theirs = save_random(config, tmp_path)
+    token_ids = random_ids(40, config["vocab_size"], 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    runner = load(tmp_path, block_size=8)
+    found = follow(runner, token_ids, [40], seed=1)
+    assert (found - expected).abs().max() <= TOLERANCE
+    (table,) = scattered_tables([40], 8, runner.kv.shape[2], seed=1)
+    unused = next(block for block in range(runner.kv.shape[2]) if block not in table)
+    last = all_logits(runner, make_batch([(0, 39, token_ids[39:], [table[0], unused, *table[2:]])]))
+    assert (last - expected[-1:]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.05)])
+def test_half_precision_stays_near(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    config = models.find("llama").TINY
+    theirs = save_random(config, tmp_path)
+    token_ids = random_ids(50, config["vocab_size"], 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    runner = load(tmp_path, dtype=dtype)
+    assert runner.kv.dtype == getattr(torch, dtype)
+    found = follow(runner, token_ids, [50])
+    assert 0 < (found - expected).abs().max() <= tolerance
