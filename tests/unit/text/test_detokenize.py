@@ -135,7 +135,8 @@ def test_all_256_bytes_are_in_both_kinds_of_vocabulary() -> None:
 def test_decode_is_what_tokenizers_gives(name: str, data: st.DataObject) -> None:
     tok = tokenizer(name)
     ids = data.draw(st.lists(st.integers(0, tok.vocab_size - 1), max_size=20))
-    skip = data.draw(st.booleans())
+    # tokenizers forgets that a special token is one if its normalizer changes it, as TinyStories-656K's does.
+    skip = data.draw(st.booleans()) and name != "TinyStories-656K"
     expected = tok._tokenizer.decode(ids, skip_special_tokens=skip)
     got = tok.decode(ids, skip)
     # tokenizers gives up a whole run of byte tokens for one bad byte, and so has no more than the same elsewhere.
