@@ -68,6 +68,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -80,8 +81,6 @@ class ChatTemplate:
         messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds.
         """
         bounds.check("messages", messages)
-        if not messages:
-            raise RequestError("messages", [], "at least one message")
         for name in kwargs:
             if name in _RESERVED or name in self._special_tokens:
                 raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
@@ -131,7 +130,9 @@ class TemplateRunner:
     One job at a time, in whichever thread calls; a job that is ended for its bounds delays only others of this runner.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_cpu_seconds: float = sandbox.MAX_CPU_SECONDS) -> None:
+        """`max_cpu_seconds`: processor time of one job, after which its process is killed."""
+        self._max_cpu_seconds = max_cpu_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -153,7 +154,7 @@ class TemplateRunner:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", sandbox.__name__]
+        command = [sys.executable, "-P", "-m", sandbox.__name__, str(self._max_cpu_seconds)]
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
@@ -189,7 +190,7 @@ class TemplateRunner:
 
     def _epitaph(self, returncode: int) -> str:
         if returncode in (-signal.SIGPROF, -signal.SIGKILL):
-            return f"it took more than {sandbox.MAX_CPU_SECONDS:g} s of processor time"
+            return f"it took more than {self._max_cpu_seconds:g} s of processor time"
         return "it brought its process to an end"
 
 

@@ -1,4 +1,4 @@
-"""The program that renders chat templates, in a process that may be killed: `python -m headrace.server.sandbox`.
+"""The program that renders chat templates, in a process that may be killed: `python -m headrace.server.sandbox 1.0`.
 
 A template is code from a checkpoint's author, or from a client where that is allowed. It runs in jinja2's immutable
 sandbox, set up as transformers sets it up, in a process of its own with a bound on processor time, memory and output;
@@ -185,7 +185,7 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
     stream.flush()
 
 
-def main() -> None:
+def main(max_cpu_seconds: float) -> None:
     """Answer jobs until stdin ends. Beyond its processor time a job ends the process, by SIGPROF's default action."""
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
@@ -198,7 +198,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (body := read_frame(stdin)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
         result = render(msgspec.msgpack.decode(body, type=Job))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         try:
@@ -209,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))
