@@ -157,7 +157,7 @@ class Decoder:
         return Rope(rope, self.head_dim, longest, self.max_model_len, self.weights.device, self.default_theta)
 
     def layer_type(self, layer_id: int) -> str:
-        """ "full_attention" or "sliding_attention": config.json's layer_types, or the model's own rule."""
+        """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's own rule."""
         kinds = self.config.words("layer_types", self.num_layers)
         kind = self.default_layer_type(layer_id) if kinds is None else kinds[layer_id]
         if kind not in ("full_attention", "sliding_attention"):

@@ -17,7 +17,7 @@ from headrace.backends.base import Rows
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 
 SPAN = 128
-MAX_GATHER = 2**22  # cached positions * kv_heads * head_dim gathered at once for one group (16 MiB of float32)
+MAX_GATHER = 2**18  # cached positions * kv_heads * head_dim gathered at once for one group: 1 MiB, to stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,14 @@ def _attend(
 
 def _gather(part: Tensor, group: Group, num_kv_heads: int, head_dim: int, extra: int) -> Tensor:
     """Cached keys or values of a group as float32 [num_spans, kv_heads, B, 128, D]."""
-    taken = part.index_select(0, group.slots).float().view(-1, group.num_spans, SPAN, num_kv_heads, head_dim)
+    taken = part.index_select(0, group.slots).view(-1, group.num_spans, SPAN, num_kv_heads, head_dim)
     taken = taken.permute(1, 3, 0, 2, 4)
-    return F.pad(taken, (0, extra)) if extra else taken.contiguous()
+    # One pass turns the axes, widens to float32 and pads.
+    out = torch.empty(*taken.shape[:-1], head_dim + extra, device=part.device)
+    out[..., :head_dim] = taken
+    if extra:
+        out[..., head_dim:] = 0.0
+    return out
 
 
 def _by_span(a: Tensor, b: Tensor, shared: bool) -> Tensor:
