@@ -1,0 +1,59 @@
+"""A real `headrace serve` for the end-to-end tests: the installed command, in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+
+@contextlib.contextmanager
+def serve(*arguments: str, threads: int = 1) -> Iterator[str]:
+    """Base URL of a ready server. On leaving, SIGTERM, and the exit status must be 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "headrace"), "serve", *arguments, "--port", str(port)]
+    # On a machine with other work, torch's second thread costs more than it gives.
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health/ready", timeout=5).status_code == 200:
+                    break
+            assert process.poll() is None, f"{command} exited with {process.returncode}"
+            assert time.monotonic() < deadline, f"{command} was not ready after 90 s"
+            time.sleep(0.1)
+        yield url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=40) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def gauge(url: str, name: str) -> float:
+    """The sum of a metric's samples, from /metrics."""
+    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
+    assert values, f"no metric {name}"
+    return sum(values)
+
+
+def wait_for(url: str, name: str, value: float, seconds: float = 10.0) -> None:
+    """Wait until a metric has a value; fail with what it had last."""
+    deadline = time.monotonic() + seconds
+    while (seen := gauge(url, name)) != value:
+        assert time.monotonic() < deadline, f"{name} stays at {seen}, not {value}"
+        time.sleep(0.05)
