@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+from headrace import env
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
@@ -13,9 +14,7 @@ if TYPE_CHECKING:
     from headrace.llm import LLM
     from headrace.sampling.params import SamplingParams
 
-# GNU OpenMP reads this when torch is loaded. Its threads spin at barriers by default: with fewer free cores than
-# threads, a step of a small model was seen to take 100 times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+env.tame_openmp()
 
 _HOMES = {"LLM": "headrace.llm", "AsyncLLM": "headrace.async_llm", "SamplingParams": "headrace.sampling.params"}
 

@@ -17,7 +17,7 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server.client import EngineClient, InprocClient, ProcessClient
 from headrace.server.generation import Front
-from headrace.server.inputs import Prompt, new_request_id
+from headrace.server.inputs import Prompt, new_request_id, seed_source
 from headrace.server.outputs import RequestOutput, request_output
 from headrace.server.text import Tokenizer
 from headrace.types import EngineInfo, Stats
@@ -54,6 +54,7 @@ class AsyncLLM:
         if tokenizer is None and not made.skip_tokenizer_init:
             tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(made.model, made.tokenizer, made.revision))
         self._front = Front(client, tokenizer)
+        self._draw = seed_source(made.seed)
         self._starting: asyncio.Task[None] | None = None
         self._streams: dict[str, list[Any]] = {}
 
@@ -97,7 +98,9 @@ class AsyncLLM:
         name = request_id or new_request_id()
         text, token_ids = await self._front.prompt_ids(prompt)
         params = sampling_params or SamplingParams()
-        async with self._front.open([token_ids], params, priority=priority, cache_salt=cache_salt) as generation:
+        async with self._front.open(
+            [token_ids], params, priority=priority, cache_salt=cache_salt, draw=self._draw
+        ) as generation:
             self._streams.setdefault(name, []).append(generation)
             try:
                 async for _ in generation:

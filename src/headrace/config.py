@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     dtype: str = "auto"
     backend: str = "auto"
     device: str = "auto"
-    seed: int = 0
+    seed: int | None = None
     max_model_len: int | None = None
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
@@ -49,7 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 _at_least(name, getattr(self, name), 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _at_least("max_logprobs", self.max_logprobs, -1)
-        _at_least("seed", self.seed, 0)
+        if self.seed is not None:
+            _at_least("seed", self.seed, 0)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -134,18 +134,14 @@ def torch_state() -> Section:
 
 def backends() -> Section:
     """The folders and files that operators, models and formats live in, by name."""
-    import headrace.backends
-    import headrace.models
-    import headrace.quant
+    from headrace import backends as operators
+    from headrace import models, quant
 
-    def names(package: Any) -> list[str]:
-        found = (module.name for module in pkgutil.iter_modules(package.__path__))
-        return sorted(name for name in found if name not in ("base", "common") and not name.startswith("_"))
-
+    formats = (module.name for module in pkgutil.iter_modules(quant.__path__))
     return {
-        "backends": names(headrace.backends),
-        "models": names(headrace.models),
-        "formats": names(headrace.quant),
+        "backends": operators.names(),
+        "models": models.names(),
+        "formats": sorted(name for name in formats if name != "base"),
     }
 
 

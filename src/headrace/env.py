@@ -19,3 +19,12 @@ def debug_level() -> int:
 def api_key() -> str | None:
     """HEADRACE_API_KEY: the server's key, where it should not stand on the command line."""
     return os.environ.get("HEADRACE_API_KEY") or None
+
+
+def tame_openmp() -> None:
+    """OMP_WAIT_POLICY: read by GNU OpenMP when torch is loaded; `import headrace` makes it passive if it is not set.
+
+    OpenMP's threads spin at barriers by default: with fewer free cores than threads, a step of a small model was seen
+    to take 100 times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

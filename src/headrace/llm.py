@@ -41,6 +41,7 @@ class LLM:
             raise RequestError(unknown[0], fields[unknown[0]], "a field of EngineConfig")
         self.config = EngineConfig(model=model, **fields)
         self.core = compose.build_engine(self.config)
+        self._draw = inputs.seed_source(self.config.seed)
         self._tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
             path = hub.resolve_tokenizer(self.config.model, self.config.tokenizer, self.config.revision)
@@ -73,7 +74,7 @@ class LLM:
         for prompt, params, rank in zip(listed, chosen, ranks, strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
-            requests = inputs.make_requests(token_ids, params, self.core.info, priority=rank)
+            requests = inputs.make_requests(token_ids, params, self.core.info, priority=rank, draw=self._draw)
             groups.append([self._state(request, index) for index, request in enumerate(requests)])
         self._run(groups, use_tqdm)
         return [
@@ -111,7 +112,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, giving the output so far after each step that added to it."""
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
-        requests = inputs.make_requests(token_ids, sampling_params or SamplingParams(), self.core.info)
+        params = sampling_params or SamplingParams()
+        requests = inputs.make_requests(token_ids, params, self.core.info, draw=self._draw)
         states = [self._state(request, index) for index, request in enumerate(requests)]
         for _ in self._steps([states]):
             yield request_output(states, "0", text)

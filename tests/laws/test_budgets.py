@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import msgspec
@@ -41,6 +42,20 @@ def test_the_package_can_be_read_in_a_weekend() -> None:
 def test_the_config_is_small() -> None:
     fields = [*msgspec.structs.fields(EngineConfig), *msgspec.structs.fields(ServerConfig)]
     assert len(fields) <= rules.MAX_CONFIG_FIELDS
+
+
+def unread_fields(sources: list[tuple[str, str]]) -> list[str]:
+    """Config fields that nothing but the command line and the config's own checks ever looks at."""
+    readers = "\n".join(source for module, source in sources if module != "config" and not module.startswith("cli"))
+    names = [field.name for struct in (EngineConfig, ServerConfig) for field in msgspec.structs.fields(struct)]
+    owners = r"(?:config|made|engine|server)"
+    return [name for name in names if not re.search(rf"\b{owners}\.{name}\b", readers)]
+
+
+def test_every_config_field_does_something() -> None:
+    assert not unread_fields(list(rules.sources()))
+    without = [(module, source.replace("config.max_num_seqs", "128")) for module, source in rules.sources()]
+    assert unread_fields(without) == ["max_num_seqs"], "a field that is read nowhere is noticed"
 
 
 def test_few_environment_variables() -> None:

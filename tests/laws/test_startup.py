@@ -1,4 +1,4 @@
-"""What is loaded before it is needed. `import headrace` and `headrace --help` are quick because they load nothing heavy.
+"""What is loaded before it is needed. `import headrace` and `headrace --help` load nothing heavy, so they are quick.
 
 The times themselves are figures, printed by `python -m bench.startup`; what is loaded can be tested without a clock.
 """

@@ -31,7 +31,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "backend": "Operators to run on: auto, torch_ref.",
         "device": "auto, cpu or cuda.",
-        "seed": "Key from which the seeds of requests without one are drawn.",
+        "seed": "Makes the seeds of requests without one repeatable; fresh ones are drawn else.",
         "max_model_len": "Context length in tokens; by default the model's own.",
         "block_size": "Tokens in a block of the KV cache.",
         "num_gpu_blocks_override": "Blocks in the KV cache, instead of what fits the memory.",

@@ -60,7 +60,7 @@ def flags_page() -> str:
         lines += [f"| {names} | {default} | {text} |" for names, default, text in flags(command)]
     lines += ["", "## Environment", "", "| variable | meaning |", "|---|---|"]
     for _, function in inspect.getmembers(env, inspect.isfunction):
-        name, _, text = inspect.cleandoc(function.__doc__ or "").partition(": ")
+        name, _, text = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].partition(": ")
         lines.append(f"| `{name}` | {' '.join(text.split())} |")
     lines.append("| `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE` | read by `huggingface_hub` when a model is fetched |")
     return "\n".join(lines) + "\n"

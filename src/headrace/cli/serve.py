@@ -10,7 +10,8 @@ from headrace.cli.options import build, options
 from headrace.config import EngineConfig, ServerConfig
 
 
-@options(EngineConfig, ServerConfig)
+# A server draws a fresh seed for a request without one, and tells it in the reply.
+@options(EngineConfig, ServerConfig, skip=("seed",))
 def serve(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = "builtin",
     **fields: Any,

@@ -6,6 +6,7 @@ the same request everywhere. Knows the tokenizer; knows no engine beyond `Engine
 
 from __future__ import annotations
 
+import random
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
@@ -27,6 +28,14 @@ Prompt = str | Sequence[int] | dict[str, Any]
 
 def draw_seed() -> int:
     return secrets.randbelow(SEED_LIMIT)
+
+
+def seed_source(seed: int | None) -> Callable[[], int]:
+    """Where requests without a seed get theirs: fresh for None, else a sequence that `seed` alone decides."""
+    if seed is None:
+        return draw_seed
+    noise = random.Random(seed)
+    return lambda: noise.randrange(SEED_LIMIT)
 
 
 def new_request_id() -> str:
