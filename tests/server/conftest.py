@@ -24,6 +24,8 @@ from headrace.server.http import create_app
 from headrace.server.links import ProcessLink
 from headrace.server.text import Tokenizer
 
+# One for all: to make a client loads the certificates, which takes longer than most tests.
+HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False)
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
@@ -71,7 +73,7 @@ class Live:
 
     def __enter__(self) -> Live:
         self.thread.start()
-        self.wait(lambda: httpx.get(self.url + "/health/live").status_code == 200, 20)
+        self.wait(lambda: HTTP.get(self.url + "/health/live").status_code == 200, 20)
         self.wait(lambda: self.client.is_alive or self.app.state.life.failure is not None, 20)
         return self
 
@@ -93,12 +95,12 @@ class Live:
         raise AssertionError(f"not so within {seconds} s")
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **more)
+        return HTTP.post(self.url + path, json=body, timeout=30, **more)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of one metric's samples with these labels."""
         total = None
-        for line in httpx.get(self.url + "/metrics").text.splitlines():
+        for line in HTTP.get(self.url + "/metrics").text.splitlines():
             head, _, value = line.rpartition(" ")
             if head.partition("{")[0] == f"headrace:{name}" and all(f'{k}="{v}"' in head for k, v in labels.items()):
                 total = (total or 0.0) + float(value)

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.core.engine import EngineCore, verify
-from headrace.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
+from headrace.errors import ContextLengthError, EngineDeadError, HeadraceError, QueueFullError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server import transport
-from headrace.server.inputs import new_request_id
+from headrace.server.inputs import max_context, new_request_id
 from headrace.server.links import InprocLink, Link, ProcessLink
 from headrace.server.outputs import Delta, deltas_of
 from headrace.types import EngineInfo, Request, Stats, StepOutput
@@ -257,7 +257,6 @@ class EngineClient:
 
     async def _launch(self) -> None:
         self._proven = False
-        self._past, self.stats = self._sum(self._past, self.stats), Stats()
         self._info = await self._link.start(self._on_message, self._on_lost)
         self.stats = Stats(num_blocks=self._info.num_blocks)
         self._alive = True
@@ -279,6 +278,9 @@ class EngineClient:
         if self._closing:
             raise EngineDeadError("the server is shutting down")
         for request in requests:
+            if len(request.prompt_token_ids) >= max_context(self.info):
+                bound = f"at most {max_context(self.info) - 1} tokens long"
+                raise ContextLengthError("prompt", len(request.prompt_token_ids), bound)
             verify(request, self.info)
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._admit(len(requests), num_tokens)
@@ -389,6 +391,8 @@ class EngineClient:
         if self._closing:
             return
         self._alive = False
+        # Its counts stay counted; what it held is held no more.
+        self._past, self.stats = self.total, Stats()
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
         self._supervisor = asyncio.get_running_loop().create_task(self._restart(reason))
 

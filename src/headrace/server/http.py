@@ -94,7 +94,7 @@ def create_app(
 def _add_api(app: FastAPI, api: OpenAI) -> None:
     async def answer(request: Request, open_answer: Callable[[dict[str, Any]], Awaitable[Answer]]) -> Any:
         made = await open_answer(await _body(request))
-        headers = {"x-request-id": _request_id(request) or made.id}
+        headers = _id_header(request, made.id)
         try:
             if made.stream:
                 return EventStream(made.events(), made.close, headers)
@@ -184,10 +184,10 @@ async def _body(request: Request) -> dict[str, Any]:
     return await off_loop(len(body) // 16, lambda: parse_json(body))
 
 
-def _request_id(request: Request) -> str | None:
-    """The caller's own id for its logs, if it can stand in a header; it names nothing in here."""
-    given = request.headers.get("x-request-id", "")
-    return given if REQUEST_ID.fullmatch(given) else None
+def _id_header(request: Request, answer_id: str) -> dict[str, str]:
+    """X-Request-Id: the caller's own, for its logs, else the reply's id; whichever can stand in a header (S-22)."""
+    fit = [x for x in (request.headers.get("x-request-id", ""), answer_id) if REQUEST_ID.fullmatch(x)]
+    return {"x-request-id": fit[0]} if fit else {}
 
 
 class Life:
@@ -318,7 +318,13 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
             template = ChatTemplate.of(tokenizer, server.chat_template)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
-    app = create_app(ProcessClient(engine, server), tokenizer, template, server, model, defaults)
+    status = run(create_app(ProcessClient(engine, server), tokenizer, template, server, model, defaults), server)
+    if status:
+        sys.exit(status)
+
+
+def run(app: FastAPI, server: ServerConfig) -> int:
+    """Serve `app` until a signal comes: drain, stop the engine, return the exit status."""
     config = uvicorn.Config(
         app,
         host=server.host,
@@ -330,9 +336,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
         lifespan="on",
         timeout_graceful_shutdown=int(DRAIN_S),
     )
-    status = asyncio.run(_run(_Uvicorn(config), app.state.life))
-    if status:
-        sys.exit(status)
+    return asyncio.run(_run(_Uvicorn(config), app.state.life))
 
 
 async def _run(server: uvicorn.Server, life: Life) -> int:

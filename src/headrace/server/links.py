@@ -79,7 +79,11 @@ class ProcessLink:
             data = await _read(reader)
             if not data:
                 raise EngineDeadError(f"the engine's process ended while it started ({await self._reap()})")
-            first = [transport.decode_from_engine(payload) for payload in frames.feed(data)]
+            try:
+                first = [transport.decode_from_engine(payload) for payload in frames.feed(data)]
+            except transport.TransportError:
+                self._process.kill()
+                raise
         match first[0]:
             case transport.Ready(info):
                 self._pump = asyncio.create_task(self._receive(reader, frames, first[1:], on_message, on_lost))

@@ -21,11 +21,13 @@ class Delta(msgspec.Struct):
     """What came for one request since somebody last looked. Times are monotonic seconds of the engine's clock.
 
     `start_time` is the beginning of the step that first ran it, given once, with `num_cached_tokens`, the prompt
-    tokens found in the prefix cache. `first_time` and `time` are the ends of the first and the last step in here.
+    tokens found in the prefix cache. `time` is the end of the last step in here, `first_time` and `last_time` are
+    those of its first and its last token.
     """
 
     time: float
     first_time: float
+    last_time: float
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
@@ -35,8 +37,9 @@ class Delta(msgspec.Struct):
 
     def merge(self, later: Delta) -> None:
         """Append what came after."""
-        if not self.token_ids:
-            self.first_time = later.first_time
+        if later.token_ids:
+            self.first_time = self.first_time if self.token_ids else later.first_time
+            self.last_time = later.last_time
         self.time = later.time
         self.token_ids = self.token_ids + later.token_ids
         self.logprobs = self.logprobs + later.logprobs
@@ -59,6 +62,7 @@ def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
             Delta(
                 time=now,
                 first_time=now,
+                last_time=now,
                 token_ids=columns.get(request_id, []),
                 logprobs=output.logprobs.get(request_id, []),
                 prompt_logprobs=output.prompt_logprobs.get(request_id, []),
@@ -205,7 +209,7 @@ class RequestState:
         if delta.token_ids:
             if times.first_token_time is None:
                 times.first_token_time = delta.first_time
-            times.last_token_time = delta.time
+            times.last_token_time = delta.last_time
 
     def completion(self) -> CompletionOutput:
         """The answer so far. The lists are copies: what is handed out does not change later."""

@@ -1,0 +1,23 @@
+"""`headrace serve` with the fake engine for a child: `serve_fake.py TOKENIZER_DIR PORT DELAY MAX_RESTARTS`."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.server import fake
+
+from headrace.config import EngineConfig, ServerConfig
+from headrace.server import http
+from headrace.server.chat import ChatTemplate
+from headrace.server.client import EngineClient
+from headrace.server.links import ProcessLink
+from headrace.server.text import Tokenizer
+
+if __name__ == "__main__":
+    tokenizer = Tokenizer.load(sys.argv[1])
+    server = ServerConfig(port=int(sys.argv[2]), log_stats_interval=0.05)
+    link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
+    client = EngineClient(link, max_restarts=int(sys.argv[4]))
+    http._set_up_logging("info")
+    app = http.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    sys.exit(http.run(app, server))

@@ -1,0 +1,129 @@
+"""S-18: with a key set, every route needs it, whatever its path looks like; /health/live alone does not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from tests.server.conftest import HTTP, Live, inproc
+
+from headrace.config import ServerConfig
+from headrace.server.auth import PUBLIC_PATHS, ApiKeyGate
+from headrace.server.text import Tokenizer
+
+KEY = "sesame-1234"
+RIGHT = {"authorization": f"Bearer {KEY}"}
+WRONG: list[dict[str, str]] = [
+    {},
+    {"authorization": ""},
+    {"authorization": KEY},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": "Bearer"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"authorization": f"Bearer {KEY}5"},
+    {"authorization": f"Bearer {KEY.upper()}"},
+    {"x-api-key": KEY},
+    {"host": f"localhost/health/live?x={KEY}"},
+]
+TRICKS = [
+    "//v1/models",
+    "/v1/models/",
+    "/v1/%6dodels",
+    "/v1/./models",
+    "/health/live/../../v1/models",
+    "/health/live/x",
+]
+
+
+@pytest.fixture(scope="module")
+def locked(tokenizer: Tokenizer) -> Iterator[Live]:
+    with Live(inproc(), tokenizer, ServerConfig(api_key=KEY, log_stats_interval=0)) as made:
+        yield made
+
+
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    """(method, path) of everything that the application answers."""
+    return [
+        (method, path.replace("{name:path}", "fake"))
+        for route in app.routes
+        for path in [getattr(route, "path", "")]
+        for method in getattr(route, "methods", None) or {"GET"}
+    ]
+
+
+def uncovered(url: str, app: FastAPI) -> list[tuple[str, str]]:
+    """Routes that answer a stranger."""
+    return [(m, p) for m, p in routes(app) if p not in PUBLIC_PATHS and HTTP.request(m, url + p).status_code != 401]
+
+
+def test_S_18_every_route_in_the_table_needs_the_key(locked: Live) -> None:
+    assert len(routes(locked.app)) >= 13
+    assert uncovered(locked.url, locked.app) == []
+
+
+@pytest.mark.parametrize("headers", WRONG)
+def test_S_18_wrong_keys(locked: Live, headers: dict[str, str]) -> None:
+    for method, path in [*routes(locked.app), *((m, p) for p in TRICKS for m in ("GET", "HEAD", "OPTIONS", "POST"))]:
+        if path not in PUBLIC_PATHS:
+            reply = HTTP.request(method, locked.url + path, headers=headers)
+            # What the client itself makes of a path may be the public one.
+            if reply.request.url.path not in PUBLIC_PATHS:
+                assert reply.status_code == 401, (method, path)
+                if method != "HEAD":
+                    assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_S_18_raw_paths_do_not_get_round_it(locked: Live) -> None:
+    for path in [*TRICKS, "/health/live%2f..%2f..%2fv1/models", "/health/live;/v1/models", "http://x/v1/models"]:
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as client:
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            assert client.recv(4096).startswith(b"HTTP/1.1 4"), path
+
+
+def test_S_18_two_headers_are_none(locked: Live) -> None:
+    headers = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
+    assert HTTP.get(locked.url + "/v1/models", headers=headers).status_code == 401
+
+
+def test_the_key_opens_and_the_probe_needs_none(locked: Live) -> None:
+    assert HTTP.get(locked.url + "/health/live").status_code == 200
+    assert HTTP.get(locked.url + "/v1/models", headers=RIGHT).status_code == 200
+    assert HTTP.get(locked.url + "/v1/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
+    body = {"prompt": "x", "max_tokens": 1}
+    assert HTTP.post(locked.url + "/v1/completions", json=body, headers=RIGHT).status_code == 200
+
+
+def test_the_key_may_come_from_the_environment(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEY", KEY)
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        assert HTTP.get(live.url + "/v1/models").status_code == 401
+        assert HTTP.get(live.url + "/v1/models", headers=RIGHT).status_code == 200
+
+
+def test_control_a_gate_with_a_hole_is_noticed(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = ApiKeyGate._allowed
+
+    def leaky(self: ApiKeyGate, scope: Any) -> bool:
+        return scope["path"] == "/metrics" or allowed(self, scope)
+
+    monkeypatch.setattr(ApiKeyGate, "_allowed", leaky)
+    assert uncovered(locked.url, locked.app) == [("GET", "/metrics")]
+
+
+def test_unknown_routes_are_told_from_known_ones_only_with_the_key(locked: Live) -> None:
+    assert HTTP.get(locked.url + "/no/such").status_code == 401
+    assert HTTP.get(locked.url + "/no/such", headers=RIGHT).status_code == 404
+
+
+def test_the_gate_lets_the_lifespan_through() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    asyncio.run(ApiKeyGate(app, KEY)({"type": "lifespan"}, None, None))
+    assert seen == ["lifespan"]

@@ -1,0 +1,278 @@
+"""What must be refused, and how: hostile numbers, hostile JSON, unknown fields, wrong routes (S-11, S-12, S-13, S-20).
+
+The hostile numbers are generated from the bounds table for every numeric field of every body there is, so a new
+field without a row, or a new route without a schema here, is red.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import types
+import typing
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tests.server import fake
+from tests.server.conftest import HTTP, Live
+
+from headrace.bounds import BOUNDS
+from headrace.server import limits, schema
+
+BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
+    "/v1/chat/completions": (
+        schema.ChatCompletionRequest,
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True},
+    ),
+    "/tokenize": (schema.TokenizeRequest, {"prompt": "hi"}),
+    "/detokenize": (schema.DetokenizeRequest, {"tokens": [1]}),
+}
+NO_BODY = {"/ping"}
+CONTEXT = 2048
+
+
+def numeric_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Names of the fields that are a number, and the name of its row in the bounds table."""
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for name, hint in hints.items():
+        options = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+        if options & {int, float}:
+            found[name] = schema.ROWS.get(name, name)
+    return found
+
+
+FIELDS = [(path, name, row) for path, (kind, _) in BODIES.items() for name, row in numeric_fields(kind).items()]
+
+
+def raw(live: Live, path: str, text: str | bytes, **headers: str) -> httpx.Response:
+    return HTTP.post(live.url + path, content=text, headers={"content-type": "application/json", **headers}, timeout=20)
+
+
+def refused(reply: httpx.Response, field: str | None = None, status: int = 400) -> str:
+    assert reply.status_code == status, reply.text
+    error = strict(reply.text)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    # S-22: nothing of the house in what strangers read.
+    assert not re.search(r"0x[0-9a-f]{6,}|Traceback|\.py|/src/", error["message"]), error
+    if field is not None:
+        assert error["param"] == field
+        assert error["message"].startswith(field + ": ")
+    return str(error["message"])
+
+
+def strict(text: str) -> Any:
+    def fail(name: str) -> None:
+        raise AssertionError(f"{name} in JSON")
+
+    return json.loads(text, parse_constant=fail)
+
+
+def test_every_post_route_is_covered_here(live: Live) -> None:
+    posts = {route.path for route in live.app.routes if "POST" in (getattr(route, "methods", None) or ())}
+    assert posts == set(BODIES) | NO_BODY
+
+
+def test_every_numeric_field_has_a_row() -> None:
+    assert len(FIELDS) > 20
+    assert {row for _, _, row in FIELDS} <= set(BOUNDS)
+
+
+@pytest.mark.parametrize(("path", "name", "row"), FIELDS)
+def test_S_11_S_12_hostile_numbers(live: Live, path: str, name: str, row: str) -> None:
+    bound = BOUNDS[row]
+    low, high = int(bound.low // 1), int(bound.high)
+    hostile = [json.dumps(x) for x in (low - 1, high + 1, 2**63, 2**64, 10**30, -(2**70), "", "1", [], {}, [[1]], True)]
+    hostile += ["NaN", "Infinity", "-Infinity", "1e309", "-1e309", "1" * 5000]
+    if bound.kind == "int":
+        hostile += ["1.5", "1e400"]
+    for value in hostile:
+        body = {key: x for key, x in BODIES[path][1].items() if key != name}
+        text = json.dumps(body)[:-1] + f', "{name}": {value}}}'
+        reply = raw(live, path, text)
+        assert reply.status_code == 400, (value, reply.text)
+        message = refused(reply)
+        if not value.lstrip("-").startswith(("NaN", "Inf", "1e", "1111")):
+            assert message.startswith(name + ": "), message
+    # And the ends of the range are no error of range.
+    for end in (bound.low, bound.high):
+        body = BODIES[path][1] | {name: int(end) if float(end).is_integer() else end}
+        reply = live.post(path, body)
+        assert reply.status_code in (200, 400), reply.text
+        assert "must be an integer from" not in reply.text
+        assert "must be a finite number" not in reply.text
+    assert live.client.is_alive
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "logit_bias"])
+def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: str) -> None:
+    def body(token_id: object) -> dict[str, Any]:
+        if field == "logit_bias":
+            return {"prompt": "hi", "max_tokens": 1, "logit_bias": {str(token_id): 1.0}}
+        return {"prompt": "hi", "max_tokens": 1, field: [1, token_id]}
+
+    for bad in (-1, fake.VOCAB_SIZE, fake.VOCAB_SIZE + 1, 2**31, 2**63, 2**70):
+        assert field in refused(live.post("/v1/completions", body(bad)))
+    for good in (0, fake.VOCAB_SIZE - 1):
+        assert live.post("/v1/completions", body(good)).status_code == 200
+    assert "tokens" in refused(live.post("/detokenize", {"tokens": [fake.VOCAB_SIZE]}))
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [1, 2.5]}, "prompt[0]"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": ["x"] * 257}, "prompt"),
+        ({"prompt": "x" * (CONTEXT + 1)}, "prompt"),
+        ({"prompt": "x", "max_tokens": CONTEXT}, "max_tokens"),
+        ({"prompt": "x", "n": 128, "unknown": 1}, "unknown"),
+        ({"prompt": ["x"] * 100, "n": 100}, "n"),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": [1]}, "stop[0]"),
+        ({"prompt": "x", "stop": "y" * 1025}, "stop"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": -1}, "logprobs"),
+        ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "x", "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"1": None}}, "logit_bias"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "x", "cache_salt": "y" * 257}, "cache_salt"),
+        ({"prompt": "x", "request_id": "y" * 257}, "request_id"),
+        ({"prompt": "x", "messages": []}, "messages"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": "x", "repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "x", "guided_json": {}}, "guided_json"),
+    ],
+)
+def test_completions_refuse_naming_the_field(live: Live, body: dict[str, Any], field: str) -> None:
+    refused(live.post("/v1/completions", body), field)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"max_completion_tokens": CONTEXT}, "max_tokens"),
+    ],
+)
+def test_chat_refuses_naming_the_field(live: Live, body: dict[str, Any], field: str) -> None:
+    given = {"messages": [{"role": "user", "content": "hi"}]} | body
+    refused(live.post("/v1/chat/completions", given), field)
+
+
+def test_neutral_values_of_unsupported_fields_are_fine(live: Live) -> None:
+    neutral = {name: values[0] if values else None for name, values in schema.UNSUPPORTED.items()}
+    body = {"prompt": "x", "max_tokens": 1, "user": "me", "metadata": {"a": "b"}, "best_of": 1} | neutral
+    assert live.post("/v1/completions", body).status_code == 200
+    assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1} | dict.fromkeys(schema.UNSUPPORTED)).is_success
+
+
+def test_unknown_models_and_routes_are_404(live: Live) -> None:
+    for path, (_, body) in BODIES.items():
+        assert "'fake'" in refused(live.post(path, body | {"model": "gpt-9"}), status=404)
+    refused(HTTP.get(live.url + "/v1/models/other"), status=404)
+    refused(HTTP.get(live.url + "/v2/anything"), status=404)
+    refused(HTTP.get(live.url + "/v1/completions"), status=405)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"nul",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b"\x00" * 1000,
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}",
+        b'{"a": 1' + b"".join(b',"k%d":1' % i for i in range(10_000)) + b"}",
+    ],
+    ids=lambda text: repr(text[:24]),
+)
+def test_S_20_hostile_json(live: Live, path: str, text: bytes) -> None:
+    refused(raw(live, path, text))
+
+
+def test_S_19_bodies_are_bounded_before_they_are_read(live: Live) -> None:
+    body = b'{"prompt": "' + b"x" * limits.MAX_BODY_BYTES + b'"}'
+    refused(raw(live, "/tokenize", body), status=413)
+    # Declared too large: refused at once, though the body never comes.
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as declared:
+        declared.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{")
+        assert declared.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+    def endless() -> Any:
+        for _ in range(limits.MAX_BODY_BYTES // 65536 + 2):
+            yield b"x" * 65536
+
+    refused(HTTP.post(live.url + "/tokenize", content=endless()), status=413)
+    refused(raw(live, "/tokenize", b"x", **{"content-encoding": "gzip"}), status=415)
+    fits = json.dumps({"prompt": "x" * (limits.MAX_BODY_BYTES - 100)})
+    assert raw(live, "/tokenize", fits).json()["count"] == limits.MAX_BODY_BYTES - 100
+
+
+def test_depth_64_is_allowed(live: Live) -> None:
+    assert limits.parse_json(b'{"a":' * 64 + b"1" + b"}" * 64)
+    assert limits.parse_json(b'{"a":' * 63 + b"{}" + b"}" * 63)
+    with pytest.raises(Exception, match="64 levels"):
+        limits.parse_json(b'{"a":' * 65 + b"1" + b"}" * 65)
+
+
+def test_R_16_every_chunk_is_strict_json(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.executor.simulated import Oracle
+    from headrace.types import TokenLogprob
+
+    def hostile(self: Oracle, token_id: int, position: int, num_top: int) -> TokenLogprob:
+        return TokenLogprob(token_id, float("-inf"), 1, [(token_id, float("-inf")), (1, float("nan"))])
+
+    monkeypatch.setattr(Oracle, "logprob", hostile)
+    body = {"prompt": "x", "max_tokens": 50, "logprobs": 2, "stream": True, "ignore_eos": True, "prompt_logprobs": 1}
+    lines = [line for line in live.post("/v1/completions", body).text.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    pieces = [strict(line[6:])["choices"][0]["logprobs"] for line in lines[:-1]]
+    found = [x for piece in pieces if piece for x in piece["token_logprobs"]]
+    assert len(found) == 50
+    assert set(found) == {-9999.0}
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    top = strict(live.post("/v1/chat/completions", chat).text)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert {entry["logprob"] for entry in top} == {-9999.0}
