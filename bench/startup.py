@@ -1,8 +1,8 @@
-"""`python -m bench.startup`: how long `import headrace`, `headrace --version` and `headrace --help` take, each time in a
-new process.
+"""`python -m bench.startup`: how long `import headrace`, `headrace --version` and `headrace --help` take.
 
-Prints one JSON object: the median, the quickest and the slowest of n, in milliseconds, beside a bare interpreter's.
-A figure, not a test: what the test guards is that no heavy library is loaded (tests/laws/test_startup.py).
+Each runs in a new process. Prints one JSON object: the median, the quickest and the slowest of n, in milliseconds,
+beside a bare interpreter's. A figure, not a test: what the tests guard is that no heavy library is loaded
+(tests/laws/test_startup.py).
 """
 
 from __future__ import annotations
