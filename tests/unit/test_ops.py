@@ -294,6 +294,15 @@ def test_the_trial_of_batched_products_notices_a_kernel_that_mixes_rows(monkeypa
     assert not rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False)
 
 
+def test_rows_off_the_cache_line_are_brought_onto_it() -> None:
+    off = randn(1, 1 + 4 * 32)[1:].view(4, 32)
+    assert off.data_ptr() % 64
+    assert rowwise.aligned(off).data_ptr() % 64 == 0
+    assert torch.equal(rowwise.aligned(off), off)
+    on = randn(1, 4, 32)
+    assert rowwise.aligned(on) is on
+
+
 def test_a_lone_long_row_is_summed_as_among_others() -> None:
     x = randn(3, 3, 70001)
     assert_rows_independent(rowwise.row_sums, x)

@@ -23,6 +23,8 @@ from headrace.models.config import ModelConfig
 if TYPE_CHECKING:
     from headrace.runner.inputs import ForwardBatch
 
+MAX_TABLE_BYTES = 2**31
+
 
 class Rope:
     """cos and sin for positions 0 ... max_model_len - 1, each [max_model_len, P] float32; 2 * P numbers are turned.
@@ -55,6 +57,12 @@ class Rope:
             "su": _longrope,
         }
         frequencies, magnitude = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
+        size = 2 * 4 * max_model_len * (dim // 2)
+        if size > MAX_TABLE_BYTES:
+            raise CheckpointError(
+                f"config.json: {max_model_len} positions need a rope table of {size} bytes, at most {MAX_TABLE_BYTES} "
+                "are allowed; set max_model_len"
+            )
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         # float64 leaves one right answer in float32, whichever path of the kernel an element takes.
         self.cos = (torch.cos(angles.double()) * magnitude).float().to(device)

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes whose numbers are the weights themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class QWeight:
@@ -40,8 +43,8 @@ class QWeight:
         if self.codes.dim() != 2:
             raise CheckpointError(f"codes have shape {list(self.codes.shape)}, expected [out, in]")
         if self.scales is None:
-            if self.zeros is not None or self.permutation is not None or not self.codes.is_floating_point():
-                raise CheckpointError("a weight without scales must be plain floats")
+            if self.zeros is not None or self.permutation is not None or self.codes.dtype not in PLAIN:
+                raise CheckpointError(f"a weight without scales must be plain floats, not {self.codes.dtype}")
             return
         if self.group < 1:
             raise CheckpointError(f"group is {self.group}, expected at least 1")

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.backends.base import Backend, Matrix
 from headrace.errors import CheckpointError
 from headrace.hub import read_json
-from headrace.quant.base import QWeight, find_format
+from headrace.quant.base import PLAIN, QWeight, find_format
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,8 @@ class Weights:
         """A small tensor (norm, bias, embedding) on the device in the model's dtype."""
         found = self._mapped(name)
         self._verify(name, tuple(found.shape), shape)
+        if found.dtype not in PLAIN:
+            raise CheckpointError(f"{name} is stored as {found.dtype}, expected plain floats")
         return found.to(self._backend.device, self._backend.dtype, copy=True)
 
     def linear(
