@@ -141,7 +141,7 @@ def backends() -> Section:
     return {
         "backends": operators.names(),
         "models": models.names(),
-        "formats": sorted(name for name in formats if name != "base"),
+        "formats": sorted("unquantised" if name == "none" else name for name in formats if name != "base"),
     }
 
 
