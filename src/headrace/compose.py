@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import time
 
+import msgspec
+
 from headrace import env
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.core.scheduler import Scheduler
+from headrace.errors import RequestError
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -23,6 +26,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     from headrace.runner.build import build_runner
 
     runner, info = build_runner(config)
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
+        bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
+        raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)
     scheduler = Scheduler(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -30,10 +36,14 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.scheduling_policy,
         eos_token_ids=info.eos_token_ids,
         # A cache of this process alone: nobody outside can compute its keys (S-23).
         cache_key=os.urandom(32),
+        cache_fingerprint=f"{info.model}@{config.revision}/{info.dtype}/{info.backend}/{info.block_size}".encode(),
     )
+    # A pool smaller than the context is the narrower of the two bounds; everybody asks for this one number.
+    info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
     return EngineCore(scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0)

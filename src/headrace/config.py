@@ -34,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     enable_prefix_caching: bool = True
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20

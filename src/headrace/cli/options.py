@@ -39,6 +39,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",
         "max_num_seqs": "Sequences running at once.",
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
+        "enable_chunked_prefill": "Cut long prompts into the steps' token budget, so that they delay nobody.",
         "long_prefill_token_threshold": "Tokens of one prompt in one step at most; 0 leaves it to the budget.",
         "scheduling_policy": f"Who goes first: {', '.join(POLICIES)}.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
