@@ -9,6 +9,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+import headrace  # noqa: F401 (before torch: it says how the threads of torch wait)
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # No deadline: the machine may be shared, and a slow moment is not a bug.
