@@ -49,7 +49,7 @@ def build(config: EngineConfig, delay: float = 0.0) -> EngineCore:
         cache_key=b"test",
     )
     executor = SimulatedExecutor(num_blocks, config.block_size, Oracle(VOCAB_SIZE, [EOS]), delay=delay)
-    return EngineCore(scheduler, executor, info, time.monotonic, check_every=1)
+    return EngineCore(scheduler, executor, info, time.monotonic, check_every=8)
 
 
 def command(delay: float = 0.0) -> tuple[str, ...]:

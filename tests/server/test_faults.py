@@ -19,11 +19,14 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.server import fake
 from tests.server.conftest import HTTP, Live, child, inproc, write_tokenizer
 from tests.server.test_client import is_running, pid_of
 
-from headrace.config import ServerConfig
+from headrace.config import EngineConfig, ServerConfig
+from headrace.core.engine import EngineCore
 from headrace.server import streams
+from headrace.server.client import InprocClient
 from headrace.server.text import Tokenizer
 
 LONG = {"prompt": "a prompt of some length", "max_tokens": 400, "ignore_eos": True, "seed": 1}
@@ -143,7 +146,7 @@ def test_R_14_a_client_that_does_not_read_holds_up_nobody(live: Live, monkeypatc
 
 
 def test_R_03_probes_stay_quick_beside_large_prompts(live: Live) -> None:
-    text = "many words " * 50_000
+    text = "many words " * 20_000
     stop = threading.Event()
 
     def heavy() -> None:
@@ -161,6 +164,42 @@ def test_R_03_probes_stay_quick_beside_large_prompts(live: Live) -> None:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_R_17_a_request_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
+    failing = threading.Event()
+
+    def fail_once(step_id: int, index: int) -> bool:
+        # Chunk 0 of a step is the oldest request's, as they come one after the other here.
+        if index or not failing.is_set():
+            return False
+        failing.clear()
+        return True
+
+    def build() -> EngineCore:
+        core = fake.build(EngineConfig(model="fake"), delay=0.003)
+        core.executor._fail = fail_once  # type: ignore[attr-defined]
+        return core
+
+    with Live(InprocClient(build), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        for stream in (True, False):
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                bad = pool.submit(live.post, "/v1/completions", dict(LONG, stream=stream))
+                live.wait(lambda: live.client.stats.num_running == 1)
+                good = pool.submit(live.post, "/v1/completions", dict(LONG, max_tokens=60))
+                live.wait(lambda: live.client.stats.num_running == 2)
+                failing.set()
+                if stream:
+                    text, lines = events(bad.result().text)
+                    assert text
+                    assert json.loads(lines[-1])["error"]["code"] == "numerical_error"
+                else:
+                    assert bad.result().status_code == 500
+                    assert bad.result().json()["error"]["code"] == "numerical_error"
+            undisturbed = live.post("/v1/completions", dict(LONG, max_tokens=60)).json()
+            assert good.result().json()["choices"] == undisturbed["choices"]
+        assert live.metric("request_success_total", finished_reason="error") == 2
+        live.wait(lambda: is_idle(live))
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +230,8 @@ def test_a_killed_engine_is_a_pause_in_the_streams(mortal: Live) -> None:
             mortal.wait(lambda: HTTP.get(mortal.url + "/health/ready").status_code == 503, 2)
         texts = [one.result() for one in running]
     assert mortal.client.num_restarts == 3
-    assert texts == [one(index) for index in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert texts == list(pool.map(one, range(16)))
     assert mortal.metric("engine_restarts_total") == 3
     mortal.wait(lambda: is_idle(mortal))
     assert HTTP.get(mortal.url + "/health/ready").status_code == 200

@@ -30,7 +30,7 @@ from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
 from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front, off_loop
-from headrace.server.inputs import max_context
+from headrace.server.inputs import max_context, seed_source
 from headrace.server.limits import parse_json, read_body
 from headrace.server.openai import Answer, OpenAI
 from headrace.server.streams import EventStream, until_gone
@@ -61,17 +61,19 @@ def create_app(
     server: ServerConfig,
     model: str,
     defaults: Mapping[str, Any] | None = None,
+    seed: int | None = None,
 ) -> FastAPI:
     """The application. Starts `client` when it starts and closes it when it stops.
 
     Args:
         model: the name that is served.
         defaults: sampling parameters for what a request does not give.
+        seed: decides the seeds of requests that have none, in the order in which they come; None: fresh ones.
     """
     metrics = ServerMetrics(client, model)
     client.observer = metrics
-    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults)
-    life = Life(client, server.log_stats_interval)
+    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults, seed_source(seed))
+    life = Life(client, server.log_stats_interval, api.warm_up)
     app = FastAPI(
         title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None
     )
@@ -193,11 +195,12 @@ def _id_header(request: Request, answer_id: str) -> dict[str, str]:
 class Life:
     """The application's life: loading, ready, restarting, dead, draining."""
 
-    def __init__(self, client: EngineClient, log_stats_interval: float) -> None:
+    def __init__(self, client: EngineClient, log_stats_interval: float, warm_up: Callable[[], Awaitable[None]]) -> None:
         self.client = client
         self.failure: BaseException | None = None
         self.draining = False
         self.ended = asyncio.Event()
+        self._warm_up = warm_up
         self._interval = log_stats_interval
 
     def status(self) -> str:
@@ -227,6 +230,7 @@ class Life:
 
     async def _start(self) -> None:
         try:
+            await self._warm_up()
             await self.client.start()
         except (HeadraceError, OSError) as error:
             self.failure = error
@@ -318,7 +322,9 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
             template = ChatTemplate.of(tokenizer, server.chat_template)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
-    status = run(create_app(ProcessClient(engine, server), tokenizer, template, server, model, defaults), server)
+    status = run(
+        create_app(ProcessClient(engine, server), tokenizer, template, server, model, defaults, engine.seed), server
+    )
     if status:
         sys.exit(status)
 

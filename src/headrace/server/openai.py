@@ -7,9 +7,10 @@ engine's fault. Knows schemas, prompts and replies; `server.http` does the bytes
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +22,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server import replies
 from headrace.server.chat import ChatTemplate
 from headrace.server.generation import Front, Generation, off_loop
-from headrace.server.inputs import max_context, new_request_id
+from headrace.server.inputs import draw_seed, max_context, new_request_id
 from headrace.server.outputs import Piece, RequestState
 from headrace.server.schema import (
     ChatCompletionRequest,
@@ -32,6 +33,8 @@ from headrace.server.schema import (
     parse,
     sampling_params,
 )
+
+logger = logging.getLogger("headrace.server")
 
 RENDER_OPTIONS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 DONE = b"data: [DONE]\n\n"
@@ -235,15 +238,22 @@ class OpenAI:
         model: the name that is served; a request may name it or none.
         template: None if the model has no chat template.
         defaults: sampling parameters that the model's makers advise, for what a request does not give.
+        draw: where a request without a seed gets one.
     """
 
     def __init__(
-        self, front: Front, model: str, template: ChatTemplate | None = None, defaults: Mapping[str, Any] | None = None
+        self,
+        front: Front,
+        model: str,
+        template: ChatTemplate | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        draw: Callable[[], int] = draw_seed,
     ) -> None:
         self.front = front
         self.model = model
         self.template = template
         self.defaults = dict(defaults or {})
+        self._draw = draw
         self.created = int(time.time())
         # Templates run one at a time in a process of their own; whoever waits for it must not fill up the threads
         # that tokenise.
@@ -293,7 +303,8 @@ class OpenAI:
             add_special_tokens=bool(request.add_special_tokens),
             truncate_prompt_tokens=request.truncate_prompt_tokens,
         )
-        generation = self._open([token_ids], params, request, max_tokens, arrival)
+        field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        generation = self._open([token_ids], params, request, max_tokens, arrival, field)
         return ChatAnswer(generation, request, self.front, self.model, [text])
 
     async def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -324,6 +335,16 @@ class OpenAI:
         tokenizer = self._tokenizer()
         decode = lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)  # noqa: E731
         return {"prompt": await off_loop(len(request.tokens), decode)}
+
+    async def warm_up(self) -> None:
+        """Render a first chat, so that the templates' process is there before somebody waits for it."""
+        if self.template is None:
+            return
+        try:
+            await self.render(TokenizeRequest(messages=[{"role": "user", "content": "Hello"}]))
+        except RequestError as error:
+            # Not fatal: there are templates that want more than one plain message.
+            logger.warning("the chat template does not take a plain message: %s", error)
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -368,18 +389,20 @@ class OpenAI:
         request: Sampled,
         max_tokens: int | None,
         arrival: float,
+        field: str = "max_tokens",
     ) -> Generation:
         if max_tokens is not None:
             for token_ids in prompts:
                 room = max_context(self.front.info) - len(token_ids)
                 if max_tokens > room:
-                    raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
+                    raise ContextLengthError(field, max_tokens, f"at most {room} after this prompt")
         return self.front.open(
             prompts,
             params,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             arrival_time=arrival,
+            draw=self._draw,
         )
 
     def _check(self, request: Sampled) -> None:
