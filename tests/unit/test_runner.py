@@ -74,7 +74,7 @@ def test_only_the_wanted_rows_go_through_the_head(runner: Runner, monkeypatch: p
     runner.run(batch_of((0, IDS, A), (0, IDS[:7], B), (0, IDS[:3], C), samples=[True, False, True]))
     runner.run(batch_of((0, IDS, A), samples=[False]))
     runner.run(batch_of((0, IDS, A), (0, IDS[:3], B), params=[GREEDY, ASKS], samples=[False, True]))
-    assert seen == [[19, 29], [20, 21, 22]]
+    assert seen == [[19, 29], [20, 21], [22]]
 
 
 def test_an_empty_step(runner: Runner) -> None:
@@ -98,6 +98,21 @@ def test_prompt_logprobs_are_the_same_however_the_prompt_is_cut(runner: Runner) 
             )  # fmt: skip
             found += result.prompt_logprobs.get(0, [])
         assert found == whole
+
+
+def test_prompt_logits_are_made_some_rows_at_a_time(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = runner.run(batch_of((0, IDS, A), params=[ASKS]))
+    sizes: list[int] = []
+    real = runner.model.logits
+
+    def logits(hidden: Tensor, rows: Tensor) -> Tensor:
+        sizes.append(len(rows))
+        return real(hidden, rows)
+
+    monkeypatch.setattr(runner.model, "logits", logits)
+    monkeypatch.setattr("headrace.runner.runner.MAX_LOGITS", 8 * runner.model.vocab_size)
+    assert runner.run(batch_of((0, IDS, A), params=[ASKS])) == whole
+    assert sizes == [8, 8, 3, 1]
 
 
 def test_a_row_of_the_answer_foretells_no_prompt_token(runner: Runner) -> None:

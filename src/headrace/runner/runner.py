@@ -14,7 +14,12 @@ from headrace.errors import RequestError
 from headrace.models import Model
 from headrace.runner.inputs import make_forward_batch, verify_chunk
 from headrace.sampling.sampler import Sampler
-from headrace.types import ScheduledBatch, StepResult
+from headrace.types import ScheduledBatch, StepResult, TokenLogprob
+
+MAX_LOGITS = 2**24
+"""Numbers in the logits of prompt rows that are held at once (64 MiB of float32)."""
+
+NOT_FINITE = "numerical_error: the model's logits are not finite"
 
 
 class Runner:
@@ -41,10 +46,11 @@ class Runner:
         forward = make_forward_batch(batch, chunk_ids, token_ids, self.block_size, self.backend.device)
         hidden = self.model.forward(forward, self.kv)
         wanted = _wanted(batch, chunk_ids, token_ids)
-        rows = [row for _, chunk_rows, _ in wanted for row in chunk_rows]
-        if rows:
-            logits = self.model.logits(hidden, torch.tensor(rows, device=self.backend.device))
-            self._read(batch, wanted, logits, result)
+        self._foretell(batch, wanted, hidden, result)
+        samples = [(i, rows[-1]) for i, rows, _ in wanted if batch.samples[i] and i not in result.errors]
+        if samples:
+            logits = self.model.logits(hidden, torch.tensor([row for _, row in samples], device=hidden.device))
+            self._draw(batch, [i for i, _ in samples], logits, result)
         return result
 
     def close(self) -> None:
@@ -67,28 +73,32 @@ class Runner:
                 token_ids.append(own)
         return chunk_ids, token_ids
 
-    def _read(
-        self,
-        batch: ScheduledBatch,
-        wanted: list[tuple[int, list[int], list[int]]],
-        logits: Tensor,
-        result: StepResult,
+    def _foretell(
+        self, batch: ScheduledBatch, wanted: list[tuple[int, list[int], list[int]]], hidden: Tensor, result: StepResult
     ) -> None:
-        """Turn logits [wanted rows, V] into what the chunks asked for. NaN or infinity fails its own chunk (R-17)."""
-        finite = torch.isfinite(logits).all(dim=-1).tolist()
-        samples: list[tuple[int, int]] = []
-        stop = 0
+        """Log-probabilities of prompt tokens, some rows at a time: a prompt's logits are far larger than its text."""
+        most = max(1, MAX_LOGITS // self.model.vocab_size)
         for i, rows, next_token_ids in wanted:
-            first, stop = stop, stop + len(rows)
-            if not all(finite[first:stop]):
-                result.errors[i] = "numerical_error: the model's logits are not finite"
-                continue
-            if next_token_ids:
-                foretold = logits[first : first + len(next_token_ids)]
-                num_top = batch.params[i].prompt_logprobs or 0
-                result.prompt_logprobs[i] = self.sampler.prompt_logprobs(foretold, next_token_ids, num_top)
-            if batch.samples[i]:
-                samples.append((i, stop - 1))
+            found: list[TokenLogprob] = []
+            for first in range(0, len(next_token_ids), most):
+                foretold = next_token_ids[first : first + most]
+                part = torch.tensor(rows[first : first + len(foretold)], device=hidden.device)
+                logits = self.model.logits(hidden, part)
+                if not torch.isfinite(logits).all():
+                    result.errors[i] = NOT_FINITE
+                    break
+                found += self.sampler.prompt_logprobs(logits, foretold, batch.params[i].prompt_logprobs or 0)
+            if next_token_ids and i not in result.errors:
+                result.prompt_logprobs[i] = found
+
+    def _draw(self, batch: ScheduledBatch, chunk_ids: list[int], logits: Tensor, result: StepResult) -> None:
+        """Sample from logits [chunks, V]. NaN or infinity fails its own chunk (R-17)."""
+        samples = []
+        for at, (i, finite) in enumerate(zip(chunk_ids, torch.isfinite(logits).all(dim=-1).tolist(), strict=True)):
+            if finite:
+                samples.append((i, at))
+            else:
+                result.errors[i] = NOT_FINITE
         if samples:
             self._sample(batch, samples, logits, result)
 
