@@ -128,15 +128,6 @@ def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: object
         assert live.post("/v1/completions", body | {"max_tokens": 5}).json()["usage"]["completion_tokens"] == 5
 
 
-def test_a_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) -> None:
-    told = []
-    for seed in (5, 5, None):
-        with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), seed=seed) as live:
-            told.append([live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).json()["seed"] for _ in "ab"])
-    assert told[0] == told[1] != told[2]
-    assert told[0][0] != told[0][1]
-
-
 def test_async_llm_gives_vllms_outputs(tokenizer: Tokenizer) -> None:
     async def go() -> None:
         client = InprocClient(lambda: fake.build(EngineConfig(model="fake"), delay=0.005))

@@ -30,7 +30,7 @@ from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
 from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front, off_loop
-from headrace.server.inputs import max_context, seed_source
+from headrace.server.inputs import max_context
 from headrace.server.limits import parse_json, read_body
 from headrace.server.openai import Answer, OpenAI
 from headrace.server.streams import EventStream, until_gone
@@ -61,18 +61,16 @@ def create_app(
     server: ServerConfig,
     model: str,
     defaults: Mapping[str, Any] | None = None,
-    seed: int | None = None,
 ) -> FastAPI:
     """The application. Starts `client` when it starts and closes it when it stops.
 
     Args:
         model: the name that is served.
         defaults: sampling parameters for what a request does not give.
-        seed: decides the seeds of requests that have none, in the order in which they come; None: fresh ones.
     """
     metrics = ServerMetrics(client, model)
     client.observer = metrics
-    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults, seed_source(seed))
+    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults)
     life = Life(client, server.log_stats_interval, api.warm_up)
     app = FastAPI(
         title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None
@@ -322,9 +320,8 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
             template = ChatTemplate.of(tokenizer, server.chat_template)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
-    status = run(
-        create_app(ProcessClient(engine, server), tokenizer, template, server, model, defaults, engine.seed), server
-    )
+    client = ProcessClient(engine, server)
+    status = run(create_app(client, tokenizer, template, server, model, defaults), server)
     if status:
         sys.exit(status)
 
