@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     must_not: frozenset[str] = frozenset()
 
 
-LEAVES = ("errors", "bounds", "env", "hub")
+LEAVES = ("errors", "bounds", "env", "hub", "gguf")
 NO_TENSORS = HEAVY
 NO_SERVING = SERVING
 PURE = HEAVY | SERVING | {"typer", "rich", "psutil", "huggingface_hub"}
@@ -43,6 +43,7 @@ LAYERS: dict[str, Layer] = {
     "bounds": Layer(("errors",), PURE | {"msgspec"}),
     "env": Layer((), PURE),
     "hub": Layer(("errors",), HEAVY | SERVING),
+    "gguf": Layer(("errors",), PURE | {"msgspec"}),
     "config": Layer(("errors",), PURE),
     "types": Layer(("sampling.params",), PURE),
     "sampling.params": Layer(("bounds",), PURE),
@@ -60,7 +61,7 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("quant.base", "env"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),
-    "server": Layer(("types", "sampling.params", "bounds", "env", "hub", "core.engine", "executor.process"), HEAVY),
+    "server": Layer(("types", "sampling.params", "bounds", "env", "hub", "gguf", "core.engine", "executor.process"), HEAVY),
     "server.http": Layer(("server", "types", "sampling.params", "bounds", "env", "hub", "insight"), HEAVY),
 }
 

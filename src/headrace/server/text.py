@@ -19,7 +19,7 @@ from tokenizers import AddedToken, processors
 
 from headrace.errors import CheckpointError, RequestError
 from headrace.sampling.params import SamplingParams
-from headrace.server import tokenizer_files
+from headrace.server import tokenizer_files, tokenizer_gguf
 from headrace.server.tokenizer_files import TokenizerFile
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -57,9 +57,12 @@ class Tokenizer:
     def load(cls, path: Path | str) -> Tokenizer:
         """The tokenizer of a model's directory, or in a file.
 
-        Raises `CheckpointError` where there is none, where it is larger than 64 MiB, or where it is not understood.
+        Raises `CheckpointError` where there is none, where it is not understood, or where it is larger than 64 MiB (a
+        GGUF file may be: the tokenizer is but a part of it).
         """
         path = Path(path)
+        if path.suffix == ".gguf" and path.is_file():
+            return tokenizer_files.guarded(lambda file: cls(*tokenizer_gguf.read(file)), path)
         directory = path if path.is_dir() else path.parent
         file = tokenizer_files.read(path)
         config = _json(directory / "tokenizer_config.json")

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -31,6 +31,8 @@ _LLAMA3 = (
 )
 SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
 """How byte-level BPE cuts text before merging, by model_type. None is GPT-2's rule, which `tokenizers` has built in."""
+
+Read = TypeVar("Read")
 
 
 @dataclass
@@ -70,6 +72,11 @@ def read(path: Path) -> TokenizerFile:
 def _guarded(reader: Callable[[Path], TokenizerFile], path: Path) -> TokenizerFile:
     if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
+    return guarded(reader, path)
+
+
+def guarded(reader: Callable[[Path], Read], path: Path) -> Read:
+    """`reader(path)`, whatever it raises told as a `CheckpointError`."""
     try:
         return reader(path)
     except (CheckpointError, KeyboardInterrupt):
@@ -170,7 +177,7 @@ def _model_type(directory: Path) -> str | None:
 
 # SentencePiece
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool = True) -> tokenizers.Tokenizer:
@@ -182,7 +189,7 @@ def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     if len(vocab) != len(pieces):
         raise CheckpointError("the vocabulary has a piece twice")
-    usable = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
+    usable = {piece: score for piece, score, kind in pieces if kind == NORMAL}
     found = [
         (-score, vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
         for piece, score in usable.items()
@@ -195,7 +202,7 @@ def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool
             merges=[(left, right) for _, _, _, left, right in sorted(found)],
             unk_token=pieces[unk_id][0],
             fuse_unk=True,
-            byte_fallback=any(kind == _BYTE for _, _, kind in pieces),
+            byte_fallback=any(kind == BYTE for _, _, kind in pieces),
         )
     )
     _add_metaspace(tokenizer, dummy_prefix)
@@ -212,9 +219,9 @@ def _add_metaspace(tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: 
 def _add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, int]]) -> None:
     """Control pieces become special tokens; user-defined ones are found in text before anything else."""
     for piece, _, kind in pieces:
-        if kind in (_UNKNOWN, _CONTROL):
+        if kind in (UNKNOWN, CONTROL):
             tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             tokenizer.add_tokens([AddedToken(piece.replace("▁", " "), special=False, normalized=False)])
 
 
@@ -230,7 +237,7 @@ def _read_dot_model(path: Path) -> TokenizerFile:
         if number == 1:
             piece = _message(value)
             score = struct.unpack("<f", piece[2][0])[0] if 2 in piece else 0.0
-            pieces.append((piece[1][0].decode("utf-8"), score, piece.get(3, [_NORMAL])[0]))
+            pieces.append((piece[1][0].decode("utf-8"), score, piece.get(3, [NORMAL])[0]))
         elif number == 2:
             trainer = _message(value)
         elif number == 3:
@@ -241,7 +248,7 @@ def _read_dot_model(path: Path) -> TokenizerFile:
     if kind == 2:
         tokenizer = scored(pieces, unk_id, dummy_prefix)
     elif kind == 1:
-        byte_fallback = any(kind == _BYTE for _, _, kind in pieces)
+        byte_fallback = any(kind == BYTE for _, _, kind in pieces)
         tokenizer = tokenizers.Tokenizer(models.Unigram([(p, s) for p, s, _ in pieces], unk_id, byte_fallback))
     else:
         raise CheckpointError(f"SentencePiece models of type {kind} are not supported; BPE and unigram are")
@@ -317,7 +324,7 @@ def _read_llama2c(path: Path) -> TokenizerFile:
         text = data[at : at + size].decode("utf-8")
         at += size
         i = len(pieces)
-        kind = _UNKNOWN if i == 0 else _CONTROL if i < 3 else _BYTE if i < 259 else _NORMAL
+        kind = UNKNOWN if i == 0 else CONTROL if i < 3 else BYTE if i < 259 else NORMAL
         pieces.append((("<unk>", "<s>", "</s>")[i] if i < 3 else text.replace(" ", "▁"), score, kind))
     if len(pieces) < 259:
         raise CheckpointError(f"{path.name} holds {len(pieces)} pieces; llama2.c's tokenizers have 259 at least")

@@ -1,0 +1,341 @@
+"""Reads GGUF files: metadata by key, and where each tensor lies. Converts and dequantises nothing.
+
+No number in the file is trusted: every count and size is held against the file's own size before anything is
+allocated, and a value is decoded only when it is asked for, with the type and range that the caller expects. So a
+hostile file costs little more than its length. Knows no model and no tokenizer; called by `server.tokenizer_gguf`
+and by whoever loads weights. Layout: the GGUF specification, versions 2 and 3, little endian.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+import sys
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.errors import CheckpointError
+
+MAX_ENTRIES = 65_536
+"""Most metadata entries, and most tensors."""
+MAX_KEY_BYTES = 65_536
+MAX_NAME_BYTES = 64
+MAX_ALIGNMENT = 65_536
+
+_STRING, _ARRAY = 8, 9
+# By the type's number: its name, and its letter for `struct` and `array`.
+_TYPES = {
+    0: ("uint8", "B"),
+    1: ("int8", "b"),
+    2: ("uint16", "H"),
+    3: ("int16", "h"),
+    4: ("uint32", "I"),
+    5: ("int32", "i"),
+    6: ("float32", "f"),
+    7: ("bool", "B"),
+    _STRING: ("string", ""),
+    _ARRAY: ("array", ""),
+    10: ("uint64", "Q"),
+    11: ("int64", "q"),
+    12: ("float64", "d"),
+}
+
+TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+"""By ggml's number: the type's name, elements in a block, bytes of a block."""
+
+
+class Field(NamedTuple):
+    """Where a metadata value lies: `length` elements of one type in bytes `start` to `end` of the file."""
+
+    type: int
+    is_array: bool
+    length: int
+    start: int
+    end: int
+
+    @property
+    def type_name(self) -> str:
+        name = _TYPES[self.type][0]
+        return f"an array of {name}" if self.is_array else f"a {name}"
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's directory entry. `shape` is in the file's order, the fastest dimension first; `start` is absolute."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class GGUF:
+    """A checked GGUF file: `fields` by key, `tensors` by name, and the file's bytes as `data`.
+
+    The getters give None for a key that is absent, and raise `CheckpointError` for a value of another type, out of
+    the range asked for, or with more elements than `most`.
+    """
+
+    def __init__(self, data: bytes | mmap.mmap, name: str = "GGUF") -> None:
+        """Read the directory. Raises `CheckpointError` naming the field, its value and the bound."""
+        self.data = data
+        self.name = name
+        self.fields: dict[str, Field] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._at = 0
+        if (magic := self._take(4, "magic")) != b"GGUF":
+            raise self.fault("magic", magic, "b'GGUF'")
+        self.version = self._number("I", "version")
+        if self.version not in (2, 3):
+            raise self.fault("version", self.version, "2 or 3, little endian")
+        num_tensors = self._bounded("n_tensors", MAX_ENTRIES)
+        for i in range(self._bounded("n_kv", MAX_ENTRIES)):
+            self._read_field(f"key {i}")
+        alignment = self.integer("general.alignment", 1, MAX_ALIGNMENT)
+        self.alignment = 32 if alignment is None else alignment
+        if self.alignment & (self.alignment - 1):
+            raise self.fault("general.alignment", self.alignment, "a power of 2")
+        directory = [self._read_entry(f"tensor {i}") for i in range(num_tensors)]
+        self.data_start = -(-self._at // self.alignment) * self.alignment
+        for name_, info in directory:
+            self._add_tensor(name_, info)
+        self._check_overlap()
+
+    def fault(self, field: str, value: object, bound: str) -> CheckpointError:
+        """The error to raise for a field of this file."""
+        shown = repr(value)
+        return CheckpointError(f"{self.name}: {field} is {shown[:80]}; it must be {bound}")
+
+    def text(self, key: str) -> str | None:
+        field = self._field(key, (_STRING,), False, "a string")
+        return None if field is None else self._decode(field.start, field.end, key)
+
+    def integer(self, key: str, low: int = 0, high: int = 2**63 - 1) -> int | None:
+        field = self._field(key, (0, 1, 2, 3, 4, 5, 10, 11), False, "an integer")
+        if field is None:
+            return None
+        value: int = self._scalar(field)
+        if not low <= value <= high:
+            raise self.fault(key, value, f"from {low} to {high}")
+        return value
+
+    def real(self, key: str) -> float | None:
+        field = self._field(key, (6, 12), False, "a float")
+        if field is None:
+            return None
+        value: float = self._scalar(field)
+        if not math.isfinite(value):
+            raise self.fault(key, value, "finite")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        field = self._field(key, (7,), False, "a bool")
+        if field is None:
+            return None
+        value: int = self._scalar(field)
+        if value > 1:
+            raise self.fault(key, value, "0 or 1")
+        return bool(value)
+
+    def texts(self, key: str, most: int, longest: int) -> list[str] | None:
+        """An array of strings, of `longest` bytes each at most."""
+        field = self._field(key, (_STRING,), True, "an array of strings", most)
+        if field is None:
+            return None
+        texts = []
+        at = field.start
+        for i in range(field.length):
+            size = struct.unpack_from("<Q", self.data, at)[0]
+            if size > longest:
+                raise self.fault(f"{key}[{i}]", f"{size} bytes", f"of at most {longest} bytes")
+            texts.append(self._decode(at + 8, at + 8 + size, f"{key}[{i}]"))
+            at += 8 + size
+        return texts
+
+    def integers(self, key: str, most: int) -> array[int] | None:
+        field = self._field(key, (0, 1, 2, 3, 4, 5, 10, 11), True, "an array of integers", most)
+        if field is None:
+            return None
+        values: array[int] = self._numbers(field)
+        return values
+
+    def reals(self, key: str, most: int) -> array[float] | None:
+        field = self._field(key, (6, 12), True, "an array of floats", most)
+        if field is None:
+            return None
+        values: array[float] = self._numbers(field)
+        if not all(map(math.isfinite, values)):
+            raise self.fault(key, next(v for v in values if not math.isfinite(v)), "finite throughout")
+        return values
+
+    def _field(self, key: str, types: tuple[int, ...], is_array: bool, bound: str, most: int = 1) -> Field | None:
+        field = self.fields.get(key)
+        if field is None:
+            return None
+        if field.type not in types or field.is_array != is_array:
+            raise self.fault(key, field.type_name, bound)
+        if is_array and field.length > most:
+            raise self.fault(key, f"{field.length} elements", f"of at most {most} elements")
+        return field
+
+    def _scalar(self, field: Field) -> Any:
+        return struct.unpack_from("<" + _TYPES[field.type][1], self.data, field.start)[0]
+
+    def _numbers(self, field: Field) -> Any:
+        values = array(_TYPES[field.type][1], self.data[field.start : field.end])
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values
+
+    def _decode(self, start: int, end: int, what: str) -> str:
+        try:
+            return self.data[start:end].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fault(what, self.data[start : min(end, start + 20)], "UTF-8") from None
+
+    # From here on, reading the directory: `_at` is where the next number is.
+
+    def _skip(self, size: int, what: str) -> int:
+        """Step over `size` bytes, and say where they start."""
+        left = len(self.data) - self._at
+        if size > left:
+            raise self.fault(what, f"{size} bytes at {self._at}", f"within the file, which has {left} bytes left")
+        self._at += size
+        return self._at - size
+
+    def _take(self, size: int, what: str) -> bytes:
+        start = self._skip(size, what)
+        return self.data[start : self._at]
+
+    def _number(self, letter: str, what: str) -> int:
+        start = self._skip(struct.calcsize("<" + letter), what)
+        number: int = struct.unpack_from("<" + letter, self.data, start)[0]
+        return number
+
+    def _bounded(self, what: str, high: int, letter: str = "Q") -> int:
+        number = self._number(letter, what)
+        if number > high:
+            raise self.fault(what, number, f"at most {high}")
+        return number
+
+    def _read_field(self, what: str) -> None:
+        raw = self._take(self._bounded(f"length of {what}", MAX_KEY_BYTES), what)
+        if not raw or not raw.isascii():
+            raise self.fault(what, raw[:80], "ASCII, and not empty")
+        key = raw.decode("ascii")
+        if key in self.fields:
+            raise self.fault(what, key, "a key that was not there before")
+        kind = self._type(f"type of {key[:80]}")
+        is_array = kind == _ARRAY
+        count = 1
+        if is_array:
+            kind = self._type(f"element type of {key[:80]}")
+            if kind == _ARRAY:
+                raise self.fault(f"element type of {key[:80]}", "array", "a scalar or string")
+            count = self._number("Q", f"length of {key[:80]}")
+        start = self._at
+        if kind != _STRING:
+            self._skip(count * struct.calcsize("<" + _TYPES[kind][1]), key[:80])
+        elif is_array:
+            self._skip_strings(count, key[:80])
+        else:
+            start += 8
+            self._skip(self._number("Q", f"length of {key[:80]}"), key[:80])
+        self.fields[key] = Field(kind, is_array, count, start, self._at)
+
+    def _type(self, what: str) -> int:
+        number = self._number("I", what)
+        if number not in _TYPES:
+            raise self.fault(what, number, "from 0 to 12")
+        return number
+
+    def _skip_strings(self, count: int, what: str) -> None:
+        data, end, unpack = self.data, len(self.data), struct.Struct("<Q").unpack_from
+        at = self._at
+        if count > (end - at) // 8:
+            raise self.fault(f"length of {what}", count, f"at most {(end - at) // 8}, for which the file has room")
+        for i in range(count):
+            if at + 8 > end:
+                raise self.fault(f"{what}[{i}]", f"at {at}", f"within the file's {end} bytes")
+            at += 8 + unpack(data, at)[0]
+        self._at = min(at, end)
+        self._skip(at - self._at, f"{what}[{count - 1}]")
+
+    def _read_entry(self, what: str) -> tuple[str, TensorInfo]:
+        """A tensor's entry, whose `start` still counts from the beginning of the tensors' data."""
+        size = self._bounded(f"length of the name of {what}", MAX_NAME_BYTES)
+        start = self._skip(size, f"name of {what}")
+        name = self._decode(start, self._at, f"name of {what}")
+        shape = tuple(self._number("Q", f"dimension of {name}") for _ in range(self._bounded("n_dims", 4, "I")))
+        kind = self._number("I", f"type of {name}")
+        if kind not in TENSOR_TYPES:
+            raise self.fault(f"type of {name}", kind, f"one of {', '.join(map(str, TENSOR_TYPES))}")
+        type_name, block, block_bytes = TENSOR_TYPES[kind]
+        if 0 in shape or (shape or (1,))[0] % block:
+            raise self.fault(f"shape of {name}", shape, f"without zeros, in rows of a multiple of {block} elements")
+        offset = self._number("Q", f"offset of {name}")
+        return name, TensorInfo(type_name, shape, offset, math.prod(shape) // block * block_bytes)
+
+    def _add_tensor(self, name: str, info: TensorInfo) -> None:
+        if name in self.tensors:
+            raise self.fault("name of a tensor", name, "a name that was not there before")
+        if info.start % self.alignment:
+            raise self.fault(f"offset of {name}", info.start, f"a multiple of {self.alignment}")
+        start = self.data_start + info.start
+        if start + info.size > len(self.data):
+            raise self.fault(
+                f"offset of {name}", info.start, f"within the file: {start} + {info.size} > {len(self.data)} bytes"
+            )
+        self.tensors[name] = info._replace(start=start)
+
+    def _check_overlap(self) -> None:
+        end, before = 0, ""
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].start):
+            if info.start < end:
+                raise self.fault(f"offset of {name}", info.start, f"at least {end}, where {before} ends")
+            end, before = info.start + info.size, name
+
+
+def read(path: Path) -> GGUF:
+    """The GGUF file at `path`, mapped and not read into memory. Raises `CheckpointError`."""
+    try:
+        with open(path, "rb") as file:
+            # An empty file can not be mapped.
+            empty = not file.seek(0, 2)
+            data: bytes | mmap.mmap = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(f"{path} can not be opened: {error}") from error
+    return GGUF(data, path.name)
