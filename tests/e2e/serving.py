@@ -11,13 +11,27 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
+import psutil
+
+
+class Served(NamedTuple):
+    """A running server: its base URL, and its process."""
+
+    url: str
+    pid: int
+
+    def engine(self) -> psutil.Process:
+        """The engine's process. The renderer of templates is a child of the server too."""
+        children = psutil.Process(self.pid).children()
+        return next(child for child in children if "headrace.executor.process" in child.cmdline())
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, threads: int = 1) -> Iterator[str]:
-    """Base URL of a ready server. On leaving, SIGTERM, and the exit status must be 0."""
+def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
+    """A ready server. On leaving, SIGTERM, and the exit status must be 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -34,7 +48,7 @@ def serve(*arguments: str, threads: int = 1) -> Iterator[str]:
             assert process.poll() is None, f"{command} exited with {process.returncode}"
             assert time.monotonic() < deadline, f"{command} was not ready after 90 s"
             time.sleep(0.1)
-        yield url
+        yield Served(url, process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=40) == 0
     finally:

@@ -23,8 +23,8 @@ def test_golden_greedy_over_the_api(name: str, shared_data: Path) -> None:
     assert golden is not None
     cases = json.loads(golden.read_text())["cases"]
     options = ["--served-model-name", name, *([] if tokenizer is None else ["--tokenizer", str(tokenizer)])]
-    with serve(str(model), *options) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with serve(str(model), *options) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         for case in cases:
             want = case["greedy_ids"]
             # The golden runs stop after an end token, which they keep or not; ours reports it among the ids.
@@ -38,4 +38,4 @@ def test_golden_greedy_over_the_api(name: str, shared_data: Path) -> None:
             streamed = client.completions.create(prompt=case["prompt_ids"], stream=True, **ask)
             assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == by_text.choices[0].text
             assert by_text.choices[0].text.strip()
-        wait_for(url, "headrace:kv_cache_usage_perc", 0.0)
+        wait_for(served.url, "headrace:kv_cache_usage_perc", 0.0)

@@ -231,9 +231,9 @@ def test_I_13_through_the_server(requests: list[Request], reference: dict[str, B
         async with httpx.AsyncClient(base_url=url, timeout=100) as client:
             return await asyncio.gather(*(ask(client, r, stream=i % 2 == 1) for i, r in enumerate(requests)))
 
-    with serve("--max-num-seqs", "48", "--num-gpu-blocks-override", "512") as url:
-        answers = asyncio.run(ask_all(url))
-        wait_for(url, "headrace:kv_cache_usage_perc", 0.0)
+    with serve("--max-num-seqs", "48", "--num-gpu-blocks-override", "512") as served:
+        answers = asyncio.run(ask_all(served.url))
+        wait_for(served.url, "headrace:kv_cache_usage_perc", 0.0)
     wrong = []
     for request, (ids, own_bits) in zip(requests, answers, strict=True):
         want_ids, want_bits = reference[request.request_id]
