@@ -165,3 +165,14 @@ def test_draining_is_not_ready(fresh: Live) -> None:
     fresh.app.state.life.draining = True
     assert HTTP.get(fresh.url + "/health/ready").json() == {"status": "draining"}
     assert isinstance(fresh.app.state.life, http.Life)
+
+
+def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) -> None:
+    def told(seed: int | None) -> list[int]:
+        app_client = inproc()
+        with Live(app_client, tokenizer, ServerConfig(), seed=seed) as live:
+            replies = [live.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 1}) for _ in range(3)]
+            return [reply.json()["choices"][0]["seed"] for reply in replies]
+
+    assert told(7) == told(7)
+    assert len({*told(7), *told(8), *told(None), *told(None)}) == 12

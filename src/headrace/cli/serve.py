@@ -10,8 +10,7 @@ from headrace.cli.options import build, options
 from headrace.config import EngineConfig, ServerConfig
 
 
-# A server draws a fresh seed for a request without one, and tells it in the reply.
-@options(EngineConfig, ServerConfig, skip=("seed",))
+@options(EngineConfig, ServerConfig)
 def serve(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = "builtin",
     **fields: Any,

@@ -30,7 +30,7 @@ from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
 from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front, off_loop
-from headrace.server.inputs import max_context
+from headrace.server.inputs import max_context, seed_source
 from headrace.server.limits import parse_json, read_body
 from headrace.server.openai import Answer, OpenAI
 from headrace.server.streams import EventStream, until_gone
@@ -61,16 +61,18 @@ def create_app(
     server: ServerConfig,
     model: str,
     defaults: Mapping[str, Any] | None = None,
+    seed: int | None = None,
 ) -> FastAPI:
     """The application. Starts `client` when it starts and closes it when it stops.
 
     Args:
         model: the name that is served.
         defaults: sampling parameters for what a request does not give.
+        seed: makes the seeds of requests that bring none repeatable, in their order of arrival.
     """
     metrics = ServerMetrics(client, model)
     client.observer = metrics
-    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults)
+    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults, seed_source(seed))
     life = Life(client, server.log_stats_interval, api.warm_up)
     app = FastAPI(
         title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.server import replies
 from headrace.server.chat import ChatTemplate
 from headrace.server.generation import Front, Generation, off_loop
-from headrace.server.inputs import max_context, new_request_id
+from headrace.server.inputs import draw_seed, max_context, new_request_id
 from headrace.server.outputs import Piece, RequestState
 from headrace.server.schema import (
     ChatCompletionRequest,
@@ -238,6 +238,7 @@ class OpenAI:
         model: the name that is served; a request may name it or none.
         template: None if the model has no chat template.
         defaults: sampling parameters that the model's makers advise, for what a request does not give.
+        draw: where requests without a seed get theirs; the reply tells it.
     """
 
     def __init__(
@@ -246,8 +247,10 @@ class OpenAI:
         model: str,
         template: ChatTemplate | None = None,
         defaults: Mapping[str, Any] | None = None,
+        draw: Callable[[], int] = draw_seed,
     ) -> None:
         self.front = front
+        self.draw = draw
         self.model = model
         self.template = template
         self.defaults = dict(defaults or {})
@@ -399,6 +402,7 @@ class OpenAI:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             arrival_time=arrival,
+            draw=self.draw,
         )
 
     def _check(self, request: Sampled) -> None:
