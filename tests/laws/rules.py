@@ -61,7 +61,9 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("quant.base", "env"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),
-    "server": Layer(("types", "sampling.params", "bounds", "env", "hub", "gguf", "core.engine", "executor.process"), HEAVY),
+    "server": Layer(
+        ("types", "sampling.params", "bounds", "env", "hub", "gguf", "core.engine", "executor.process"), HEAVY
+    ),
     "server.http": Layer(("server", "types", "sampling.params", "bounds", "env", "hub", "insight"), HEAVY),
 }
 
