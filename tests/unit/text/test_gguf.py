@@ -209,6 +209,8 @@ def damaged(rng: random.Random) -> bytes:
     """`WHOLE` with one to four places changed: bits, numbers at their edges, pieces left out, doubled or cut off."""
     data = bytearray(WHOLE)
     for _ in range(rng.choice([1, 1, 2, 4])):
+        if not data:
+            break
         at = rng.randrange(len(data))
         match rng.randrange(6):
             case 0:
