@@ -222,7 +222,8 @@ def _add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, 
         if kind in (UNKNOWN, CONTROL):
             tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
         elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(piece.replace("▁", " "), special=False, normalized=False)])
+            # Runs of spaces, as Gemma has them, are looked for where spaces have become "▁" already.
+            tokenizer.add_tokens([AddedToken(piece, special=False, normalized="▁" in piece)])
 
 
 def _read_dot_model(path: Path) -> TokenizerFile:
@@ -257,6 +258,9 @@ def _read_dot_model(path: Path) -> TokenizerFile:
         before.append(normalizers.Precompiled(normalizer[2][0]))
     if normalizer.get(4, [1])[0]:
         before += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    spaced = [piece for piece, _, kind in pieces if kind == USER_DEFINED and "▁" in piece]
+    if spaced and dummy_prefix:
+        raise CheckpointError(f"the user-defined piece {spaced[0]!r} beside a dummy prefix is not supported")
     _add_metaspace(tokenizer, dummy_prefix, before)
     _add_pieces(tokenizer, pieces)
 

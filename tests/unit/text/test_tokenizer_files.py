@@ -269,3 +269,27 @@ def test_S_28_a_long_run_of_one_thing_round_trips(unit: str) -> None:
     for tok in (made_byte_level(), made_scored()):
         text = unit * (2**18 // len(unit.encode()))
         assert tok.decode(tok.encode(text, add_special_tokens=False), skip_special_tokens=False) == text
+
+
+def test_user_defined_runs_of_spaces_keep_their_ids(tmp_path: Path) -> None:
+    """As Gemma has them: SentencePiece finds them before anything else, and no id beyond the vocabulary is made."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("hello  world   this is    a test\ndef f(x):\n        return x\n" * 20)
+
+    def train(dummy_prefix: bool) -> Path:
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "text"), model_prefix=str(tmp_path / "m"), vocab_size=300, model_type="bpe",
+            byte_fallback=True, add_dummy_prefix=dummy_prefix, remove_extra_whitespaces=False, minloglevel=2,
+            user_defined_symbols=["▁▁", "▁▁▁", "<x>"], normalization_rule_name="identity",
+        )  # fmt: skip
+        return tmp_path / "m.model"
+
+    path = train(dummy_prefix=False)
+    oracle = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    tokenizer = Tokenizer.load(path)
+    for text in ("hello  world", "a   b    c  ", "  x", "test <x>  this", "é  日本"):
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text)
+        assert tokenizer.decode(oracle.encode(text)) == text
+    assert tokenizer.vocab_size == oracle.get_piece_size()
+    with pytest.raises(CheckpointError, match="dummy prefix"):
+        Tokenizer.load(train(dummy_prefix=True))
