@@ -105,7 +105,7 @@ def main() -> None:
             print(json.dumps({"bench": "scheduler", "python": platform.python_version(), **row}))
         return
     table = Table(title=f"schedule() + commit(), Python {platform.python_version()}, {args.steps} steps each")
-    headings = ("load", "sequences", "median [µs/step]", "p99 [µs/step]", "median [µs/sequence]", "rows [tokens/step]")
+    headings = ("load", "sequences", "median [µs]", "p99 [µs]", "a sequence [µs]", "rows")
     for heading in headings:
         table.add_column(heading, justify="right" if heading != "load" else "left")
     for row in rows:

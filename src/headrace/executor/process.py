@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -101,6 +102,9 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
             raise transport.TransportError("the first message must be Start")
         early = first[1:]
         core = (build or _build_engine)(first[0].config)
+        # Modules, weights and the model live as long as this process: the collector need not walk them in mid-step.
+        gc.collect()
+        gc.freeze()
 
         def receive(wait: bool) -> list[transport.ToEngine] | None:
             # Messages that came in one read with Start are not to be lost.
