@@ -8,6 +8,7 @@ PIP_ARGS ?=
 ARGS     ?=
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
+RECORD   := $(BIN)/python -m bench.record
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check fix docs bench sim clean
@@ -47,11 +48,13 @@ fix: $(STAMP)  ## format, and mend what the linter can mend
 docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
 	$(BIN)/python -m headrace.cli.reference docs
 
-bench: $(STAMP)  ## measure start-up, scheduler, latency and throughput on MODEL, as JSON lines
-	$(BIN)/python -m bench.startup
-	$(BIN)/python -m bench.scheduler
-	$(BIN)/headrace bench latency --model $(MODEL) --json
-	$(BIN)/headrace bench throughput --model $(MODEL) --json
+bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; keep them in bench/results, plot them
+	$(RECORD) startup -- python -m bench.startup
+	$(RECORD) scheduler -- python -m bench.scheduler --json
+	$(RECORD) batches -- python -m bench.batches --model $(MODEL)
+	$(RECORD) latency -- headrace bench latency --model $(MODEL) --goodput ttft:200 tpot:50 --json
+	$(RECORD) throughput -- headrace bench throughput --model $(MODEL) --json
+	$(BIN)/python -m bench.plot
 
 sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
 	$(BIN)/python -m tests.sim $(ARGS)
