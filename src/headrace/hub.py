@@ -72,6 +72,8 @@ def eos_token_ids(directory: Path) -> list[int]:
         if (directory / name).is_file():
             value = read_json(directory / name).get("eos_token_id")
             for token_id in value if isinstance(value, list) else [value]:
-                if isinstance(token_id, int) and not isinstance(token_id, bool) and token_id not in found:
+                # Some files write -1 for "there is none".
+                right = isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
+                if right and token_id not in found:
                     found.append(token_id)
     return found

@@ -51,6 +51,6 @@ def test_missing_and_oversized_json_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, True]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, True, -1, None, "4"]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert hub.eos_token_ids(tmp_path) == [2, 3]

@@ -198,10 +198,10 @@ def test_a_sampling_fault_is_its_own_rows(runner: Runner) -> None:
 
 def test_a_fault_that_nobody_owns_is_raised(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(batch: object, kv: object) -> Tensor:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(runner.model, "forward", broken)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="the device is gone"):
         runner.run(batch_of((0, IDS, A)))
 
 
@@ -218,3 +218,65 @@ def test_close_may_be_called_twice(runner: Runner) -> None:
     runner.close()
     runner.close()
     assert runner.kv.numel() == 0
+
+
+OUT_OF_MEMORY = [
+    MemoryError("Unable to allocate 512. TiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["numpy", "torch"])
+@pytest.mark.parametrize("most", [0, 8, 12, 21])
+def test_R_25_out_of_memory_shrinks_the_step_and_fails_what_does_not_fit_alone(
+    error: Exception, most: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [(0, IDS, A), (0, IDS[:7], B), (0, IDS[:3], C), (0, IDS[:9], list(range(15, 20)))]
+    whole = runner.run(batch_of(*chunks))
+    real = runner.model.forward
+
+    def forward(batch: Any, kv: Tensor) -> Tensor:
+        if len(batch.token_ids) > most:
+            raise error
+        return real(batch, kv)
+
+    monkeypatch.setattr(runner.model, "forward", forward)
+    result = runner.run(batch_of(*chunks))
+    failed = {i for i, (_, ids, _) in enumerate(chunks) if len(ids) > most}
+    assert result.errors.keys() == failed
+    assert all(text.startswith("out_of_memory: ") for text in result.errors.values())
+    for i in range(len(chunks)):
+        assert result.token_ids[i] == (-1 if i in failed else whole.token_ids[i])
+        assert result.logprobs.get(i) == (None if i in failed else whole.logprobs[i])
+
+
+@pytest.mark.parametrize("part", ["logits", "sample"])
+def test_R_25_out_of_memory_after_the_forward_pass(part: str, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [(0, IDS, A), (0, IDS[:7], B), (0, IDS[:3], C)]
+    params = [ASKS, GREEDY, GREEDY]
+    whole = runner.run(batch_of(*chunks, params=params))
+    owner: Any = runner.model if part == "logits" else runner.sampler
+    real = getattr(owner, part)
+
+    def failing(first: Tensor, second: Any, *rest: Any) -> Any:
+        if len(second) > 1:
+            raise MemoryError
+        return real(first, second, *rest)
+
+    monkeypatch.setattr(owner, part, failing)
+    result = runner.run(batch_of(*chunks, params=params))
+    assert result.errors.keys() == ({0} if part == "logits" else set())
+    assert result.token_ids[1:] == whole.token_ids[1:]
+    assert {i: p for i, p in result.logprobs.items() if i} == {i: p for i, p in whole.logprobs.items() if i}
+
+
+def test_R_25_how_torch_tells_that_memory_is_out() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        torch.empty(2**46)
+
+
+def test_R_17_in_a_chunk_that_samples_nothing(runner: Runner) -> None:
+    """Its cache entries are of no use to anybody, and would spoil whoever shares the tokens before the bad one."""
+    poison_embedding(runner, 49, float("inf"))
+    result = runner.run(batch_of((0, [*IDS[:9], 49], A), (0, IDS[:7], B), samples=[False, False]))
+    assert result.errors.keys() == {0}

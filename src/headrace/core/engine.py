@@ -66,10 +66,18 @@ class EngineCore:
         return self.scheduler.has_work()
 
     def step(self) -> StepOutput:
-        """One turn: some tokens for some requests. Cheap and empty when there is nothing to do."""
+        """One turn: some tokens for some requests. Cheap and empty when there is nothing to do.
+
+        If the executor raises, or somebody interrupts it, that goes to the caller and the step has not happened:
+        its requests are waiting again, to be aborted or tried once more.
+        """
         start = self._clock()
         batch = self.scheduler.schedule()
-        result = self.executor.run(batch)
+        try:
+            result = self.executor.run(batch)
+        except BaseException:
+            self.scheduler.retract()
+            raise
         output = self.scheduler.commit(batch, result)
         self.num_steps += 1
         if (self._check_every and self.num_steps % self._check_every == 0) or not self.scheduler.has_work():

@@ -14,6 +14,7 @@ from headrace.core.blocks import BlockPool
 from headrace.core.families import Families
 from headrace.core.finish import finish_after, stop_ids
 from headrace.core.invariants import check_scheduler
+from headrace.core.outputs import pass_on_logprobs
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
@@ -270,13 +271,11 @@ class Scheduler:
         flight = self.flight
         if self.batch is not batch or result.step_id != batch.step_id or len(result.token_ids) != len(flight):
             raise HeadraceError(f"commit() was given the batch {batch.step_id} and the result {result.step_id}")
-        self.batch, self.flight = None, []
-        # Before any table: a pinned block's parent must not be let go before it.
-        self.pool.unpin()
+        aborted = self._retire()
         rows: Iterable[tuple[Sequence, int, bool, int]]
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
-        if self.zombies or result.errors or -1 in result.token_ids:
+        if aborted or result.errors or -1 in result.token_ids:
             rows = list(rows)
             failed = self._drop_failed(rows, result.errors)
             rows = [row for index, row in enumerate(rows) if index not in failed]
@@ -307,13 +306,23 @@ class Scheduler:
         )
         if result.logprobs or result.prompt_logprobs:
             kept = set(range(len(flight))) - failed
-            self._pass_on_logprobs(batch, flight, result, output, kept)
+            pass_on_logprobs(batch, flight, result, output, kept)
         self.num_finished += len(self.finished)
         for request_id in self.finished:
             del self.sequences[request_id]
         self._started, self.finished = {}, {}
         output.stats = self.stats()
         return output
+
+    def retract(self) -> None:
+        """Take back the step in flight, whose executor raised. All of its sequences compute their tokens again: a
+        block that they were to share may not have been copied."""
+        flight = self.flight
+        self._retire()
+        for seq in flight:
+            if seq.status is Status.RUNNING:
+                seq.num_forced += 1
+                self._preempt(seq)
 
     # -- parts of schedule() -------------------------------------------------------------------------------------
 
@@ -427,11 +436,18 @@ class Scheduler:
 
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
+    def _retire(self) -> bool:
+        """No step is in flight any more; let go of what it alone held. Returns whether any of it was aborted."""
+        aborted, self.zombies = self.zombies, []
+        self.batch, self.flight = None, []
+        # Before any table: a pinned block's parent must not be let go before it.
+        self.pool.unpin()
+        for seq in aborted:
+            self.tables.release(seq)
+        return bool(aborted)
+
     def _drop_failed(self, rows: list[tuple[Sequence, int, bool, int]], errors: dict[int, str]) -> set[int]:
         """Which rows do not count: those of sequences aborted in flight, and of chunks that failed, which end here."""
-        for seq in self.zombies:
-            self.tables.release(seq)
-        self.zombies = []
         failed = set()
         for index, (seq, _, sampled, token) in enumerate(rows):
             if seq.status is Status.FINISHED:
@@ -442,19 +458,6 @@ class Scheduler:
                 self.tables.release(seq)
                 self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
         return failed
-
-    def _pass_on_logprobs(
-        self, batch: ScheduledBatch, flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]
-    ) -> None:
-        """Log-probabilities of the chunks that count, under their requests' ids."""
-        for index, logprob in result.logprobs.items():
-            if index in kept:
-                output.logprobs[flight[index].request_id] = [logprob]
-        for index, logprobs in result.prompt_logprobs.items():
-            # Rows that were computed before a preemption have been reported before it.
-            fresh = logprobs[max(0, flight[index].high_water - batch.starts[index]) :]
-            if fresh and index in kept:
-                output.prompt_logprobs[flight[index].request_id] = fresh
 
     def _finish_of(self, seq: Sequence) -> Finish | None:
         num = len(seq.tokens)

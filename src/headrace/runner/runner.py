@@ -36,22 +36,50 @@ class Runner:
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One step: copies, forward, logits of the rows that are asked for, tokens.
 
-        Raises only for faults that no single chunk owns (out of memory, a broken device).
+        Raises only for faults that no single chunk owns (a broken device).
         """
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         self.backend.ops.copy_blocks(self.kv, batch.copies)
-        chunk_ids, token_ids = self._sound_chunks(batch, result)
+        self._compute_what_fits(batch, *self._sound_chunks(batch, result), result)
+        return result
+
+    def _compute_what_fits(
+        self, batch: ScheduledBatch, chunk_ids: list[int], token_ids: list[list[int]], result: StepResult
+    ) -> None:
+        """Compute the chunks, in halves where memory runs out; one that does not fit alone fails (R-25).
+
+        To compute a chunk again, in other company, writes the same bits again.
+        """
         if not chunk_ids:
-            return result
+            return
+        try:
+            self._compute(batch, chunk_ids, token_ids, result)
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            if len(chunk_ids) == 1:
+                result.errors[chunk_ids[0]] = f"out_of_memory: {error}"
+                return
+        # Not in the except clause, whose traceback holds the tensors of the failed attempt.
+        half = len(chunk_ids) // 2
+        self._compute_what_fits(batch, chunk_ids[:half], token_ids[:half], result)
+        self._compute_what_fits(batch, chunk_ids[half:], token_ids[half:], result)
+
+    def _compute(
+        self, batch: ScheduledBatch, chunk_ids: list[int], token_ids: list[list[int]], result: StepResult
+    ) -> None:
         forward = make_forward_batch(batch, chunk_ids, token_ids, self.block_size, self.backend.device)
         hidden = self.model.forward(forward, self.kv)
-        wanted = _wanted(batch, chunk_ids, token_ids)
+        # A chunk without logits is looked at too: what it left in the cache must not be published (R-17).
+        finite = torch.isfinite(hidden).all(dim=-1).split(forward.lens)
+        result.errors.update({i: NOT_FINITE for i, rows in zip(chunk_ids, finite, strict=True) if not rows.all()})
+        wanted = [entry for entry in _wanted(batch, chunk_ids, token_ids) if entry[0] not in result.errors]
         self._foretell(batch, wanted, hidden, result)
         samples = [(i, rows[-1]) for i, rows, _ in wanted if batch.samples[i] and i not in result.errors]
         if samples:
             logits = self.model.logits(hidden, torch.tensor([row for _, row in samples], device=hidden.device))
             self._draw(batch, [i for i, _ in samples], logits, result)
-        return result
 
     def close(self) -> None:
         """Give the cache's memory back. May be called twice."""
@@ -129,6 +157,11 @@ class Runner:
             result.token_ids[i] = token_ids[at]
             if at in logprobs:
                 result.logprobs[i] = logprobs[at]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's and numpy's kind, a GPU's kind, and the words by which torch tells it of a CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _wanted(

@@ -1,0 +1,23 @@
+"""What a step tells of its sequences' log-probabilities, under the ids of their requests. Called by the scheduler alone.
+
+Knows the columns of a step and nothing of blocks or budgets.
+"""
+
+from __future__ import annotations
+
+from headrace.core.sequence import Sequence
+from headrace.types import ScheduledBatch, StepOutput, StepResult
+
+
+def pass_on_logprobs(
+    batch: ScheduledBatch, flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]
+) -> None:
+    """Copy to `output` the log-probabilities of the chunks whose indices are in `kept`."""
+    for index, logprob in result.logprobs.items():
+        if index in kept:
+            output.logprobs[flight[index].request_id] = [logprob]
+    for index, logprobs in result.prompt_logprobs.items():
+        # Rows that were computed before a preemption have been reported before it.
+        fresh = logprobs[max(0, flight[index].high_water - batch.starts[index]) :]
+        if fresh and index in kept:
+            output.prompt_logprobs[flight[index].request_id] = fresh
