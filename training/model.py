@@ -144,6 +144,7 @@ def save_model(model: Llama, directory: Path) -> None:
     """model.safetensors in bfloat16, under Hugging Face's names."""
     tensors = {f"model.{n}": p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)
 
 
 def load_model(directory: Path) -> Llama:
