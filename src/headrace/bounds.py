@@ -32,7 +32,9 @@ class Bound(NamedTuple):
         """Raise `RequestError` unless `value` is of the right type, finite and in range (for `size`, by `len`)."""
         name = field or self.name
         if self.kind == "size":
-            number: object = len(value)  # type: ignore[arg-type]
+            if not hasattr(value, "__len__"):
+                raise RequestError(name, value, f"something with {self.describe()}")
+            number: object = len(value)
             shown: object = number
         else:
             number = shown = value

@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.errors import RequestError
 
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "priority")
 
@@ -45,9 +46,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        # One token of prompt and one of answer.
+        for name, low in (("max_model_len", 2), ("num_gpu_blocks_override", 1), ("kv_cache_memory_bytes", 1)):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                _at_least(name, getattr(self, name), low)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _at_least("max_logprobs", self.max_logprobs, -1)
         if self.seed is not None:
@@ -70,11 +72,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     generation_config: str = "auto"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
+        if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise RequestError("port", self.port, "an integer from 0 to 65535")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             _at_least(name, getattr(self, name), 1)
         _at_least("max_restarts", self.max_restarts, 0)
+        _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
         _member("generation_config", self.generation_config, ("auto", "headrace"))
 
 
@@ -84,7 +87,7 @@ def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: float, low: int) -> None:
-    if isinstance(value, bool) or value < low:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise RequestError(name, value, f"at least {low}")
 
 

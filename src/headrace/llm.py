@@ -8,7 +8,7 @@ give the same answer. A composition root: it may import every layer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace import compose, hub
@@ -41,6 +41,7 @@ class LLM:
             raise RequestError(unknown[0], fields[unknown[0]], "a field of EngineConfig")
         self.config = EngineConfig(model=model, **fields)
         self.core = compose.build_engine(self.config)
+        self._closed = False
         self._draw = inputs.seed_source(self.config.seed)
         self._tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
@@ -96,7 +97,7 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
         template = ChatTemplate.of(self.get_tokenizer(), chat_template)
-        prompts = []
+        prompts: list[Prompt] = []
         for conversation in conversations:
             text = template.render(
                 list(conversation),  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ class LLM:
             )
             # The template has written the special tokens already.
             token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
-            prompts.append({"prompt_token_ids": token_ids})
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -128,6 +129,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back the model's memory. May be called twice."""
+        self._closed = True
         self.core.close()
 
     def _state(self, request: Request, index: int) -> RequestState:
@@ -159,6 +161,8 @@ class LLM:
 
     def _steps(self, groups: list[list[RequestState]]) -> Iterator[None]:
         """Add all, then turn steps until all have ended. Whatever is left when the caller goes away is aborted."""
+        if self._closed:
+            raise HeadraceError("this LLM is closed")
         states = {state.request.request_id: state for group in groups for state in group}
         open_ids = set(states)
         try:
@@ -187,6 +191,8 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of such prompts")
     listed = list(prompts)
     if listed and all(isinstance(token_id, int) for token_id in listed):
         return [listed]  # type: ignore[list-item]

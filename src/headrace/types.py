@@ -157,6 +157,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_logprobs: int = 20
+    scheduling_policy: str = "fcfs"
     dtype: str = ""
     backend: str = ""
     device: str = ""

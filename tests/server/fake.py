@@ -33,6 +33,7 @@ def build(config: EngineConfig, delay: float = 0.0) -> EngineCore:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
+        scheduling_policy=config.scheduling_policy,
         dtype="none",
         backend="simulated",
         device="cpu",

@@ -101,6 +101,41 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.text_offset[:4] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "echoed", "offsets"),
+    [
+        # Here, as with a begin of text that the tokenizer adds, the text leaves a special token out.
+        ([255, 97, 98], "ab", [0, 0, 1]),
+        # This one the client spelt itself, and it comes back as it was given.
+        ("<eos>ab", "<eos>ab", [0, 5, 6]),
+        ("ü", "ü", [0, 0]),
+    ],
+)
+def test_text_offsets_are_places_in_the_text(
+    client: openai.OpenAI, prompt: Any, echoed: str, offsets: list[int], stream: bool
+) -> None:
+    given: Any = {"model": "fake", "prompt": prompt, "max_tokens": 4, "logprobs": 0, "echo": True, "seed": 1}
+    text, told, tokens = "", [], []
+    for part in client.completions.create(**given, stream=True) if stream else [client.completions.create(**given)]:
+        for choice in part.choices:
+            text += choice.text
+            if choice.logprobs is not None:
+                told += choice.logprobs.text_offset or []
+                tokens += choice.logprobs.tokens or []
+    assert text.startswith(echoed)
+    assert told[: len(offsets)] == offsets
+    assert told[len(offsets)] == len(echoed)
+    for token, offset in zip(tokens[len(offsets) :], told[len(offsets) :], strict=True):
+        assert text[offset:].startswith(token) or token.startswith(("bytes:", "<eos>"))
+
+
+def test_a_truncated_prompt_is_echoed_as_the_model_saw_it(client: openai.OpenAI) -> None:
+    extra = {"truncate_prompt_tokens": 3}
+    made = client.completions.create(model="fake", prompt="abcdef", max_tokens=1, echo=True, extra_body=extra)
+    assert made.choices[0].text.startswith("def")
+
+
 def test_R_15_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     given: Any = {"model": "fake", "prompt": "abc", "max_tokens": 200, "seed": 4, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**given)
@@ -130,7 +165,7 @@ def test_vllms_extras(client: openai.OpenAI) -> None:
         "truncate_prompt_tokens": 4,
         "prompt_logprobs": 1,
         "add_special_tokens": False,
-        "priority": 1,
+        "priority": 0,
         "request_id": "mine",
         "return_token_ids": True,
         "cache_salt": "salt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import subprocess
 import sys
@@ -83,6 +84,11 @@ def test_I_21_metrics_count_what_happened(fresh: Live) -> None:
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
         assert fresh.metric(f"{name}_seconds_count") == 4
     assert fresh.metric("inter_token_latency_seconds_count") >= 18
+    assert fresh.metric("prompt_tokens_by_source_total", source="local_cache_hit") == 96
+    assert fresh.metric("prompt_tokens_by_source_total", source="local_compute") == 64
+    assert fresh.metric("request_prefill_kv_computed_tokens_sum") == 64
+    assert fresh.metric("request_params_max_tokens_sum") == 28
+    assert fresh.metric("request_time_per_output_token_seconds_count") >= 3
     assert fresh.metric("cache_config_info") == 1
     assert fresh.metric("kv_cache_usage_perc") == 0
     text = HTTP.get(fresh.url + "/metrics").text
@@ -153,6 +159,10 @@ def test_async_llm_gives_vllms_outputs(tokenizer: Tokenizer) -> None:
             assert client.num_unfinished == 0
             with pytest.raises(RequestError, match="prompt"):
                 await anext(llm.generate(""))
+            with pytest.raises(RequestError, match="prompt: 5"):
+                await anext(llm.generate(5))  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="sampling_params"):
+                await anext(llm.generate("x", {"max_tokens": 1}))  # type: ignore[arg-type]
         with pytest.raises(EngineDeadError):
             await anext(llm.generate("x"))
         with pytest.raises(RequestError, match="a field of EngineConfig"):
@@ -176,3 +186,12 @@ def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) 
 
     assert told(7) == told(7)
     assert len({*told(7), *told(8), *told(None), *told(None)}) == 12
+
+
+def test_serve_hands_the_seed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[object] = []
+    signature = inspect.signature(http.create_app)
+    monkeypatch.setattr(http, "create_app", lambda *args: seeds.append(signature.bind(*args).arguments["seed"]))
+    monkeypatch.setattr(http, "run", lambda app, server: 0)
+    http.serve(EngineConfig(seed=7), ServerConfig(uvicorn_log_level="critical"))
+    assert seeds == [7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,7 +138,8 @@ def test_a_step_is_cut_into_one_delta_for_each_request() -> None:
 
 
 def test_n_answers_are_n_requests_of_one_group_with_seeds_in_a_row() -> None:
-    made = make_requests([1, 2], SamplingParams(n=3, seed=10, max_tokens=None), INFO, priority=2, cache_salt="s")
+    ranked = msgspec.structs.replace(INFO, scheduling_policy="priority")
+    made = make_requests([1, 2], SamplingParams(n=3, seed=10, max_tokens=None), ranked, priority=2, cache_salt="s")
     assert [one.params.seed for one in made] == [10, 11, 12]
     assert {one.params.max_tokens for one in made} == {62}
     assert len({one.request_id for one in made}) == 3
@@ -161,9 +163,13 @@ def test_prompts(tokenizer: Tokenizer) -> None:
     assert prompt_ids({"prompt_token_ids": [7]}, None, INFO) == (None, [7])
     assert prompt_ids("ABCD", tokenizer, INFO, truncate_prompt_tokens=2)[1] == [67, 68]
     assert len(prompt_ids("A" * 500, tokenizer, INFO, truncate_prompt_tokens=-1)[1]) == 63
+    # Both: the text is only told; what was cut has none.
+    assert prompt_ids({"prompt": "A", "prompt_token_ids": [7]}, None, INFO) == ("A", [7])
+    assert prompt_ids("ABCD", tokenizer, INFO, truncate_prompt_tokens=2)[0] is None
+    assert prompt_ids("ABCD", tokenizer, INFO, truncate_prompt_tokens=4)[0] == "ABCD"
     with pytest.raises(ContextLengthError, match="at most 63"):
         prompt_ids("A" * 64, tokenizer, INFO)
-    for bad in ("", [], {"text": "x"}, [-1], [True], "\ud800"):
+    for bad in ("", [], {"text": "x"}, [-1], [True], "\ud800", 5, None, b"x", {"prompt": 5}, {"prompt_token_ids": "x"}):
         with pytest.raises(RequestError):
             prompt_ids(bad, tokenizer, INFO)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="without a tokenizer"):

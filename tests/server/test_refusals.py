@@ -163,6 +163,8 @@ def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: 
         ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x", "guided_json": {}}, "guided_json"),
+        ({"prompt": "x", "priority": 1}, "priority"),
+        ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 def test_completions_refuse_naming_the_field(live: Live, body: dict[str, Any], field: str) -> None:
@@ -187,6 +189,7 @@ def test_completions_refuse_naming_the_field(live: Live, body: dict[str, Any], f
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+        ({"echo": True}, "echo"),
     ],
 )
 def test_chat_refuses_naming_the_field(live: Live, body: dict[str, Any], field: str) -> None:
@@ -199,6 +202,8 @@ def test_neutral_values_of_unsupported_fields_are_fine(live: Live) -> None:
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "metadata": {"a": "b"}, "best_of": 1} | neutral
     assert live.post("/v1/completions", body).status_code == 200
     assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1} | dict.fromkeys(schema.UNSUPPORTED)).is_success
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
+    assert live.post("/v1/chat/completions", chat | {"echo": False}).status_code == 200
 
 
 def test_unknown_models_and_routes_are_404(live: Live) -> None:
@@ -206,7 +211,17 @@ def test_unknown_models_and_routes_are_404(live: Live) -> None:
         assert "'fake'" in refused(live.post(path, body | {"model": "gpt-9"}), status=404)
     refused(HTTP.get(live.url + "/v1/models/other"), status=404)
     refused(HTTP.get(live.url + "/v2/anything"), status=404)
-    refused(HTTP.get(live.url + "/v1/completions"), status=405)
+    wrong = HTTP.get(live.url + "/v1/completions")
+    refused(wrong, status=405)
+    assert wrong.headers["allow"] == "POST"
+    # No redirect: it would go wherever the Host header says.
+    refused(live.post("/v1/completions/", {}), status=404)
+
+
+def test_head_is_get_without_a_body(live: Live) -> None:
+    for path in ("/health/live", "/health", "/ping", "/v1/models", "/metrics"):
+        head = HTTP.head(live.url + path)
+        assert (head.status_code, head.content) == (200, b"")
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -51,6 +51,26 @@ def test_sizes_count_entries() -> None:
         check("stop_string", "", "my_stop")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", ["5"]),
+        ("logit_bias", [5]),
+        ("logit_bias", {"5": 1}),
+        ("ignore_eos", "no"),
+        ("skip_special_tokens", 1),
+        ("detokenize", None),
+    ],
+)
+def test_S_11_values_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name}: ") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.field == name
+
+
 def test_defaults_of_the_parameters_are_the_table_s() -> None:
     params = SamplingParams()
     for name in ("n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"):

@@ -40,6 +40,10 @@ def test_human_int_refuses(text: str) -> None:
         (ServerConfig, "max_num_queued_reqs", 0),
         (ServerConfig, "max_restarts", -1),
         (ServerConfig, "generation_config", "vllm"),
+        (ServerConfig, "uvicorn_log_level", "loud"),
+        (ServerConfig, "port", "http"),
+        (EngineConfig, "max_num_seqs", "x"),
+        (EngineConfig, "seed", 1.5),
     ],
 )
 def test_a_bad_value_is_named_with_its_bound(struct: type, field: str, value: Any) -> None:

@@ -38,13 +38,27 @@ class ServerMetrics:
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first step.", SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "First token to last.", SECONDS)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Decode time over tokens after the first.", GAP_SECONDS
+        )
         self._inference = self._histogram("request_inference_time_seconds", "First step to last token.", SECONDS)
         self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
         self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS)
         self._answers = self._histogram("request_generation_tokens", "Generated tokens of a finished request.", TOKENS)
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a finished request.", TOKENS)
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a finished request that no cache had.", TOKENS
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        sources = Counter(
+            "headrace:prompt_tokens_by_source",
+            "Where prompt tokens came from.",
+            (*LABELS, "source"),
+            registry=self.registry,
+        )
+        self._sources = [sources.labels(*self._values, source) for source in ("local_compute", "local_cache_hit")]
         finished = Counter(
             "headrace:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
         )
@@ -68,6 +82,8 @@ class ServerMetrics:
         self._first.observe(seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
+        self._sources[0].inc(num_prompt_tokens - num_cached_tokens)
+        self._sources[1].inc(num_cached_tokens)
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
         self._generation_tokens.inc(num_tokens)
@@ -90,6 +106,11 @@ class ServerMetrics:
             self._whole.observe(times.finished_time - times.arrival_time)
             self._prompts.observe(len(state.request.prompt_token_ids))
             self._answers.observe(len(state.token_ids))
+            self._computed.observe(len(state.request.prompt_token_ids) - state.num_cached_tokens)
+            if state.request.params.max_tokens is not None:
+                self._max_tokens.observe(state.request.params.max_tokens)
+            if times.decode_time is not None and len(state.token_ids) > 1:
+                self._per_token.observe(times.decode_time / (len(state.token_ids) - 1))
 
     # -- prometheus_client's collector
 

@@ -10,6 +10,15 @@ from __future__ import annotations
 import msgspec
 
 from headrace import bounds
+from headrace.errors import RequestError
+
+BOOLS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,24 +52,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 bounds.check(name, getattr(self, name))
+        for name in BOOLS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "true or false")
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
         if self.stop:
             bounds.check("stop", self.stop)
             for text in self.stop:
+                if not isinstance(text, str):
+                    raise RequestError("stop", text, "a string, or a list of strings")
                 bounds.check("stop_string", text, "stop")
         if self.stop_token_ids:
             bounds.check("stop_token_ids", self.stop_token_ids)
             for token_id in self.stop_token_ids:
                 bounds.check("token_id", token_id, "stop_token_ids")
         if self.logit_bias:
+            if not isinstance(self.logit_bias, dict):
+                raise RequestError("logit_bias", self.logit_bias, "a dict of token ids to numbers")
             bounds.check("logit_bias", self.logit_bias)
             for token_id, value in self.logit_bias.items():
                 bounds.check("token_id", token_id, "logit_bias")
                 bounds.check("logit_bias_value", value, "logit_bias")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            from headrace.errors import RequestError
-
             raise RequestError("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
 
     @property

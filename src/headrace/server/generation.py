@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from headrace.errors import HeadraceError
 from headrace.sampling.params import SamplingParams
 from headrace.server.client import EngineClient, RequestStream
-from headrace.server.inputs import Prompt, make_requests, prompt_ids
+from headrace.server.inputs import Prompt, make_requests, prompt_ids, prompt_size
 from headrace.server.outputs import Piece, RequestState
 from headrace.server.text import Tokenizer
 from headrace.types import EngineInfo
@@ -59,7 +59,7 @@ class Front:
     ) -> tuple[str | None, list[int]]:
         """`inputs.prompt_ids`, on a thread if the prompt is long."""
         return await off_loop(
-            len(prompt),
+            prompt_size(prompt),
             lambda: prompt_ids(
                 prompt,
                 self.tokenizer,

@@ -75,7 +75,14 @@ def create_app(
     api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults, seed_source(seed))
     life = Life(client, server.log_stats_interval, api.warm_up)
     app = FastAPI(
-        title="headrace", version=__version__, lifespan=life.run, docs_url=None, redoc_url=None, openapi_url=None
+        title="headrace",
+        version=__version__,
+        lifespan=life.run,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # A redirect would go to the host that the client names, without the proxy's scheme.
+        redirect_slashes=False,
     )
     app.state.life = life
     app.state.client = client
@@ -83,8 +90,9 @@ def create_app(
     _add_operations(app, client, metrics, life)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        return error_response(RouteError(status, f"route: {error.detail if isinstance(error, HTTPException) else ''}"))
+        if not isinstance(error, HTTPException):
+            return error_response(error)
+        return error_response(RouteError(error.status_code, f"route: {error.detail}"), error.headers)
 
     app.add_exception_handler(HTTPException, on_http_error)
     api_key = server.api_key or env.api_key()
@@ -154,7 +162,7 @@ def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, 
     _get(app, "/health/live", live)
     _get(app, "/health/ready", ready)
     _get(app, "/health", ready)
-    app.add_api_route("/ping", _guarded(ping), methods=["GET", "POST"], response_model=None)
+    app.add_api_route("/ping", _guarded(ping), methods=["GET", "HEAD", "POST"], response_model=None)
     _get(app, "/version", version)
     _get(app, "/load", load)
     _get(app, "/metrics", scrape)
@@ -164,7 +172,7 @@ Endpoint = Callable[[Request], Awaitable[Any]]
 
 
 def _get(app: FastAPI, path: str, endpoint: Endpoint) -> None:
-    app.add_api_route(path, _guarded(endpoint), methods=["GET"], response_model=None)
+    app.add_api_route(path, _guarded(endpoint), methods=["GET", "HEAD"], response_model=None)
 
 
 def _post(app: FastAPI, path: str, endpoint: Endpoint) -> None:
@@ -323,7 +331,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
     client = ProcessClient(engine, server)
-    status = run(create_app(client, tokenizer, template, server, model, defaults), server)
+    status = run(create_app(client, tokenizer, template, server, model, defaults, engine.seed), server)
     if status:
         sys.exit(status)
 

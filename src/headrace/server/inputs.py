@@ -48,6 +48,13 @@ def max_context(info: EngineInfo) -> int:
     return min(info.max_model_len, info.num_blocks * info.block_size + 1)
 
 
+def prompt_size(prompt: Prompt) -> int:
+    """Characters or ids of a prompt in any of its forms; 0 for what is no prompt."""
+    if isinstance(prompt, dict):
+        return max((len(given) for given in prompt.values() if isinstance(given, Sequence)), default=0)
+    return len(prompt) if isinstance(prompt, Sequence) else 0
+
+
 def prompt_ids(
     prompt: Prompt,
     tokenizer: Tokenizer | None,
@@ -58,15 +65,20 @@ def prompt_ids(
 ) -> tuple[str | None, list[int]]:
     """Text (None for a prompt of ids) and token ids of `prompt`: a text, ids, or vLLM's dict form of either.
 
-    `truncate_prompt_tokens` keeps that many of the last ids; -1 means as many as fit. Raises `RequestError`.
+    A dict with both is the ids, and the text that they came from. `truncate_prompt_tokens` keeps that many of the last
+    ids; -1 means as many as fit. The text of what was cut is None. Raises `RequestError`.
     """
     text: str | None = None
-    given: str | Sequence[int]
+    given: Any
     if isinstance(prompt, dict):
         known = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
         if not known:
             raise RequestError("prompt", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
         given = prompt[known[0]]
+        if known[0] == "prompt_token_ids":
+            text = prompt.get("prompt")
+            if isinstance(given, str):
+                raise RequestError("prompt_token_ids", given, "a list of token ids")
     else:
         given = prompt
     if isinstance(given, str):
@@ -76,12 +88,17 @@ def prompt_ids(
         text = given
         token_ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
     else:
+        if not isinstance(given, Sequence) or isinstance(given, bytes):
+            raise RequestError("prompt", given, "a text or a list of token ids")
         token_ids = list(given)
         for token_id in token_ids:
             bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
         keep = max_context(info) - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
-        token_ids = token_ids[-keep:] if keep else []
+        if not keep:
+            raise RequestError("truncate_prompt_tokens", keep, "at least 1, for no prompt is empty, or -1")
+        if keep < len(token_ids):
+            text, token_ids = None, token_ids[-keep:]
     if not token_ids:
         raise RequestError("prompt", given, "at least one token long")
     if len(token_ids) >= max_context(info):
@@ -100,8 +117,13 @@ def make_requests(
 ) -> list[Request]:
     """The `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
 
-    Fills in the seed (drawn if none is given) and max_tokens (None is the rest of the context).
+    Fills in the seed (drawn if none is given) and max_tokens (None is the rest of the context). Raises `RequestError`.
     """
+    if not isinstance(params, SamplingParams):
+        raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
+    bounds.check("priority", priority)
+    if priority and info.scheduling_policy != "priority":
+        raise RequestError("priority", priority, "0 or left out, unless the engine has --scheduling-policy priority")
     room = max_context(info) - len(token_ids)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     # A context that ends before min_tokens ends the answer all the same.

@@ -162,8 +162,22 @@ class CompletionAnswer(Answer):
         self._logprobs = (
             None
             if num_top is None
-            else [replies.CompletionLogprobs(self.tokenizer, num_top) for _ in self.generation.states]
+            else [
+                replies.CompletionLogprobs(self.tokenizer, num_top, state.request, self._echoed(place, state))
+                for place, state in enumerate(self.generation.states)
+            ]
         )
+
+    def _echoed(self, place: int, state: RequestState) -> str | None:
+        """The prompt as text under `echo`: as it was given, or decoded if it was given as ids or was cut."""
+        if not self.request.echo:
+            return None
+        text, params = self.texts[place // self.generation.n], state.request.params
+        if text is None and self.tokenizer is not None:
+            text = self.tokenizer.decode(
+                state.request.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
+            )
+        return text or ""
 
     def _choice(self, place: int, state: RequestState) -> dict[str, Any]:
         fields = self._opening_fields(place, state)
@@ -187,10 +201,7 @@ class CompletionAnswer(Answer):
         fields: dict[str, Any] = {}
         token_ids = state.request.prompt_token_ids
         if self.request.echo:
-            text = self.texts[place // self.generation.n]
-            if text is None and self.tokenizer is not None:
-                text = self.tokenizer.decode(token_ids)
-            fields["text"] = text or ""
+            fields["text"] = self._echoed(place, state) or ""
             if self._logprobs is not None:
                 fields["logprobs"] = self._logprobs[place].add(token_ids, [None, *state.prompt_logprobs])
         if self.request.prompt_logprobs is not None:
@@ -287,7 +298,8 @@ class OpenAI:
         request = parse(ChatCompletionRequest, body)
         self._check(request)
         max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        if request.top_logprobs is not None:
+        # 0 asks for nothing, and there are clients that always send it.
+        if request.top_logprobs:
             if not request.logprobs:
                 raise RequestError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
             most = self.front.info.max_logprobs

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.server.outputs import RequestState
-from headrace.server.text import Tokenizer
-from headrace.types import TokenLogprob
+from headrace.server.text import TokenBytes, Tokenizer
+from headrace.types import Request, TokenLogprob
 
 # JSON has no infinity. OpenAI's clients know this number as "as good as impossible" (R-16).
 LOWEST_LOGPROB = -9999.0
@@ -94,14 +94,26 @@ def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob]) 
 class CompletionLogprobs:
     """`choices[].logprobs` of a text completion, piece by piece.
 
-    It remembers where in the text it is, in characters; a token that is part of one counts as none until it is whole.
+    It remembers where in the text it is, in characters: a token that the text leaves out is no longer than nothing,
+    and a token that is part of a character counts as none until it is whole.
+
+    Args:
+        echoed: the prompt as the reply's text begins with it, or None if it does not: then `add` is told only of
+            generated tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int, request: Request, echoed: str | None) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._echoed = echoed or ""
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        if tokenizer is not None:
+            params, before = request.params, request.prompt_token_ids if echoed is None else []
+            self._reader = TokenBytes(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+            for token_id in before[-4:]:
+                self._utf8.decode(self._reader.read(token_id))
+            self._reader.first = self._reader.first and not before
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """The next tokens; an entry of None is the prompt's first token, which nothing came before."""
@@ -109,14 +121,21 @@ class CompletionLogprobs:
         offsets = []
         for token_id, token in zip(token_ids, tokens, strict=True):
             offsets.append(self._offset)
-            raw = token.encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
-            self._offset += len(self._utf8.decode(raw))
+            self._offset += self._width(token_id, token)
         return {
             "tokens": tokens,
             "token_logprobs": [None if entry is None else clamp(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _width(self, token_id: int, token: str) -> int:
+        if self._tokenizer is None:
+            return len(token)
+        data = self._reader.read(token_id)
+        if not data and self._echoed.startswith(token, self._offset):
+            return len(token)  # a special token that the client has spelt in the prompt
+        return len(self._utf8.decode(data))
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         # OpenAI's shape is keyed by text, so of two tokens with the same text the likelier one stays.

@@ -120,6 +120,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
+    "echo": (False,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -195,7 +196,7 @@ def sampling_params(request: Sampled, defaults: Mapping[str, Any], **more: Any) 
 
 def _neutral(name: str, value: Any, kind: type[msgspec.Struct]) -> bool:
     """Whether a field that is not supported may be passed over. Raises `RequestError` if it asks for something."""
-    if name not in UNSUPPORTED or not issubclass(kind, Sampled):
+    if name not in UNSUPPORTED or not issubclass(kind, Sampled) or name in kind.__struct_fields__:
         return False
     neutral = UNSUPPORTED[name]
     if value is None or any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral):

@@ -22,6 +22,9 @@ from headrace.sampling.params import SamplingParams
 from headrace.server import tokenizer_files, tokenizer_gguf
 from headrace.server.tokenizer_files import TokenizerFile
 
+# From so many characters on, a text is encoded as a batch of one: of the two calls only that one gives the interpreter
+# free meanwhile, so a thread that tokenises a megabyte stops nobody else.
+LONG_TEXT = 4096
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -86,7 +89,11 @@ class Tokenizer:
         Raises `RequestError` for text with lone surrogates, which no tokenizer takes.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < LONG_TEXT:
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = encoding.ids
         except (UnicodeEncodeError, TypeError):
             raise RequestError("text", text, "Unicode text without lone surrogates") from None
         return ids
@@ -95,7 +102,7 @@ class Tokenizer:
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
         """The text of `token_ids` from the start of a text on. Ids that the tokenizer does not have are nothing."""
-        reader = _TokenBytes(self, skip_special_tokens, spaces_between_special_tokens)
+        reader = TokenBytes(self, skip_special_tokens, spaces_between_special_tokens)
         return b"".join(map(reader.read, token_ids)).decode("utf-8", "replace")
 
     def token_text(self, token_id: int) -> tuple[str, list[int]]:
@@ -195,7 +202,7 @@ class DetokenizeStream:
         self.num_tokens = 0
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._reader = _TokenBytes(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+        self._reader = TokenBytes(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [_Stop(stop) for stop in (params.stop or ())]
         self._held = ""
@@ -288,7 +295,7 @@ class _Stop:
         return -1
 
 
-class _TokenBytes:
+class TokenBytes:
     """Reads a sequence's tokens one by one as bytes, remembering what a token's bytes depend on."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces_between: bool) -> None:

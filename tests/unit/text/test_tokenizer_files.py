@@ -7,12 +7,15 @@ import json
 import os
 import random
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.unit.text.data import data, loaded, made_byte_level, made_scored, vectors
 
+from headrace import builtin
 from headrace.errors import CheckpointError, RequestError
 from headrace.server import tokenizer_files
 from headrace.server.text import Tokenizer
@@ -254,6 +257,21 @@ def test_R_16_lone_surrogates_are_refused() -> None:
     for tok in (made_byte_level(), made_scored()):
         with pytest.raises(RequestError, match="lone surrogates"):
             tok.encode("a\ud800b")
+
+
+def test_R_03_a_long_text_is_encoded_without_stopping_other_threads() -> None:
+    tokenizer = Tokenizer.load(builtin.PATH)
+    text = "word " * 200_000
+    ids: list[int] = []
+    worker = threading.Thread(target=lambda: ids.extend(tokenizer.encode(text)))
+    num_turns = 0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.0005)
+        num_turns += 1
+    # A call that held the interpreter would leave a turn before it and one after it.
+    assert num_turns > 10
+    assert ids == tokenizer._tokenizer.encode(text).ids
 
 
 def test_ids_that_do_not_exist_are_nothing() -> None:

@@ -1,0 +1,50 @@
+"""`LLM`'s faces: shapes of its outputs, and what it says to callers who got something wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.errors import HeadraceError, RequestError
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    made = LLM("builtin", num_gpu_blocks_override=64)
+    yield made
+    made.close()
+
+
+def test_a_chat_tells_the_prompt_that_it_became(llm: LLM) -> None:
+    [output] = llm.chat(CHAT, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt is not None
+    assert "Hi" in output.prompt
+    assert llm.get_tokenizer().encode(output.prompt, add_special_tokens=False) == output.prompt_token_ids
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [None], {"prompt": 5}, {"prompt_token_ids": "abc"}, [[5], "x", 3]])
+def test_S_11_prompts_of_a_wrong_type_are_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="^prompt"):
+        llm.generate(prompts, SamplingParams(max_tokens=1))
+
+
+def test_S_11_other_arguments_of_a_wrong_type_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="^sampling_params: "):
+        llm.generate("x", {"max_tokens": 1})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="^priority: 'a'"):
+        llm.generate("x", priority=["a"])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="^priority: 1 .*--scheduling-policy priority"):
+        llm.generate("x", priority=[1])
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm = LLM("builtin", num_gpu_blocks_override=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(HeadraceError, match="closed"):
+        llm.generate("x")
