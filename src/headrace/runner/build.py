@@ -58,6 +58,7 @@ def build_runner(config: EngineConfig, progress: Progress | None = None) -> tupl
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
+        scheduling_policy=config.scheduling_policy,
         dtype=str(backend.dtype).removeprefix("torch."),
         backend=backend.name,
         device=str(backend.device),
