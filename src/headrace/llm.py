@@ -183,8 +183,9 @@ class LLM:
         finally:
             for request_id in open_ids:
                 self.core.abort(request_id)
-            # Tell the scheduler's last word on aborted requests to nobody, so that the next call starts clean.
-            while self.core.has_work():
+            # Tell the scheduler's last word on aborted requests to nobody, so that the next call starts clean. There is
+            # none after a closed engine.
+            while self.core.has_work() and not self._closed:
                 self.core.step()
 
 

@@ -48,3 +48,12 @@ def test_a_closed_llm_says_so() -> None:
     llm.close()
     with pytest.raises(HeadraceError, match="closed"):
         llm.generate("x")
+
+
+def test_an_iteration_left_open_ends_quietly_after_close() -> None:
+    """As when a reader of `headrace generate` closes the pipe: what is thrown there nobody can catch."""
+    llm = LLM("builtin", num_gpu_blocks_override=64)
+    outputs = llm.stream("x", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(outputs)
+    llm.close()
+    outputs.close()  # type: ignore[attr-defined]
