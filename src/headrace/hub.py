@@ -72,8 +72,8 @@ def eos_token_ids(directory: Path) -> list[int]:
         if (directory / name).is_file():
             value = read_json(directory / name).get("eos_token_id")
             for token_id in value if isinstance(value, list) else [value]:
-                # Some files write -1 for "there is none".
-                right = isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0
-                if right and token_id not in found:
+                if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id in found:
+                    continue
+                if token_id >= 0:  # some files write -1 for "there is none"
                     found.append(token_id)
     return found

@@ -33,7 +33,7 @@ def test_human_int_refuses(text: str) -> None:
         (EngineConfig, "block_size", 0),
         (EngineConfig, "max_num_seqs", 0),
         (EngineConfig, "max_num_batched_tokens", True),
-        (EngineConfig, "max_model_len", 0),
+        (EngineConfig, "max_model_len", 1),
         (EngineConfig, "max_logprobs", -2),
         (EngineConfig, "seed", -1),
         (ServerConfig, "port", 65_536),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, ModelNotFoundError, RequestError
+from headrace.models.config import ModelConfig
 from headrace.runner.build import build_runner
 from headrace.runner.runner import Runner
 from headrace.types import EngineInfo
@@ -342,5 +343,28 @@ def test_kv_cache_too_small_for_one_sequence(tmp_path: Path, monkeypatch: pytest
         build(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=32767)
     monkeypatch.setattr(TorchRef, "available_memory", lambda self: 4 * 4096 * 3)
     with pytest.raises(RequestError, match=r"max_model_len: 128 .* at most 48"):
-        build(directory, num_gpu_blocks_override=None)
+        build(directory, num_gpu_blocks_override=None)  # under 1024 tokens nobody is asked to live with
     assert build(directory, num_gpu_blocks_override=None, max_model_len=48)[1].num_blocks == 3
+
+
+def test_a_context_that_nobody_asked_for_is_narrowed_to_the_kv_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Models of 128k positions must start on a machine whose memory holds fewer, and say so."""
+    from headrace.backends.torch_ref import TorchRef
+    from headrace.compose import build_engine
+
+    directory = write_llama(tmp_path, max_position_embeddings=131072)
+    monkeypatch.setattr(TorchRef, "available_memory", lambda self: 4 * 4096 * 100)
+    core = build_engine(EngineConfig(model=str(directory)))
+    assert (core.info.num_blocks, core.info.max_model_len) == (100, 1601)
+    assert "the context is 1600 tokens" in caplog.text
+    core.close()
+    with pytest.raises(RequestError, match=r"max_model_len: 131072 .* at most 1600"):
+        build(directory, num_gpu_blocks_override=None, max_model_len=131072)
+
+
+def test_gemma_3_states_its_stretched_length() -> None:
+    values = {"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert ModelConfig({"model_type": "gemma3_text", **values}).max_positions() == 131072
+    assert ModelConfig({"model_type": "llama", **values}).max_positions() == 8 * 131072

@@ -1,6 +1,6 @@
-"""What a step tells of its sequences' log-probabilities, under the ids of their requests. Called by the scheduler alone.
+"""What a step tells of its sequences' log-probabilities, under the ids of their requests.
 
-Knows the columns of a step and nothing of blocks or budgets.
+Knows the columns of a step and nothing of blocks or budgets. Called by the scheduler alone.
 """
 
 from __future__ import annotations

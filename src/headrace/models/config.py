@@ -99,6 +99,7 @@ class ModelConfig:
         kind = rope.values["rope_type"]
         if kind == "yarn":
             length = rope.integer("original_max_position_embeddings", length)
-        if kind in ("linear", "dynamic", "yarn"):
+        # Gemma 3 states the stretched length.
+        if kind in ("linear", "dynamic", "yarn") and self.values.get("model_type") != "gemma3_text":
             length = int(length * rope.number("factor", 1.0))
         return length

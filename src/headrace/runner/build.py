@@ -5,6 +5,7 @@ The one place in `runner` that sees `EngineConfig`. Called by `headrace.compose`
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from headrace.types import EngineInfo
 
 MAX_AUTO_KV_BYTES = 4 * 2**30
 AUTO_KV_SHARE = 0.25
+MIN_AUTO_MODEL_LEN = 1024
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -94,7 +98,8 @@ def choose_num_blocks(config: EngineConfig, shape: models.KVShape, max_model_len
     """Blocks of the KV cache: the override, or what the given or measured memory holds.
 
     Measured means the least of a quarter of the memory that is free now, 4 GiB, and what max_num_seqs sequences of
-    max_model_len fill. Raises `RequestError` if not even one such sequence fits.
+    max_model_len fill. If not even one such sequence fits, and nobody asked for that length, the context is narrowed
+    to the cache, down to 1024 tokens. Raises `RequestError` otherwise.
     """
     block_bytes = (
         2 * shape.num_layers * config.block_size * shape.num_kv_heads * shape.head_dim * backend.dtype.itemsize
@@ -111,6 +116,13 @@ def choose_num_blocks(config: EngineConfig, shape: models.KVShape, max_model_len
         return num_blocks
     if field == "max_model_len":
         fits = num_blocks * config.block_size
+        if config.max_model_len is None and fits >= MIN_AUTO_MODEL_LEN:
+            logger.warning(
+                "the context is %d tokens, which is what the KV cache of %d bytes holds; the model has %d. "
+                "Set max_model_len or kv_cache_memory_bytes to choose",
+                fits, budget, max_model_len,
+            )  # fmt: skip
+            return num_blocks
         raise RequestError(
             field,
             max_model_len,

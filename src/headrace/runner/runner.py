@@ -72,7 +72,7 @@ class Runner:
         forward = make_forward_batch(batch, chunk_ids, token_ids, self.block_size, self.backend.device)
         hidden = self.model.forward(forward, self.kv)
         # A chunk without logits is looked at too: what it left in the cache must not be published.
-        finite = torch.isfinite(hidden).all(dim=-1).split(forward.lens)
+        finite = torch.split(torch.isfinite(hidden).all(dim=-1), forward.lens)
         result.errors.update({i: NOT_FINITE for i, rows in zip(chunk_ids, finite, strict=True) if not rows.all()})
         wanted = [entry for entry in _wanted(batch, chunk_ids, token_ids) if entry[0] not in result.errors]
         self._foretell(batch, wanted, hidden, result)

@@ -24,6 +24,10 @@ SPLIT = 32768
 """From as many elements on torch may sum a lone row in parts, one for each thread."""
 
 
+MAX_TRIAL = 2**22
+"""Numbers in the largest matrix that batched products are tried on."""
+
+
 def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
@@ -32,12 +36,15 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     """a [B, M, K] times b [B, K, N], float32, each of the B products as if it were alone.
 
     K and N are multiples of 16. `b` may be expanded along B. Where a batched call was seen to give the bits of B lone
-    calls of the same shape, it is used; elsewhere (all of CUDA, whose libraries choose by B) the calls are lone ones.
+    calls of the same shape, it is used; elsewhere the calls are lone ones: on all of CUDA, whose libraries choose by B,
+    and for large matrices, where a trial would take seconds and a batched call gains nothing.
     """
     a = aligned(a)
-    if a.device.type == "cpu" and one_call_is_exact(a.shape[1], a.shape[2], b.shape[2], b.stride(1) == 1):
+    _, m, k = a.shape
+    n = b.shape[2]
+    if a.device.type == "cpu" and k * n <= MAX_TRIAL and one_call_is_exact(m, k, n, b.stride(1) == 1):
         return torch.bmm(a, b)
-    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], device=a.device)
+    out = torch.empty(a.shape[0], m, n, device=a.device)
     for i in range(a.shape[0]):
         torch.bmm(a[i : i + 1], b[i : i + 1], out=out[i : i + 1])
     return out

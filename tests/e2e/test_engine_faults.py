@@ -1,0 +1,179 @@
+"""Faults of the executor under the real engine: what a failing step may do to requests and to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.checkpoints import write_llama
+
+from headrace import LLM, compose
+from headrace.config import EngineConfig
+from headrace.core.engine import EngineCore
+from headrace.sampling.params import SamplingParams
+from headrace.types import Request, ScheduledBatch, StepResult
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=6, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+def engine(directory: Path, **options: Any) -> EngineCore:
+    fields: dict[str, Any] = {"model": str(directory), "num_gpu_blocks_override": 64, "block_size": 4} | options
+    return compose.build_engine(EngineConfig(**fields))
+
+
+def ask(name: str, prompt: list[int] = PROMPT, **fields: Any) -> Request:
+    return Request(**{"request_id": name, "prompt_token_ids": prompt, "params": GREEDY, **fields})
+
+
+def drain(core: EngineCore) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Tokens with their log-probabilities, and finish reasons, of all that ends from here on."""
+    found: dict[str, list[Any]] = {}
+    reasons: dict[str, str] = {}
+    while core.has_work():
+        output = core.step()
+        core.scheduler.check()
+        for name, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            found.setdefault(name, []).append((token_ids, output.logprobs[name]))
+        reasons.update({name: finish.reason for name, finish in output.finished.items()})
+    assert core.stats().num_blocks_held == 0
+    return found, reasons
+
+
+def fail_at(core: EngineCore, steps: set[int], error: BaseException) -> None:
+    right, turn = core.executor.run, 0
+
+    def run(batch: ScheduledBatch) -> StepResult:
+        nonlocal turn
+        turn += 1
+        if turn in steps:
+            raise error
+        return right(batch)
+
+    core.executor.run = run  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("step", range(1, 7))
+def test_a_step_that_failed_has_not_happened(step: int, directory: Path) -> None:
+    """Siblings share blocks by a copy that belongs to the step: a lost copy would be seen in the tokens."""
+    core = engine(directory, max_num_batched_tokens=9)
+    for name in ("a", "b", "c"):
+        core.add(ask(name, group="g", params=GREEDY))
+    wanted, _ = drain(core)
+    core.close()
+    core = engine(directory, max_num_batched_tokens=9)
+    fail_at(core, {step}, RuntimeError("the device is gone"))
+    for name in ("a", "b", "c"):
+        core.add(ask(name, group="g", params=GREEDY))
+    found: dict[str, list[Any]] = {}
+    for _ in range(step - 1):
+        output = core.step()
+        for name, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            found.setdefault(name, []).append((token_ids, output.logprobs[name]))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.step()
+    core.scheduler.check()
+    assert core.stats().num_blocks_held == 0
+    rest, reasons = drain(core)
+    assert {name: found.get(name, []) + rest.get(name, []) for name in wanted} == wanted
+    assert set(reasons.values()) == {"length"}
+    core.close()
+
+
+def test_requests_aborted_during_a_step_that_fails_end_as_aborted(directory: Path) -> None:
+    core = engine(directory)
+
+    def run(batch: ScheduledBatch) -> StepResult:
+        core.abort("a")
+        raise MemoryError
+
+    right, core.executor.run = core.executor.run, run  # type: ignore[method-assign]
+    core.add(ask("a"))
+    core.add(ask("b"))
+    with pytest.raises(MemoryError):
+        core.step()
+    core.scheduler.check()
+    core.executor.run = right  # type: ignore[method-assign]
+    assert drain(core)[1] == {"a": "abort", "b": "length"}
+    core.close()
+
+
+def test_an_interrupted_llm_says_so_and_goes_on(directory: Path) -> None:
+    """Ctrl-C in a notebook: the caller sees KeyboardInterrupt, nothing is left behind, the next call works."""
+    llm = LLM(str(directory), num_gpu_blocks_override=64, block_size=4, skip_tokenizer_init=True)
+    prompts = [{"prompt_token_ids": PROMPT[:n]} for n in (20, 7, 3)]
+    wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    llm.reset_prefix_cache()
+    fail_at(llm.core, {3}, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert llm.get_metrics().num_blocks_held == 0
+    assert llm.get_metrics().num_running == llm.get_metrics().num_waiting == 0
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
+    llm.close()
+
+
+def test_R_17_what_a_sick_request_computed_reaches_nobody(directory: Path) -> None:
+    """The sick token comes 3 after a whole block, in a chunk that samples nothing. In the same chunk, it spoils the
+    cache entries of the tokens before it; others who share those must not find them."""
+    core = engine(directory, max_num_batched_tokens=12)
+    core.add(ask("clean"))
+    wanted = drain(core)[0]["clean"]
+    core.close()
+    core = engine(directory, max_num_batched_tokens=12)
+    with torch.inference_mode():
+        core.executor.model.embedding[49] = float("nan")  # type: ignore[attr-defined]
+    core.add(ask("sick", [*PROMPT[:7], 49, *PROMPT[8:]]))
+    assert drain(core) == ({}, {"sick": "error"})
+    core.add(ask("clean"))
+    found, reasons = drain(core)
+    assert reasons == {"clean": "length"}
+    assert found["clean"] == wanted
+    core.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_R_17_a_model_that_is_sick_all_over_fails_requests_and_lives(value: float, directory: Path) -> None:
+    core = engine(directory)
+    with torch.inference_mode():
+        core.executor.model.embedding[:] = value  # type: ignore[attr-defined]
+    for name in ("a", "b", "c"):
+        core.add(ask(name))
+    assert drain(core) == ({}, {"a": "error", "b": "error", "c": "error"})
+    assert core.stats().num_blocks_cached == 0
+    core.close()
+
+
+@pytest.mark.parametrize("most", [1, 5, 20, 30])
+def test_R_25_memory_errors_in_a_step_end_only_what_never_fits(
+    most: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = {"a": PROMPT, "b": PROMPT[:5], "c": [9, 9], "d": [7]}
+    core = engine(directory)
+    for name, prompt in prompts.items():
+        core.add(ask(name, prompt))
+    wanted, _ = drain(core)
+    core.reset_prefix_cache()
+    model: Any = core.executor.model  # type: ignore[attr-defined]
+    real: Callable[..., torch.Tensor] = model.forward
+
+    def forward(batch: Any, kv: torch.Tensor) -> torch.Tensor:
+        if len(batch.token_ids) > most:
+            raise MemoryError
+        return real(batch, kv)
+
+    monkeypatch.setattr(model, "forward", forward)
+    for name, prompt in prompts.items():
+        core.add(ask(name, prompt))
+    found, reasons = drain(core)
+    assert reasons == {name: "length" if len(prompt) <= most else "error" for name, prompt in prompts.items()}
+    assert found == {name: wanted[name] for name, prompt in prompts.items() if len(prompt) <= most}
+    core.close()
