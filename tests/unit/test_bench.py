@@ -252,14 +252,3 @@ def test_first_model(scripted: str) -> None:
 def test_a_failing_warmup_ends_the_run(scripted: str) -> None:
     with pytest.raises(HeadraceError, match="warm-up"):
         asyncio.run(bench_serve.run(target(scripted), [Sample("refuse", 3, 5)], num_warmups=1))
-
-
-def test_failures_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    good = bench_serve.Timeline(sent=0.0, queue_time=0.0, num_prompt_tokens=1)
-    bad = bench_serve.Timeline(sent=0.0, queue_time=0.0, num_prompt_tokens=1, error="HTTP 400: no")
-    bench_serve._tell_failures([good, good])
-    assert capsys.readouterr().err == ""
-    bench_serve._tell_failures([good, bad])
-    assert "1 of 2 requests failed; the first: HTTP 400: no" in capsys.readouterr().err
-    with pytest.raises(HeadraceError, match="2 of 2 requests failed"):
-        bench_serve._tell_failures([bad, bad])
