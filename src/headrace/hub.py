@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headrace.builtin import PATH
 from headrace.errors import CheckpointError, ModelNotFoundError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -22,7 +23,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     Raises `ModelNotFoundError` telling what was tried.
     """
     if model == "builtin":
-        return Path(__file__).parent / "builtin"
+        return PATH
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     must_not: frozenset[str] = frozenset()
 
 
-LEAVES = ("errors", "bounds", "env", "hub", "gguf")
+LEAVES = ("errors", "bounds", "env", "hub", "gguf", "builtin")
 NO_TENSORS = HEAVY
 NO_SERVING = SERVING
 PURE = HEAVY | SERVING | {"typer", "rich", "psutil", "huggingface_hub"}
@@ -44,7 +44,7 @@ LAYERS: dict[str, Layer] = {
     "errors": Layer((), PURE | {"msgspec"}),
     "bounds": Layer(("errors",), PURE | {"msgspec"}),
     "env": Layer((), PURE),
-    "hub": Layer(("errors",), HEAVY | SERVING),
+    "hub": Layer(("errors", "builtin"), HEAVY | SERVING),
     "gguf": Layer(("errors",), PURE | {"msgspec"}),
     "config": Layer(("errors",), PURE),
     "types": Layer(("sampling.params",), PURE),
