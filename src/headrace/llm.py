@@ -42,6 +42,8 @@ class LLM:
         self.config = EngineConfig(model=model, **fields)
         self.core = compose.build_engine(self.config)
         self._closed = False
+        self._open: dict[str, RequestState] = {}
+        self._num_turns = 0
         self._draw = inputs.seed_source(self.config.seed)
         self._tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
@@ -163,30 +165,39 @@ class LLM:
         """Add all, then turn steps until all have ended. Whatever is left when the caller goes away is aborted."""
         if self._closed:
             raise HeadraceError("this LLM is closed")
-        states = {state.request.request_id: state for group in groups for state in group}
-        open_ids = set(states)
+        mine = {state.request.request_id for group in groups for state in group}
+        turn = self._num_turns
         try:
-            for state in states.values():
+            for state in (state for group in groups for state in group):
                 self.core.add(state.request)
-            while open_ids:
-                output = self.core.step()
-                for request_id, delta in deltas_of(output):
-                    if request_id not in open_ids:
-                        continue
-                    state = states[request_id]
-                    state.feed(delta)
-                    if state.finish is not None:
-                        open_ids.discard(request_id)
-                        if delta.finish is None:
-                            self.core.abort(request_id)
+                self._open[state.request.request_id] = state
+            while not mine.isdisjoint(self._open):
+                self._turn()
+                turn = self._num_turns
+                yield
+            if turn != self._num_turns:
                 yield
         finally:
-            for request_id in open_ids:
+            for request_id in mine & self._open.keys():
+                del self._open[request_id]
                 self.core.abort(request_id)
             # Tell the scheduler's last word on aborted requests to nobody, so that the next call starts clean. There is
-            # none after a closed engine.
-            while self.core.has_work() and not self._closed:
-                self.core.step()
+            # none after a closed engine, and where another stream is open, its steps will do.
+            while self.core.has_work() and not self._open and not self._closed:
+                self._turn()
+
+    def _turn(self) -> None:
+        """One step. Its tokens go to whoever asked for them: streams may be interleaved, with calls too."""
+        self._num_turns += 1
+        for request_id, delta in deltas_of(self.core.step()):
+            state = self._open.get(request_id)
+            if state is None:
+                continue
+            state.feed(delta)
+            if state.finish is not None:
+                del self._open[request_id]
+                if delta.finish is None:
+                    self.core.abort(request_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -121,6 +121,26 @@ def test_an_interrupted_llm_says_so_and_goes_on(directory: Path) -> None:
     llm.close()
 
 
+def test_streams_and_calls_of_one_llm_may_be_interleaved(directory: Path) -> None:
+    """A step serves everybody: the tokens that one call's steps give to another's request must reach it."""
+    llm = LLM(str(directory), num_gpu_blocks_override=64, block_size=4, skip_tokenizer_init=True)
+    asked = [{"prompt_token_ids": PROMPT[:n]} for n in (20, 7, 3, 1)]
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in asked]
+    first, second, third = (llm.stream(prompt, GREEDY) for prompt in asked[:3])
+    next(first)
+    next(second)
+    next(third)
+    third.close()
+    next(second)
+    assert llm.generate(asked[3], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone[3]
+    for stream, wanted in ((first, alone[0]), (second, alone[1])):
+        *_, last = stream
+        assert last.finished
+        assert last.outputs[0].token_ids == wanted
+    assert llm.get_metrics().num_blocks_held == llm.get_metrics().num_running == 0
+    llm.close()
+
+
 def test_R_17_what_a_sick_request_computed_reaches_nobody(directory: Path) -> None:
     """The sick token comes 3 after a whole block, in a chunk that samples nothing. In the same chunk, it spoils the
     cache entries of the tokens before it; others who share those must not find them."""
