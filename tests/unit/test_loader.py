@@ -64,11 +64,25 @@ def test_dtype_is_the_checkpoints_or_the_one_asked_for(stored: torch.dtype, aske
 @pytest.mark.parametrize("stored_under", ["model.embed_tokens.weight", "lm_head.weight", "both"])
 def test_tied_embeddings_under_either_name(stored_under: str, tmp_path: Path) -> None:
     tensors = llama_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if stored_under not in (name, "both"):
             del tensors[name]
     runner, _ = build(write_llama(tmp_path, tensors, tie_word_embeddings=True))
     assert torch.equal(runner.model.head.dense(), embedding(runner))  # type: ignore[attr-defined]
+
+
+def test_embeddings_that_are_said_to_be_tied_and_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A fine-tune that moved them apart and left the flag. transformers takes both, as they are."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = llama_tensors()
+    directory = write_llama(tmp_path, tensors, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
+    runner, _ = build(directory)
+    theirs = AutoModelForCausalLM.from_pretrained(directory)
+    assert torch.equal(runner.model.head.dense(), theirs.lm_head.weight)  # type: ignore[attr-defined]
+    assert torch.equal(embedding(runner), theirs.model.embed_tokens.weight)
+    assert "both are used" in caplog.text
 
 
 def test_old_buffers_are_passed_over(tmp_path: Path) -> None:
@@ -265,6 +279,8 @@ def test_S_28_any_damage_is_refused_or_harmless(data: st.DataObject, tmp_path_fa
         ({"rope_scaling": 7}, ["rope_scaling"]),
         ({"max_position_embeddings": 2**31 - 1}, ["rope table", "max_model_len"]),
         ({"max_position_embeddings": 0}, ["max_position_embeddings"]),
+        ({"max_position_embeddings": 1}, ["context of 1"]),
+        ({"quantization_config": [1]}, ["quantization_config", "[1]", "object"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2"]),
         ({"partial_rotary_factor": 0.4}, ["rope turns", "3 of 8"]),
     ],

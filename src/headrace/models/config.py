@@ -101,5 +101,5 @@ class ModelConfig:
             length = rope.integer("original_max_position_embeddings", length)
         # Gemma 3 states the stretched length.
         if kind in ("linear", "dynamic", "yarn") and self.values.get("model_type") != "gemma3_text":
-            length = int(length * rope.number("factor", 1.0))
+            length = int(length * rope.number("factor", 1.0, low=1e-6))
         return length

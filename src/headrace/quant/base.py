@@ -87,11 +87,13 @@ class Format(Protocol):
         ...
 
 
-def find_format(config: dict[str, Any] | None) -> Format:
+def find_format(config: Any) -> Format:
     """The format that config.json's `quantization_config` names; plain weights if there is none.
 
     Raises `CheckpointError` naming a method that headrace does not read.
     """
+    if config is not None and not isinstance(config, dict):
+        raise CheckpointError(f"quantization_config is {config!r}, expected an object")
     method = "none" if config is None else str(config.get("quant_method"))
     module = f"headrace.quant.{method}"
     if method == "base" or not re.fullmatch(r"[a-z][a-z0-9_]*", method) or importlib.util.find_spec(module) is None:

@@ -17,7 +17,7 @@ from headrace import __version__, hub, models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend
 from headrace.config import EngineConfig
-from headrace.errors import RequestError
+from headrace.errors import CheckpointError, RequestError
 from headrace.models.config import ModelConfig
 from headrace.runner.loader import Checkpoint, Weights, choose_dtype, read_config
 from headrace.runner.runner import Runner
@@ -89,6 +89,8 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
 def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
     """`wanted`, or all that the model has. Raises `RequestError` for more than that."""
     most = model_config.max_positions()
+    if most < 2:
+        raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
     if wanted is not None and wanted > most:
         raise RequestError("max_model_len", wanted, f"at most {most}, the context that config.json gives the model")
     return wanted or most

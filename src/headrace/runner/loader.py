@@ -193,8 +193,12 @@ class Weights:
         return self._backend.ops.matrix(parts, None if biases is None else torch.cat(biases))
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Tensor, Matrix]:
-        """The embedding table [V, H] and the head's matrix. Tied ones are stored once, under either name."""
+        """The embedding table [V, H] and the head's matrix. Tied ones are stored once, under either name, or twice."""
         first, last = f"{embedding}.weight", f"{head}.weight"
+        if tied and self.has(first) and self.has(last) and not torch.equal(self._mapped(first), self._mapped(last)):
+            # A fine-tune that moved them apart and left the flag; transformers reads it alike.
+            logger.warning("tie_word_embeddings is true, but %s and %s differ: both are used", first, last)
+            tied = False
         if tied and not self.has(first) and self.has(last):
             first = last
         table = self.tensor(first, shape)
