@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,16 @@ def shared_data() -> Path:
 def model() -> str:
     """A model that is always there: the built-in one."""
     return "builtin"
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A test that sets up the server's logging leaves the logger as it was: others read what is logged."""
+    logger = logging.getLogger("headrace")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 _counts: dict[str, Counter[str]] = {}
