@@ -45,7 +45,15 @@ def export(model: Llama, tokenizer: Tokenizer, directory: Path) -> None:
         "use_cache": True,
     }
     write_json(directory / "config.json", config)
-    generation = {"bos_token_id": bos_id, "eos_token_id": [text_end_id, end_id], "pad_token_id": text_end_id}
+    generation = {
+        "bos_token_id": bos_id,
+        "eos_token_id": [text_end_id, end_id],
+        "pad_token_id": text_end_id,
+        # At 1.0 so small a model makes up words; a server takes these as its defaults.
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+    }
     write_json(directory / "generation_config.json", generation)
     save_tokenizer(tokenizer, directory, shape.max_position_embeddings)
     save_model(model, directory)
