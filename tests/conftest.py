@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ import headrace  # noqa: F401 (before torch: it says how the threads of torch wa
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# No deadline: the machine may be shared, and a slow moment is not a bug.
-hypothesis.settings.register_profile("house", deadline=None)
+# No deadline: the machine may be shared, and a slow moment is not a bug. In CI the examples are the same every time,
+# so that a change is judged by what it did; everywhere else they are new ones, and so the search goes on.
+hypothesis.settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("house")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +221,6 @@ def compare(request: Request, found: Answer, plain: Plain, aborted: bool) -> Non
         assert bits(found.logprobs) == bits(wanted.logprobs)[done : done + num], request
     if not aborted and not finished:
         assert bits(found.prompt_logprobs) == bits(wanted.prompt_logprobs), request
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import json
 import struct
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -76,14 +75,6 @@ def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> di
             alive = [request_id for request_id in tokens if request_id not in ended]
             core.scheduler.preempt(alive[step % len(alive)]) if alive else None
     return {r.request_id: bits_of(tokens[r.request_id], logprobs[r.request_id]) for r in requests}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +172,23 @@ def test_I_13_resumed_from_tokens_so_far(requests: list[Request], reference: dic
     core.close()
 
 
-def test_I_13_with_two_threads(requests: list[Request], reference: dict[str, Bits]) -> None:
-    torch.set_num_threads(2)
+def test_I_13_with_two_threads(
+    requests: list[Request], reference: dict[str, Bits], monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = make_core()
-    try:
-        assert_same(run(core, requests[::4]), reference)
-    finally:
-        core.close()
-        torch.set_num_threads(1)
+    core.executor.num_threads = 2  # type: ignore[attr-defined]
+    seen: set[int] = set()
+    model = core.executor.model  # type: ignore[attr-defined]
+    forward = model.forward
+
+    def spy(*args: object) -> object:
+        seen.add(torch.get_num_threads())
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", spy)
+    assert_same(run(core, requests[::4]), reference)
+    assert seen == {2}
+    core.close()
 
 
 def test_I_13_offline(requests: list[Request], reference: dict[str, Bits]) -> None:

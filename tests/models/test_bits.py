@@ -4,7 +4,6 @@ company, chunks, physical blocks or threads."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from headrace.sampling.params import SamplingParams
 
 LENGTH, NUM_PROMPT = 150, 139
 ASKS = SamplingParams(temperature=0.0, max_tokens=1000, seed=1, prompt_logprobs=0)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=models.names())
@@ -79,7 +71,7 @@ def assert_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def test_I_13_bits_through_the_runner(runner: Runner) -> None:
-    torch.set_num_threads(1)
+    runner.num_threads = 1
     decode = [1] * (LENGTH - NUM_PROMPT)
     (whole,) = logits_of(runner, [LENGTH], [[NUM_PROMPT, *decode]], 7, blocks=1)
     assert len(whole) == LENGTH
@@ -89,7 +81,7 @@ def test_I_13_bits_through_the_runner(runner: Runner) -> None:
         assert_bits(logits_of(runner, [LENGTH], [sizes], 7, blocks)[0], whole)
     strangers = [3, 20, 77, 149, 8, 60, 131, 1]
     for threads, seed in ((1, 5), (2, 6)):
-        torch.set_num_threads(threads)
+        runner.num_threads = threads
         lengths = [LENGTH, *strangers]
         sizes = [chunk_sizes(NUM_PROMPT, [17, 1, 40]) + decode, *(chunk_sizes(n, [seed, 1, 33]) for n in strangers)]
         assert_bits(logits_of(runner, lengths, sizes, 7, blocks=seed)[0], whole)

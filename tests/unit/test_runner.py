@@ -10,6 +10,7 @@ import torch
 from tests.unit.checkpoints import write_llama
 from torch import Tensor
 
+from headrace.backends import make_backend
 from headrace.config import EngineConfig
 from headrace.runner.build import build_runner
 from headrace.runner.runner import Runner
@@ -280,3 +281,28 @@ def test_R_17_in_a_chunk_that_samples_nothing(runner: Runner) -> None:
     poison_embedding(runner, 49, float("inf"))
     result = runner.run(batch_of((0, [*IDS[:9], 49], A), (0, IDS[:7], B), samples=[False, False]))
     assert result.errors.keys() == {0}
+
+
+def test_the_number_of_threads_is_the_runners_own_while_it_runs(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = runner.model.forward
+
+    def forward(*args: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return real(*args)
+
+    monkeypatch.setattr(runner.model, "forward", forward)
+    before = torch.get_num_threads()
+    for num_threads in (1, 2):
+        monkeypatch.setattr(runner, "num_threads", num_threads)
+        runner.run(batch_of((0, IDS, A)))
+        assert torch.get_num_threads() == before
+    assert seen == [1, 2]
+
+
+def test_a_small_model_gets_one_thread() -> None:
+    backend = make_backend("auto", "cpu", torch.float32)
+    assert backend.num_threads(64 * 2**20 - 1) == 1
+    assert backend.num_threads(64 * 2**20) == torch.get_num_threads()

@@ -140,3 +140,7 @@ class Backend(Protocol):
     def available_memory(self) -> int:
         """Bytes that could be allocated on the device now."""
         ...
+
+    def num_threads(self, model_bytes: int) -> int:
+        """Threads of the CPU to compute with, for a checkpoint of that size. Bits do not depend on them."""
+        ...

@@ -51,7 +51,9 @@ def build_runner(config: EngineConfig, progress: Progress | None = None) -> tupl
         model.kv_shape.num_layers, num_blocks, config.block_size, model.kv_shape.num_kv_heads, model.kv_shape.head_dim
     )
     eos_token_ids = hub.eos_token_ids(directory)
-    runner = Runner(model, backend, kv, Sampler(model.vocab_size, eos_token_ids, backend.device))
+    sampler = Sampler(model.vocab_size, eos_token_ids, backend.device)
+    num_threads = backend.num_threads(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
+    runner = Runner(model, backend, kv, sampler, num_threads)
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,

@@ -25,11 +25,12 @@ NOT_FINITE = "numerical_error: the model's logits are not finite"
 class Runner:
     """Computes steps of one model over one KV cache [layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
 
-    def __init__(self, model: Model, backend: Backend, kv: Tensor, sampler: Sampler) -> None:
+    def __init__(self, model: Model, backend: Backend, kv: Tensor, sampler: Sampler, num_threads: int) -> None:
         self.model = model
         self.backend = backend
         self.kv = kv
         self.sampler = sampler
+        self.num_threads = num_threads
         self.block_size = kv.shape[3]
 
     @torch.inference_mode()
@@ -39,8 +40,13 @@ class Runner:
         Raises only for faults that no single chunk owns (a broken device).
         """
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
-        self.backend.ops.copy_blocks(self.kv, batch.copies)
-        self._compute_what_fits(batch, *self._sound_chunks(batch, result), result)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            self.backend.ops.copy_blocks(self.kv, batch.copies)
+            self._compute_what_fits(batch, *self._sound_chunks(batch, result), result)
+        finally:
+            torch.set_num_threads(before)  # the process may be somebody else's
         return result
 
     def _compute_what_fits(

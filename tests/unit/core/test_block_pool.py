@@ -110,9 +110,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def retire(self):
         self.pool.unpin()
-        pins, self.pins = self.pins, []
-        for block in reversed(pins):
-            if not self.holders(block) and block in self.cached and block not in self.lru:
+        # One by one, the last first: a block that is pinned twice goes when its last pin does.
+        while self.pins:
+            block = self.pins.pop()
+            if not self.holders(block) and block in self.cached:
                 self.lru.append(block)
 
     def mark(self, handle):

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from headrace.backends.torch_ref.ops import RefOps
 
+SMALL_MODEL_BYTES = 64 * 2**20
+"""Below it the calls are so short that a second thread costs more than it gives, at every batch size (ADR 0008)."""
+
 
 class TorchRef:
     """Memory and operators of the reference backend. Weights and KV cache hold `dtype`; sums are float32."""
@@ -29,6 +32,10 @@ class TorchRef:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return int(psutil.virtual_memory().available)
+
+    def num_threads(self, model_bytes: int) -> int:
+        """Threads to compute with; bits do not depend on them."""
+        return 1 if model_bytes < SMALL_MODEL_BYTES else torch.get_num_threads()
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TorchRef:
