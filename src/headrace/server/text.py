@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, processors
 
+from headrace import hub
 from headrace.errors import CheckpointError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server import tokenizer_files, tokenizer_gguf
@@ -389,17 +390,7 @@ def _content(token: object) -> str | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > tokenizer_files.MAX_BYTES:
-        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes; at most {tokenizer_files.MAX_BYTES}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} does not hold an object")
-    return value
+    return hub.read_json(path) if path.is_file() else {}
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
