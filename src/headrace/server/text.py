@@ -72,7 +72,7 @@ class Tokenizer:
         config = _json(directory / "tokenizer_config.json")
         for role, text in _json(directory / "special_tokens_map.json").items():
             config.setdefault(role, text)
-        return cls(file, config, _chat_templates(directory, config))
+        return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
 
     @classmethod
     def load_if_present(cls, path: Path | str) -> Tokenizer | None:

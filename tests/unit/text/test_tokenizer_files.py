@@ -311,3 +311,11 @@ def test_user_defined_runs_of_spaces_keep_their_ids(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == oracle.get_piece_size()
     with pytest.raises(CheckpointError, match="dummy prefix"):
         Tokenizer.load(train(dummy_prefix=True))
+
+
+@pytest.mark.parametrize("templates", [["no object"], [{"name": "default"}], [{"name": "x", "template": 3}, 7]])
+def test_R_27_a_malformed_list_of_chat_templates_is_told(tmp_path: Path, templates: list[Any]) -> None:
+    made_byte_level()._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path, tokenizer_config={"chat_template": templates})
+    with pytest.raises(CheckpointError):
+        Tokenizer.load(tmp_path)
