@@ -20,10 +20,14 @@ from headrace import doctor
 RESULTS = Path(__file__).parent / "results"
 
 
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def commit() -> str:
-    """The commit that was measured; marked if the tree had changes beside it."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    """The commit that was measured; marked if the tree had changes beside it. Results themselves do not count."""
+    changed = git("status", "--porcelain", "--", ".", ":!bench/results", ":!docs/figures")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
 
 
 def parsed(text: str) -> list[object] | object:
