@@ -44,6 +44,6 @@ def build_engine(config: EngineConfig) -> EngineCore:
         cache_key=os.urandom(32),
         cache_fingerprint=f"{info.model}@{config.revision}/{info.dtype}/{info.backend}/{info.block_size}".encode(),
     )
-    # A pool smaller than the context is the narrower of the two bounds; everybody asks for this one number.
+    # Where nobody asked for a length, the pool may be smaller than the model's context: the narrower bound is told.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
     return EngineCore(scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0)

@@ -110,6 +110,16 @@ def test_after_the_end_nothing_is_added(tokenizer: Tokenizer) -> None:
     assert made.token_ids == [71, 72]
 
 
+def test_after_the_engines_own_end_nothing_is_added(tokenizer: Tokenizer) -> None:
+    made = state(tokenizer)
+    made.feed(delta([71], Finish("length"), time=1.0))
+    before = made.completion()
+    late = delta([72], Finish("stop"), time=9.0)
+    assert made.feed(late) == ("", [], [])
+    assert made.completion() == before
+    assert (made.metrics.last_token_time, made.metrics.finished_time) == (1.0, 1.0)
+
+
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
     made = state(None, logprobs=0)
     made.feed(delta([1, 2], Finish("length")))

@@ -1,4 +1,4 @@
-"""The composition root: numbers that contradict each other are refused, and one bound is told to everybody."""
+"""The composition root: numbers that contradict each other are refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
 
-def test_R_09_the_told_context_is_what_the_pool_can_hold() -> None:
-    core = build_engine(EngineConfig(num_gpu_blocks_override=5, max_model_len=64))
-    assert core.info.max_model_len == core.scheduler.max_model_len == 64
+def test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine() -> None:
+    with pytest.raises(RequestError, match=r"num_gpu_blocks_override: 5 .* at least 6, to hold one sequence"):
+        build_engine(EngineConfig(num_gpu_blocks_override=5, max_model_len=81))
+    core = build_engine(EngineConfig(num_gpu_blocks_override=5, max_model_len=80))
+    assert core.info.max_model_len == core.scheduler.max_model_len == 80
     core.close()
 
 

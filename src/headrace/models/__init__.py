@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.backends.base import Ops
-    from headrace.models.config import ModelConfig
     from headrace.runner.inputs import ForwardBatch
-    from headrace.runner.loader import Weights
 
 NOT_MODELS = {"config", "rope", "decoder"}
 
@@ -46,10 +44,6 @@ class Model(Protocol):
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """hidden [R, H] and the indices of the rows that are wanted [S] -> logits [S, V] float32."""
         ...
-
-
-class ModelClass(Protocol):
-    def __call__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> Model: ...
 
 
 def names() -> list[str]:
