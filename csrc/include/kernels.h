@@ -1,0 +1,241 @@
+/* The one header of the native core: the operators, their arguments, and the table that each ISA fills.
+ *
+ * Knows pointers, strides and threads; must not know Python, torch, models or requests. Every operator is
+ *
+ *     void op(const HrArgs_<op>* args, HrTask* task)
+ *
+ * and is called by all threads of the team at once; the threads share the work out among themselves (`hr_next`, or by
+ * `tid`). The caller puts a barrier behind every operator. Arguments are flat structs of 8-byte fields, so that the
+ * binding can fill any of them from one schema (HR_OPS below is that schema).
+ *
+ * THE LAW. A row's bits depend on that row's problem only: never on the number of rows, on its place among them, or on
+ * the number of threads; and they are the same for every ISA. So: rows, output columns and heads may be split among
+ * threads, a reduction may not. Every float result is defined below by an exact order of IEEE operations (fma where
+ * "fma" is written, never elsewhere: the build has -ffp-contract=off). "lanes": 16 partial sums, lane i taking elements
+ * i, i + 16, ... in order by fma or add, missing elements left out; then the tree l[i] += l[i+8], l[i] += l[i+4],
+ * l[i] += l[i+2], l[i] += l[i+1].
+ *
+ * A number that is not finite must come out as NaN or infinity again, never be clamped or masked into a sound one:
+ * the runner looks at the last hidden state to find the request it belongs to.
+ */
+#ifndef HEADRACE_KERNELS_H
+#define HEADRACE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { HR_F32 = 0, HR_F16 = 1, HR_BF16 = 2, HR_I8 = 3 };             /* types of tables, weights and the KV cache */
+enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activations */
+enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3 }; /* `dims`; experts count from FREE on */
+enum { HR_LANES = 16, HR_SPAN = 128 };
+enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
+
+/* What a thread is told about the call. `dims` are the sizes that change from step to step; operators may write those
+ * from HR_DIM_FREE on. `counter` is 0 when the operator begins. */
+typedef struct {
+    int32_t tid, num_threads;
+    int64_t* dims;
+    int64_t* counter;
+    void* scratch; /* HR_SCRATCH_BYTES, on a cache line, own to the thread, unspecified contents */
+} HrTask;
+
+/* The next piece of work: 0, 1, 2, ... over all threads together. */
+static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->counter, 1, __ATOMIC_RELAXED); }
+
+/* The rows of a step. Chunk c is rows row_begin[c] ... row_begin[c+1]-1 of one sequence, at positions start[c], ...;
+ * its block ids are blocks[table_begin[c]], ... Position p lies in slot blocks[p / block_size] * block_size + p %
+ * block_size. num_chunks is dims[HR_DIM_SEQS]. */
+
+/* KV cache of one layer. Slots come in tiles of 16: with t = slot / 16, i = slot % 16,
+ *     key   (slot, h, d) at k[((t * kv_heads + h) * head_dim + d) * 16 + i]
+ *     value (slot, h, d) at v[((t * kv_heads + h) * 16 + i) * head_dim + d]
+ * and for HR_I8, where x = code * scale: k_scale and v_scale (float) at [(t * kv_heads + h) * 16 + i].
+ * A token's codes of one head: scale = amax / 127, code = round_to_even(x * (127 / amax)), both 0 if amax is 0.
+ * HR_F16 and HR_BF16 are rounded to nearest even; f16 saturates to infinity as IEEE has it. */
+
+/* Quantised rows ("q"): int8 codes [rows][ld_q], padded with zeros from `width` to ld_q; by row and group of `group`
+ * inputs (the last may be shorter) scales float [rows][ld_s] and sums of codes int32 [rows][ld_s].
+ *     amax = max |x| over the group, plus the sum of x * 0 (NaN where x is not finite)
+ *     scale = amax / 127, inv = amax > 0 ? 127 / amax : 0, code = round_to_even(x * inv) held in [-127, 127]
+ * ld_q is a multiple of 64 and at least width rounded up to 64. Where q is NULL nothing is quantised; where out is NULL
+ * only q is written. */
+#define HR_Q_FIELDS(P, I, F) P(int8_t*, q) I(ld_q) P(float*, scales) P(int32_t*, sums) I(ld_s) I(group)
+
+/* out[r] = table[ids[r]] (widened) * scale; the product is left out for scale == 1. */
+#define HR_FIELDS_embedding(P, I, F) \
+    I(dim) P(const int32_t*, ids) P(const void*, table) I(type) I(width) F(scale) P(float*, out) I(ld_out)
+
+/* out[r] = x[rows[r]] */
+#define HR_FIELDS_select_rows(P, I, F) \
+    I(dim) P(const int32_t*, rows) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out)
+
+/* For each of `heads` pieces of `width` in a row: ss = lanes of fma(x, x, .); rms = sqrt(ss / width + eps);
+ * y = (x / rms) * gain, gain = offset == 0 ? weight : weight + offset. q takes the whole row (heads must be 1). */
+#define HR_FIELDS_rms_norm(P, I, F)                                                                              \
+    I(dim) P(const float*, x) I(ld_x) P(const float*, weight) F(eps) F(offset) I(heads) I(width) P(float*, out) I(ld_out) \
+    HR_Q_FIELDS(P, I, F)
+
+/* mean = lanes sum / width; d = x - mean; var = lanes of fma(d, d, .) / width; y = fma(d / sqrt(var + eps), weight, bias) */
+#define HR_FIELDS_layer_norm(P, I, F)                                                                        \
+    I(dim) P(const float*, x) I(ld_x) P(const float*, weight) P(const float*, bias) F(eps) I(width) P(float*, out) \
+    I(ld_out) HR_Q_FIELDS(P, I, F)
+
+/* out = x + y. May be in place. */
+#define HR_FIELDS_add(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) P(const float*, y) I(ld_y) I(width) P(float*, out) I(ld_out)
+
+/* out = x * factor */
+#define HR_FIELDS_scale(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) F(factor) P(float*, out) I(ld_out)
+
+/* out = cap * tanh(x / cap) */
+#define HR_FIELDS_softcap(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) F(cap) P(float*, out) I(ld_out)
+
+#define HR_FIELDS_quantize(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) HR_Q_FIELDS(P, I, F)
+
+/* y = act(x) */
+#define HR_FIELDS_activation(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) I(width) I(kind) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
+
+/* y[i] = act(x[i]) * x[width + i]; x has 2 * width numbers a row */
+#define HR_FIELDS_gated(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) I(width) I(kind) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
+
+/* x: rows of heads + 2 * kv_heads heads (queries, keys, values). Per head: norm as rms_norm if q_norm / k_norm is given;
+ * then the first 2 * pairs numbers turned by cos/sin[position] [pairs] (none if pairs is 0):
+ *     left' = fma(left, cos, -(right * sin)), right' = fma(right, cos, left * sin), partners are i and i + pairs.
+ * Queries are left in place in x, keys and values go to slot slots[r] of the cache. */
+#define HR_FIELDS_rope_store(P, I, F)                                                                                  \
+    I(dim) P(float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) P(const float*, q_norm) P(const float*, k_norm) F(eps) \
+    F(offset) P(const float*, cos) P(const float*, sin) I(pairs) P(const int32_t*, positions) P(const int32_t*, slots) \
+    I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale)
+
+/* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * head_dim].
+ * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all). For one row and head, with q the query:
+ *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (for HR_I8 k_j[d] is the code), times
+ *             scale (for HR_I8: times (scale * k_scale_j)); softcap c > 0: c * tanh(score / c).
+ *   Keys are walked in spans of HR_SPAN positions counted from 0; spans without a visible key are left out.
+ *   In a span: m' = max(m, visible scores); alpha = exp(m - m'); w_j = exp(score_j - m'), 0 if hidden;
+ *   l = l * alpha + (lanes over the span's keys, lane = j % 16, by plain additions, then the tree) of w_j;
+ *   acc[d] = acc[d] * alpha, then over visible keys in order acc[d] = fma(w_j, v_j[d], acc[d]) (HR_I8: w_j * v_scale_j
+ *   is rounded first, v_j[d] the code). At last out[d] = acc[d] / l.
+ * Slots that no visible key occupies hold anything at all, NaN included, and must not matter. block_size may be any
+ * number; only multiples of 16 need be fast (others gather 16 keys into scratch). */
+#define HR_FIELDS_attention(P, I, F)                                                                                  \
+    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) F(scale) I(window) F(softcap) I(kv_type)         \
+    P(const void*, k) P(const void*, v) P(const float*, k_scale) P(const float*, v_scale) I(block_size)                 \
+    P(const int32_t*, row_begin) P(const int32_t*, start) P(const int32_t*, table_begin) P(const int32_t*, blocks)      \
+    P(float*, out) I(ld_out)
+
+/* Linear layers. y[r][n] over n < num_out; then + bias[n] if bias is given, then + residual[r][n] if that is given
+ * (residual may be out itself). `weights` is what the format's pack wrote.
+ *
+ * linear_i4, linear_i8: acc = 0; over groups g of the *activations* in order, isum exact in int32:
+ *     linear_i4:                    isum = sum of a * (code - 8), or of a * code if has_min
+ *                                   acc = fma((float)isum * sa, d[n][g], acc); if has_min then
+ *                                   acc = fma((float)suma * sa, m[n][g], acc)        (weight = code * d + m)
+ *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed)
+ *     linear_i8, weight_group = 0:  acc = fma((float)isum, sa, acc); at the end y = acc * d[n]
+ *   with sa, suma the scale and sum of the row's group. Groups of activations and weights are the same (`group`),
+ *   except that weight_group = 0 means one d for each output.
+ * linear_f: y = chain over k = 0, 1, ... of fma(x[k], w[n][k], .) starting from 0; type says how weights are stored. */
+#define HR_FIELDS_linear_i4(P, I, F)                                                                                   \
+    I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
+    P(const void*, weights) I(num_in) I(num_out) I(has_min) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+#define HR_FIELDS_linear_i8(P, I, F)                                                                                   \
+    I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
+    P(const void*, weights) I(num_in) I(num_out) I(weight_group) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+#define HR_FIELDS_linear_f(P, I, F)                                                                                    \
+    I(dim) P(const float*, x) I(ld_x) P(const void*, weights) I(type) I(num_in) I(num_out) P(const float*, bias)        \
+    P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+
+/* Mixture of experts. ids[r], weights[r]: the top_k experts of a row (equal logits: the lower id first) and
+ * exp(logit - best) over their lanes sum. */
+#define HR_FIELDS_route(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) I(num_experts) I(top_k) P(int32_t*, ids) P(float*, weights)
+/* lists[e * ld_list + i]: the rows that chose expert e, ascending, list_weights beside it; dims[first_dim + e] their number. */
+#define HR_FIELDS_moe_group(P, I, F)                                                                              \
+    I(dim) P(const int32_t*, ids) P(const float*, weights) I(top_k) I(num_experts) P(int32_t*, lists) P(float*, list_weights) \
+    I(ld_list) I(first_dim)
+/* Row i of the target is row list[i] of the source: codes, scales and sums (q), or floats (x) where q is NULL. */
+#define HR_FIELDS_moe_gather(P, I, F)                                                                                \
+    I(dim) P(const int32_t*, list) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) P(const int8_t*, q) I(ld_q)  \
+    P(const float*, scales) P(const int32_t*, sums) I(ld_s) P(int8_t*, to_q) P(float*, to_scales) P(int32_t*, to_sums)
+/* out[list[i]] = fma(list_weights[i], x[i], out[list[i]]); with `first` set, out is zeroed before that (all dims[zero_dim] rows). */
+#define HR_FIELDS_moe_scatter(P, I, F)                                                                              \
+    I(dim) P(const int32_t*, list) P(const float*, list_weights) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out)
+#define HR_FIELDS_zero(P, I, F) I(dim) P(float*, out) I(ld_out) I(width)
+
+/* finite[r] = 1 if every x of the row is finite, else 0. */
+#define HR_FIELDS_finite(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) P(int32_t*, finite)
+/* The k greatest of a row, greatest first, equal ones by lower index; ids, values [rows][k]; finite as above, except
+ * that -infinity counts as finite here (a token that must never come). NaN: finite 0, ids and values unspecified. */
+#define HR_FIELDS_top_k(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) I(width) I(k) P(int32_t*, ids) P(float*, values) P(int32_t*, finite)
+
+#define HR_OPS(X)                                                                                                        \
+    X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(scale) X(softcap) X(quantize) X(activation) X(gated)   \
+    X(rope_store) X(attention) X(linear_i4) X(linear_i8) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
+    X(zero) X(finite) X(top_k)
+
+#define HR_P(type, name) type name;
+#define HR_I(name) int64_t name;
+#define HR_F(name) double name;
+#define HR_STRUCT(op) typedef struct { HR_FIELDS_##op(HR_P, HR_I, HR_F) } HrArgs_##op;
+HR_OPS(HR_STRUCT)
+#undef HR_STRUCT
+
+#define HR_ENUM(op) HR_OP_##op,
+enum { HR_OPS(HR_ENUM) HR_NUM_OPS };
+#undef HR_ENUM
+
+typedef void (*HrOpFn)(const void* args, HrTask* task);
+
+/* CPU features that a table needs, the operating system's consent included. */
+enum {
+    HR_CPU_AVX2 = 1 << 0,     /* and FMA and F16C */
+    HR_CPU_AVX512 = 1 << 1,   /* F, BW, DQ, VL */
+    HR_CPU_VNNI512 = 1 << 2,
+    HR_CPU_AVX_VNNI = 1 << 3,
+    HR_CPU_AMX_INT8 = 1 << 4,
+    HR_CPU_NEON_DOT = 1 << 5
+};
+
+/* One for each ISA. A NULL entry is inherited from the table before it; scalar has none. */
+typedef struct {
+    const char* isa;
+    uint64_t needs;
+    HrOpFn op[HR_NUM_OPS];
+} HrKernelTable;
+
+const HrKernelTable* hr_kernels_scalar(void);
+const HrKernelTable* hr_kernels_avx2(void);
+const HrKernelTable* hr_kernels_avx512_vnni(void);
+
+/* Packing: one layout for each format, the same for all ISAs, so that packed files can be mapped on any machine.
+ * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix
+ * can be packed on their own: rows first ... last-1, where first is a multiple of the panel.
+ *
+ * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, signed -128 ... 127 for i8; d and m: float [num_out][groups] (i8 with
+ * weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact).
+ * linear_f: codes are the weights themselves, of the stored type. */
+typedef struct {
+    const char* layout; /* changes when the bytes do */
+    int64_t panel;
+    size_t (*packed_bytes)(int64_t num_out, int64_t num_in, int64_t group, int64_t flag);
+    void (*pack)(const void* codes, const float* d, const float* m, int64_t num_in, int64_t group, int64_t flag,
+                 int64_t first, int64_t last, int64_t num_out, void* packed);
+    /* Row `row` back as floats [num_in], exactly (code * d + m or code * d with one rounding per operation). */
+    void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
+                       float* out);
+} HrFormat;
+/* flag: has_min for i4, weight_group for i8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+extern const HrFormat hr_format_i4, hr_format_i8, hr_format_f;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
