@@ -1,0 +1,129 @@
+/* The tiles of the int4 and int8 linear layers in AVX-512 VNNI: up to 12 rows by 2 blocks of 16 outputs. */
+#pragma once
+/* gcc 12 takes the "undefined" operands in its own header for mistakes. */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#include "isa/avx512_vnni/vec.h"
+#include "isa/linear_drive.h"
+
+namespace HR_NS {
+
+/* acc += for each lane the sum over four bytes of unsigned w times signed a. As assembly because gcc 12 copies the
+ * accumulators of the intrinsic about and spills them. */
+HR_INLINE void dot4(__m512i& acc, __m512i w, __m512i a) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a)); }
+
+HR_INLINE __m512i line(const uint8_t* p) { return _mm512_loadu_si512(p); }
+HR_INLINE __m512i all_quad(const uint8_t* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
+HR_INLINE __m512 all_float(const uint8_t* p) { return _mm512_set1_ps(*(const float*)p); }
+
+#define HR_ROWS _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+#define HR_BLOCKS _Pragma("GCC unroll 2") for (int b = 0; b < 2; b++)
+
+template <int R, int mode, bool nibbles, bool stream>
+static void tile_of(const Span& s) {
+    constexpr bool held = R <= 4; /* float sums stay in registers */
+    const uint8_t *w = s.w, *a = s.a;
+    const int64_t ahead = s.ahead;
+    const __m512i low = _mm512_set1_epi8(15);
+    float* const acc = s.acc;
+    __m512 f[R][2], zero = _mm512_setzero_ps();
+    if (held) HR_ROWS HR_BLOCKS f[r][b] = s.first ? zero : _mm512_load_ps(acc + r * 32 + b * 16);
+    for (int64_t g = 0; g < s.groups; g++) {
+        const uint8_t *header = w, *rows = a;
+        w += mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
+        a += (mode == HR_MODE_MIN ? 12 : 8) * R;
+        __m512i c[R][2];
+        HR_ROWS c[r][0] = c[r][1] = all_quad(rows + 4 * r);
+        if (stream && mode != HR_MODE_CHANNEL) {
+            __builtin_prefetch(header + ahead);
+            if (mode == HR_MODE_MIN) __builtin_prefetch(header + ahead + 64);
+        }
+        for (int64_t n = g + 1 < s.groups ? s.octs : s.last_octs; n; n--) {
+            if (nibbles) {
+                const __m512i x = line(w), y = line(w + 64);
+                __m512i x1 = _mm512_and_si512(x, low), y1 = _mm512_and_si512(y, low);
+                __m512i x2 = _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
+                __m512i y2 = _mm512_and_si512(_mm512_srli_epi16(y, 4), low);
+                if (stream) __builtin_prefetch(w + ahead), __builtin_prefetch(w + ahead + 64);
+                HR_ROWS {
+                    const __m512i q = all_quad(a + 4 * r);
+                    dot4(c[r][0], x1, q), dot4(c[r][1], y1, q);
+                }
+                HR_ROWS {
+                    const __m512i q = all_quad(a + 4 * (R + r));
+                    dot4(c[r][0], x2, q), dot4(c[r][1], y2, q);
+                }
+                w += 128;
+            } else {
+                _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+                    const __m512i x = line(w + 128 * i), y = line(w + 128 * i + 64);
+                    if (stream) __builtin_prefetch(w + ahead + 128 * i), __builtin_prefetch(w + ahead + 128 * i + 64);
+                    HR_ROWS {
+                        const __m512i q = all_quad(a + 4 * (R * i + r));
+                        dot4(c[r][0], x, q), dot4(c[r][1], y, q);
+                    }
+                }
+                w += 256;
+            }
+            a += 8 * R;
+        }
+        __m512 d[2], m[2];
+        HR_BLOCKS {
+            if (mode != HR_MODE_CHANNEL) d[b] = load_f16((const uint16_t*)header + b * 16).v;
+            if (mode == HR_MODE_MIN) m[b] = load_f16((const uint16_t*)header + 32 + b * 16).v;
+        }
+        HR_ROWS {
+            const __m512 sa = all_float(rows + 4 * (R + r));
+            HR_BLOCKS {
+                float* at = acc + r * 32 + b * 16;
+                __m512 y = held ? f[r][b] : s.first && g == 0 ? zero : _mm512_load_ps(at);
+                const __m512 isum = _mm512_cvtepi32_ps(c[r][b]);
+                y = mode == HR_MODE_CHANNEL ? _mm512_fmadd_ps(isum, sa, y) : _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[b], y);
+                if (mode == HR_MODE_MIN) y = _mm512_fmadd_ps(all_float(rows + 4 * (2 * R + r)), m[b], y);
+                if (held) f[r][b] = y;
+                else _mm512_store_ps(at, y);
+            }
+        }
+    }
+    if (held) HR_ROWS HR_BLOCKS _mm512_store_ps(acc + r * 32 + b * 16, f[r][b]);
+}
+
+struct Avx512 {
+    enum { max_rows = 12, ahead = 3072 };
+
+    template <int mode, bool nibbles>
+    static void tile(int rows, const Span& s) {
+        switch (rows) {
+#define HR_CASE(R) \
+    case R: return s.stream ? tile_of<R, mode, nibbles, true>(s) : tile_of<R, mode, nibbles, false>(s);
+            HR_CASE(1) HR_CASE(2) HR_CASE(3) HR_CASE(4) HR_CASE(5) HR_CASE(6)
+            HR_CASE(7) HR_CASE(8) HR_CASE(9) HR_CASE(10) HR_CASE(11) HR_CASE(12)
+#undef HR_CASE
+        }
+    }
+
+    static void unpack(const uint8_t* from, uint8_t* to, int64_t octs) {
+        const __m512i low = _mm512_set1_epi8(15);
+        for (; octs; octs--, from += 128, to += 256) {
+            const __m512i x = line(from), y = line(from + 64);
+            _mm512_storeu_si512(to, _mm512_and_si512(x, low));
+            _mm512_storeu_si512(to + 64, _mm512_and_si512(y, low));
+            _mm512_storeu_si512(to + 128, _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
+            _mm512_storeu_si512(to + 192, _mm512_and_si512(_mm512_srli_epi16(y, 4), low));
+        }
+    }
+
+    static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) {
+        if (rows == 1) {
+            memcpy(to, from, (size_t)(4 * quads));
+            return;
+        }
+        for (int64_t k = 0; k < quads; k++)
+            for (int r = 0; r < rows; r++, to += 4) memcpy(to, from + r * ld + 4 * k, 4);
+    }
+};
+
+}  // namespace HR_NS

@@ -1,0 +1,222 @@
+/* How the int4 and int8 linear layers go through memory: shared by the ISAs with vectors, each of which brings its tiles.
+ *
+ * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
+ * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the L1
+ * cache (int4 is unpacked there, into the layout of int8); all row tiles of the chunk pass over a block, their float sums
+ * waiting in scratch. Groups of inputs still come in order for each row, so the bits are those of one row alone.
+ *
+ * Activations are packed before use, [block][tile of rows][group]: R int32 corrections (what the integer sum starts from),
+ * R scales, R products of scale and sum (has_min only), then [quad of inputs][row][4] codes.
+ *
+ * Include after vec.h. An ISA gives a struct with
+ *     enum { max_rows }                                   rows of its greatest tile
+ *     template <int mode, bool nibbles> static void tile(int rows, const Span&)
+ *     static void unpack(const uint8_t* from, uint8_t* to, int64_t octs)   int4 octs to int8 ones
+ *     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) */
+#pragma once
+#include "include/kernels.h"
+#include "isa/linear_layout.h"
+
+namespace HR_NS {
+
+enum { HR_MODE_GROUP = 0, HR_MODE_MIN = 1, HR_MODE_CHANNEL = 2 };
+
+/* One tile of rows by one panel of outputs over some groups of inputs. */
+struct Span {
+    const uint8_t* w;
+    const uint8_t* a;
+    int64_t groups, octs, last_octs; /* octs of a group, and of the last one here */
+    float* acc;                      /* [rows][32] on a cache line, read unless `first` */
+    int64_t ahead;                   /* distance of what to prefetch from what is read */
+    bool first, stream;
+};
+
+/* Both argument structs as one. */
+struct Linear {
+    const int8_t* q;
+    int64_t ld_q;
+    const float* scales;
+    const int32_t* sums;
+    int64_t ld_s;
+    const uint8_t* weights;
+    int64_t num_out;
+    const float* bias;
+    const float* residual;
+    int64_t ld_res;
+    float* out;
+    int64_t ld_out, rows;
+    int32_t offset; /* the stored codes are greater by it */
+    HrLayout l;
+};
+
+template <class Args>
+HR_INLINE Linear as_linear(const Args* a, HrTask* task, HrLayout l, int32_t offset) {
+    return {a->q,        a->ld_q,   a->scales, a->sums,   a->ld_s, (const uint8_t*)a->weights, a->num_out,
+            a->bias,     a->residual, a->ld_res, a->out, a->ld_out, task->dims[a->dim], offset, l};
+}
+
+HR_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+HR_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <int mode>
+HR_INLINE int64_t activation_header() { return mode == HR_MODE_MIN ? 12 : 8; }
+
+/* Rows row ... row + n - 1 of groups first ... last - 1, to `to`. Returns the end. */
+template <class Isa, int mode>
+static uint8_t* pack_tile(const Linear& p, int64_t row, int n, int64_t first, int64_t last, uint8_t* to) {
+    for (int64_t g = first; g < last; g++) {
+        for (int r = 0; r < n; r++) {
+            const float sa = p.scales[(row + r) * p.ld_s + g];
+            const int32_t sum = p.sums[(row + r) * p.ld_s + g], from = (int32_t)(0u - (uint32_t)p.offset * (uint32_t)sum);
+            memcpy(to + 4 * r, &from, 4), memcpy(to + 4 * (n + r), &sa, 4);
+            if (mode == HR_MODE_MIN) {
+                const float product = (float)sum * sa;
+                memcpy(to + 4 * (2 * n + r), &product, 4);
+            }
+        }
+        to += activation_header<mode>() * n;
+        const int64_t octs = at_most(p.l.group_octs, p.l.octs - g * p.l.group_octs);
+        Isa::pack_codes(p.q + row * p.ld_q + g * p.l.group, p.ld_q, n, 2 * octs, to);
+        to += 8 * octs * n;
+    }
+    return to;
+}
+
+/* The sums of a tile to where they go, with what is added at the end. */
+template <int mode>
+static void finish(const Linear& p, int64_t row, int rows, int64_t panel, const float* acc) {
+    const float* channel = (const float*)(p.weights + (panel + 1) * p.l.panel_bytes - 4 * HR_PANEL);
+    for (int half = 0; half < 2; half++) {
+        const int64_t col = panel * HR_PANEL + half * 16, n = at_most(16, p.num_out - col);
+        if (n <= 0) return;
+        const V bias = p.bias ? load_n(p.bias + col, n) : zero();
+        for (int r = 0; r < rows; r++) {
+            V y = load(acc + r * HR_PANEL + half * 16);
+            if (mode == HR_MODE_CHANNEL) y = mul(y, load(channel + half * 16));
+            if (p.bias) y = add(y, bias);
+            const float* residual = p.residual + (row + r) * p.ld_res + col;
+            float* out = p.out + (row + r) * p.ld_out + col;
+            if (n == 16) {
+                if (p.residual) y = add(y, load(residual));
+                store(out, y);
+            } else {
+                if (p.residual) y = add(y, load_n(residual, n));
+                store_n(out, y, n);
+            }
+        }
+    }
+}
+
+HR_INLINE uint8_t* on_line(uint8_t* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
+
+/* Pieces of some panels; each panel is streamed once for every `tile` rows (for all, unless the inputs are so many that
+ * fewer rows fit into scratch). What comes next is known before a piece ends, so that prefetching does not stop. */
+template <class Isa, int mode, bool nibbles>
+static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
+    constexpr int64_t PIECE = 48 << 10, AHEAD = Isa::ahead;
+    const int64_t panels = hr_num_panels(p.num_out);
+    const int64_t piece = at_least(1, at_most(PIECE / p.l.panel_bytes, panels / (4 * task->num_threads)));
+    int64_t next = hr_next(task) * piece;
+    if (next >= panels) return;
+
+    float* acc = (float*)task->scratch;
+    uint8_t* codes = (uint8_t*)task->scratch + Isa::max_rows * HR_PANEL * 4;
+    pack_tile<Isa, mode>(p, row, rows, 0, p.l.groups, codes);
+    const int64_t last_octs = p.l.octs - (p.l.groups - 1) * p.l.group_octs;
+    const int64_t a_group = rows * (activation_header<mode>() + 8 * p.l.group_octs);
+    /* The groups at the end of a piece, while which the beginning of the next is fetched. */
+    const int64_t tail = p.l.group_bytes > 2 * AHEAD ? 0 : at_most(p.l.groups, (AHEAD + p.l.group_bytes - 1) / p.l.group_bytes);
+    const int64_t ahead = tail ? tail * p.l.group_bytes : AHEAD;
+    while (next < panels) {
+        const int64_t first = next, last = at_most(panels, next + piece);
+        next = hr_next(task) * piece;
+        for (int64_t panel = first; panel < last; panel++) {
+            const uint8_t* w = p.weights + panel * p.l.panel_bytes;
+            const int64_t jump = panel + 1 < last ? 0 : tail;
+            Span s = {w, codes, p.l.groups - jump, p.l.group_octs, jump ? p.l.group_octs : last_octs, acc, ahead, true, true};
+            if (s.groups) Isa::template tile<mode, nibbles>(rows, s);
+            if (jump) {
+                s.first = s.groups == 0;
+                s.w += s.groups * p.l.group_bytes, s.a += s.groups * a_group;
+                s.groups = jump, s.last_octs = last_octs;
+                s.ahead = next < panels ? p.weights + next * p.l.panel_bytes - s.w : 0;
+                Isa::template tile<mode, nibbles>(rows, s);
+            }
+            finish<mode>(p, row, rows, panel, acc);
+        }
+    }
+}
+
+template <class Isa, int mode, bool nibbles>
+static void many_rows(const Linear& p, HrTask* task) {
+    constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20;
+    const int64_t unpacked = p.l.header + p.l.group_octs * 4 * HR_LINE; /* a group as int8 */
+    const int64_t block = at_least(1, WEIGHTS / unpacked);
+    const int64_t panels = hr_num_panels(p.num_out);
+    const int64_t row_bytes = p.l.groups * activation_header<mode>() + 8 * p.l.octs + 4 * HR_PANEL;
+    const int64_t fit = at_least(Isa::max_rows, ACTIVATIONS / row_bytes);
+    const int64_t chunks = (p.rows + fit - 1) / fit;
+
+    uint8_t* weights = (uint8_t*)task->scratch;
+    float* acc = (float*)on_line(weights + (nibbles ? block * unpacked : 0));
+    int64_t packed = -1, row = 0, rows = 0, tiles = 0;
+    uint8_t* codes = 0;
+    for (int64_t piece = hr_next(task); piece < panels * chunks; piece = hr_next(task)) {
+        const int64_t chunk = piece / panels, panel = piece % panels;
+        if (chunk != packed) {
+            packed = chunk, row = p.rows * chunk / chunks, rows = p.rows * (chunk + 1) / chunks - row;
+            tiles = (rows + Isa::max_rows - 1) / Isa::max_rows;
+            codes = (uint8_t*)(acc + rows * HR_PANEL);
+            uint8_t* to = codes;
+            for (int64_t g = 0; g < p.l.groups; g += block)
+                for (int64_t t = 0; t < tiles; t++) {
+                    const int64_t from = rows * t / tiles;
+                    to = pack_tile<Isa, mode>(p, row + from, (int)(rows * (t + 1) / tiles - from), g,
+                                              at_most(p.l.groups, g + block), to);
+                }
+        }
+        const uint8_t* a = codes;
+        const uint8_t* w = p.weights + panel * p.l.panel_bytes;
+        for (int64_t g = 0; g < p.l.groups; g += block) {
+            const int64_t groups = at_most(block, p.l.groups - g);
+            const int64_t octs = at_most(groups * p.l.group_octs, p.l.octs - g * p.l.group_octs);
+            const int64_t bytes = groups * p.l.header + octs * p.l.oct_bytes;
+            const int64_t last_octs = octs - (groups - 1) * p.l.group_octs;
+            const uint8_t* use = w;
+            if (nibbles) {
+                uint8_t* to = weights;
+                for (int64_t i = 0; i < groups; i++) {
+                    const int64_t n = i + 1 < groups ? p.l.group_octs : last_octs;
+                    const uint8_t* from = w + i * p.l.group_bytes;
+                    memcpy(to, from, (size_t)p.l.header);
+                    Isa::unpack(from + p.l.header, to + p.l.header, n);
+                    to += unpacked;
+                }
+                use = weights;
+            }
+            w += bytes;
+            for (int64_t i = 0; i < bytes; i += HR_LINE) __builtin_prefetch(w + i, 0, 2);
+            const int64_t a_row = groups * activation_header<mode>() + 8 * octs;
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t from = rows * t / tiles;
+                const int n = (int)(rows * (t + 1) / tiles - from);
+                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, 0, g == 0, false};
+                Isa::template tile<mode, false>(n, s);
+                a += n * a_row;
+            }
+        }
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t from = rows * t / tiles;
+            finish<mode>(p, row + from, (int)(rows * (t + 1) / tiles - from), panel, acc + from * HR_PANEL);
+        }
+    }
+}
+
+template <class Isa, int mode, bool nibbles>
+static void linear(const Linear& p, HrTask* task) {
+    if (p.rows <= 0) return;
+    if (p.rows <= Isa::max_rows) few_rows<Isa, mode, nibbles>(p, task, 0, (int)p.rows);
+    else many_rows<Isa, mode, nibbles>(p, task);
+}
+
+}  // namespace HR_NS

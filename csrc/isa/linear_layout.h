@@ -1,0 +1,56 @@
+/* How int4 and int8 weights lie in memory, for the packers and the kernels of every ISA.
+ *
+ * A panel is 32 outputs in two blocks of 16, one contiguous run of bytes, read once from front to back:
+ *     for each group of inputs:  d   [32] f16               one line of 64 bytes (i8 with weight_group 0: absent)
+ *                                m   [32] f16               one line (i4 with has_min only)
+ *                                oct [inputs / 8, rounded up]
+ *     at the end:                d   [32] f32               i8 with weight_group 0 only
+ * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128. i4: [block][output][input of
+ * the quad], the low nibble from the first quad and the high one from the second. Inputs and outputs that do not exist
+ * hold anything: they meet zeros, or are not written. So a line of 64 bytes is 16 outputs by 4 inputs, or
+ * two such lines after one `and` and one shift: what the dot product instructions take. */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+enum { HR_PANEL = 32, HR_LINE = 64 };
+
+struct HrLayout {
+    int64_t num_in, group, groups; /* groups of scales: 1 group of all inputs if there are none */
+    int64_t group_octs, octs;      /* of a whole group, of a row */
+    int64_t header, oct_bytes;     /* bytes before the octs of a group, and of each oct */
+    int64_t group_bytes, panel_bytes;
+};
+
+static inline HrLayout hr_layout(int64_t num_in, int64_t group, int64_t header, int64_t oct_bytes, int64_t trailer) {
+    HrLayout l;
+    l.num_in = num_in, l.group = group, l.groups = (num_in + group - 1) / group;
+    l.group_octs = (group + 7) / 8, l.octs = (num_in + 7) / 8;
+    l.header = header, l.oct_bytes = oct_bytes;
+    l.group_bytes = header + l.group_octs * oct_bytes;
+    l.panel_bytes = l.groups * header + l.octs * oct_bytes + trailer;
+    return l;
+}
+static inline HrLayout hr_layout_i4(int64_t num_in, int64_t group, int64_t has_min) {
+    return hr_layout(num_in, group, has_min ? 2 * HR_LINE : HR_LINE, 2 * HR_LINE, 0);
+}
+/* `group` is that of the activations; it leaves no trace in the bytes if weight_group is 0. */
+static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weight_group) {
+    return weight_group ? hr_layout(num_in, weight_group, HR_LINE, 4 * HR_LINE, 0)
+                        : hr_layout(num_in, group, 0, 4 * HR_LINE, 2 * HR_LINE);
+}
+static inline int64_t hr_num_panels(int64_t num_out) { return (num_out + HR_PANEL - 1) / HR_PANEL; }
+
+/* Where output `out` has its d of group g (m is 32 further), and the byte of its input k: bits 0-3 or 4-7 for i4. */
+static inline int64_t hr_at_d(const HrLayout* l, int64_t out, int64_t g) {
+    return out / HR_PANEL * l->panel_bytes + g * l->group_bytes + out % HR_PANEL * 2;
+}
+static inline int64_t hr_at_code(const HrLayout* l, int64_t out, int64_t k) {
+    int64_t lane = out % HR_PANEL, oct = k % l->group / 8;
+    int64_t quad = l->oct_bytes == 4 * HR_LINE ? k / 4 % 2 * 2 * HR_LINE : 0;
+    return out / HR_PANEL * l->panel_bytes + k / l->group * l->group_bytes + l->header + oct * l->oct_bytes + quad +
+           lane / 16 * HR_LINE + lane % 16 * 4 + k % 4;
+}
+static inline int64_t hr_at_channel(const HrLayout* l, int64_t out) {
+    return (out / HR_PANEL + 1) * l->panel_bytes - 4 * HR_PANEL + out % HR_PANEL * 4;
+}
