@@ -1,0 +1,279 @@
+/* Paged attention. A piece of work is a run of rows of one chunk with one kv head; it walks the visible keys span by
+ * span and keeps scores of one span only. With few combos the cache is read as it is stored; with many a span is first
+ * widened to floats, once for all of them. */
+#include "generic/attention_tiles.h"
+#include "generic/ops.h"
+
+namespace HR_NS {
+namespace {
+
+enum { PIECE_COMBOS = 96, WIDEN_FROM = 13 };
+
+struct Cache {
+    const HrArgs_attention* args;
+    int64_t kv_heads, head_dim, ld_acc, group, block_size;
+};
+
+struct Piece {
+    int64_t chunk, row, rows, kv_head, head, heads; /* `heads` query heads of the kv head's group, from `head` on */
+};
+
+/* Keys of one span. tiles[t] holds 16 of them; ld_v is the distance of two values. */
+struct Span {
+    const void *k[SPAN_TILES], *v[SPAN_TILES];
+    const float *k_scale[SPAN_TILES], *v_scale[SPAN_TILES];
+    int64_t ld_v;
+};
+
+struct Scratch {
+    char* at;
+    template <class T>
+    T* take(int64_t count) {
+        T* p = (T*)at;
+        at += ((size_t)count * sizeof(T) + 63) / 64 * 64;
+        return p;
+    }
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* The sixteen keys from position p on lie in one tile of the cache. */
+template <class K>
+void point_at_tile(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t p, int t, Span* span) {
+    typedef typename K::E E;
+    int64_t tile = (blocks[p / c.block_size] * c.block_size + p % c.block_size) / 16 * c.kv_heads + kv_head;
+    span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
+    span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
+    if (K::type == HR_I8) {
+        span->k_scale[t] = c.args->k_scale + tile * 16;
+        span->v_scale[t] = c.args->v_scale + tile * 16;
+    }
+}
+
+/* The same for any block size, by copying; positions outside first ... last - 1 are not looked at. */
+template <class K>
+void gather_tile(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t p, int64_t first, int64_t last, int t,
+                 void* buffer, Span* span) {
+    typedef typename K::E E;
+    int64_t size = c.head_dim * 16;
+    E *k = (E*)buffer + t * size * 2, *v = k + size;
+    float *ks = (float*)((E*)buffer + SPAN_TILES * size * 2) + t * 32, *vs = ks + 16;
+    for (int64_t j = most(p, first); j < least(p + 16, last); j++) {
+        int64_t slot = blocks[j / c.block_size] * c.block_size + j % c.block_size, lane = slot % 16, i = j - p;
+        int64_t tile = slot / 16 * c.kv_heads + kv_head;
+        const E* from = (const E*)c.args->k + tile * size + lane;
+        for (int64_t d = 0; d < c.head_dim; d++) k[d * 16 + i] = from[d * 16];
+        memcpy(v + i * c.head_dim, (const E*)c.args->v + tile * size + lane * c.head_dim, (size_t)c.head_dim * sizeof(E));
+        if (K::type == HR_I8) ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
+    }
+    span->k[t] = k, span->v[t] = v, span->k_scale[t] = ks, span->v_scale[t] = vs;
+}
+
+template <class K>
+void widen_tile(const Cache& c, int t, float* buffer, Span* span) {
+    typedef typename K::E E;
+    float *k = buffer + t * 32 * c.ld_acc, *v = k + 16 * c.ld_acc;
+    const E *from_k = (const E*)span->k[t], *from_v = (const E*)span->v[t];
+    for (int64_t d = 0; d < c.head_dim; d++) store(k + d * 16, K::get(from_k + d * 16));
+    int64_t whole = c.head_dim / 16 * 16;
+    for (int i = 0; i < 16; i++) {
+        for (int64_t d = 0; d < whole; d += 16) store(v + i * c.ld_acc + d, K::get(from_v + i * c.head_dim + d));
+        if (whole < c.head_dim)
+            store(v + i * c.ld_acc + whole, K::get_n(from_v + i * c.head_dim + whole, c.head_dim - whole));
+    }
+    span->k[t] = k, span->v[t] = v;
+}
+
+/* What a piece carries from span to span, by combo; lo ... hi - 1 are the keys of the span that the combo sees. */
+struct State {
+    float *q, *s, *acc, *m, *l, *alpha;
+    int32_t *lo, *hi;
+};
+
+/* Raw scores of one combo -> weights; m, l and alpha with them. For int8 the weights stored hold v_scale too. */
+template <bool Scaled>
+void softmax(const HrArgs_attention* a, const Span& span, float* s, int lo, int hi, float* m, float* l, float* alpha) {
+    const V low = set1(-__builtin_inff()), factor = set1((float)a->scale), cap = set1((float)a->softcap);
+    int first = lo / 16, last = (hi + 15) / 16;
+    V top = low;
+    for (int t = first; t < last; t++) {
+        V x = mul(load(s + t * 16), Scaled ? mul(factor, load(span.k_scale[t])) : factor);
+        if (a->softcap > 0) x = mul(cap, tanh(div(x, cap)));
+        if (t * 16 + 16 > hi) x = select(first_n(hi - t * 16), x, low);
+        if (t * 16 < lo) x = select(first_n(lo - t * 16), low, x);
+        store(s + t * 16, x);
+        top = max(top, x);
+    }
+    float best = hmax(top);
+    best = *m > best ? *m : best;
+    V sum = zero(), mark = set1(best);
+    for (int t = first; t < last; t++) {
+        V w = exp_falling(sub(load(s + t * 16), mark));
+        sum = add(sum, w);
+        store(s + t * 16, Scaled ? mul(w, load(span.v_scale[t])) : w);
+    }
+    float change[16];
+    store(change, exp_falling(set1(*m - best)));
+    *alpha = change[0];
+    *l = *l * change[0] + hsum(sum);
+    *m = best;
+}
+
+/* The second product for keys first ... last - 1 of the span. Keys that all combos see are walked together, those at
+ * the ends that only some see one combo at a time: a hidden key's value enters no chain. */
+template <class K>
+void weigh(const Cache& c, const Span& span, State& st, int64_t base, int combos, int first, int last) {
+    int from[MAX_COMBOS], to[MAX_COMBOS], all_from = first, all_to = last;
+    for (int i = 0; i < combos; i++) {
+        from[i] = (int)most(st.lo[base + i], first), to[i] = (int)least(st.hi[base + i], last);
+        all_from = (int)most(all_from, from[i]), all_to = (int)least(all_to, to[i]);
+    }
+    int64_t dim = span.ld_v;
+    auto alone = [&](int i, int begin, int end) {
+        if (begin >= end) return;
+        int64_t n = base + i;
+        values<K>(1, st.s + n * LD_S, span.v, begin, end, dim, span.ld_v, st.alpha + n, st.acc + n * c.ld_acc, c.ld_acc);
+        st.alpha[n] = 1.0f;
+    };
+    if (all_from >= all_to) {
+        for (int i = 0; i < combos; i++) alone(i, from[i], to[i]);
+        return;
+    }
+    for (int i = 0; i < combos; i++) alone(i, from[i], all_from);
+    values<K>(combos, st.s + base * LD_S, span.v, all_from, all_to, dim, span.ld_v, st.alpha + base,
+              st.acc + base * c.ld_acc, c.ld_acc);
+    for (int i = 0; i < combos; i++) st.alpha[base + i] = 1.0f;
+    for (int i = 0; i < combos; i++) alone(i, all_to, to[i]);
+}
+
+template <class K, class Read>
+void attend_span(const Cache& c, const Span& span, State& st, int64_t num_tiles, int64_t combos) {
+    auto begin = [&](int64_t tile) { return combos * tile / num_tiles; };
+    enum { PANEL = 4 }; /* key tiles whose floats stay in L1 while all combos pass */
+    for (int panel = 0; panel < SPAN_TILES; panel += PANEL)
+        for (int64_t i = 0; i < num_tiles; i++) {
+            int64_t base = begin(i), end = begin(i + 1);
+            int first = HR_SPAN, last = 0;
+            for (int64_t n = base; n < end; n++)
+                if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
+            first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
+            if (first < last)
+                scores<Read>((int)(end - base), st.q + base * c.head_dim, span.k, first, last, c.head_dim, st.s + base * LD_S);
+        }
+    for (int64_t n = 0; n < combos; n++)
+        if (st.lo[n] < st.hi[n])
+            softmax<K::type == HR_I8>(c.args, span, st.s + n * LD_S, st.lo[n], st.hi[n], st.m + n, st.l + n, st.alpha + n);
+    for (int half = 0; half < HR_SPAN; half += HR_SPAN / 2)
+        for (int64_t i = 0; i < num_tiles; i++)
+            weigh<Read>(c, span, st, begin(i), (int)(begin(i + 1) - begin(i)), half, half + HR_SPAN / 2);
+}
+
+template <class K>
+void attend(const Cache& c, const Piece& piece, void* memory) {
+    const HrArgs_attention* a = c.args;
+    int64_t combos = piece.rows * piece.heads, num_tiles = (combos + MAX_COMBOS - 1) / MAX_COMBOS;
+    bool widen = K::type != HR_F32 && combos >= WIDEN_FROM, gather = c.block_size % 16 != 0;
+    Scratch scratch = {(char*)memory};
+    State st;
+    st.q = scratch.take<float>(combos * c.head_dim);
+    st.s = scratch.take<float>(combos * LD_S);
+    st.acc = scratch.take<float>(combos * c.ld_acc);
+    st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
+    st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
+    float* floats = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
+    void* gathered = scratch.take<char>(gather ? SPAN_TILES * 32 * (c.head_dim * (int64_t)sizeof(typename K::E) + 4) : 0);
+
+    const int32_t* blocks = a->blocks + a->table_begin[piece.chunk];
+    int64_t row = a->row_begin[piece.chunk] + piece.row, start = a->start[piece.chunk] + piece.row;
+    for (int64_t i = 0; i < num_tiles; i++) {
+        int64_t base = combos * i / num_tiles, count = combos * (i + 1) / num_tiles - base;
+        for (int64_t n = 0; n < count; n++) {
+            int64_t head = piece.kv_head * c.group + piece.head + (base + n) % piece.heads;
+            const float* x = a->x + (row + (base + n) / piece.heads) * a->ld_x + head * c.head_dim;
+            float* q = st.q + base * c.head_dim + n;
+            for (int64_t d = 0; d < c.head_dim; d++) q[d * count] = x[d];
+        }
+    }
+    for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = 0.0f;
+    memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
+
+    auto lowest = [&](int64_t position) { return a->window > 0 ? most(0, position - a->window + 1) : 0; };
+    int64_t first = lowest(start), last = start + piece.rows;
+    for (int64_t begin = first / HR_SPAN * HR_SPAN; begin < last; begin += HR_SPAN) {
+        for (int64_t r = 0; r < piece.rows; r++) {
+            int32_t lo = (int32_t)most(0, lowest(start + r) - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
+            for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
+        }
+        Span span = {};
+        span.ld_v = c.head_dim;
+        for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16) {
+            int t = (int)((p - begin) / 16);
+            if (gather)
+                gather_tile<K>(c, blocks, piece.kv_head, p, first, last, t, gathered, &span);
+            else
+                point_at_tile<K>(c, blocks, piece.kv_head, p, t, &span);
+            if (widen) widen_tile<K>(c, t, floats, &span);
+        }
+        if (widen) {
+            span.ld_v = c.ld_acc;
+            attend_span<K, F32>(c, span, st, num_tiles, combos);
+        } else {
+            attend_span<K, K>(c, span, st, num_tiles, combos);
+        }
+    }
+
+    for (int64_t n = 0; n < combos; n++) {
+        int64_t head = piece.kv_head * c.group + piece.head + n % piece.heads;
+        float* out = a->out + (row + n / piece.heads) * a->ld_out + head * c.head_dim;
+        for (int64_t d = 0; d < c.head_dim; d += 16)
+            store_n(out + d, div(load(st.acc + n * c.ld_acc + d), set1(st.l[n])), least(16, c.head_dim - d));
+    }
+}
+
+/* Row tiles of a chunk, and about how long one of them takes, as half the bits of the count of its products. */
+struct Share {
+    int64_t tiles, bucket;
+};
+Share share_of(const HrArgs_attention* a, int64_t chunk, int64_t heads) {
+    int64_t rows = a->row_begin[chunk + 1] - a->row_begin[chunk], most_rows = most(1, PIECE_COMBOS / heads);
+    int64_t tiles = (rows + most_rows - 1) / most_rows, keys = a->start[chunk] + rows;
+    if (a->window > 0) keys = least(keys, a->window + rows);
+    return {tiles, (64 - __builtin_clzll((uint64_t)most(1, rows / most(1, tiles) * keys))) / 2};
+}
+
+}  // namespace
+
+void attention(const HrArgs_attention* a, HrTask* task) {
+    Cache c = {a, a->kv_heads, a->head_dim, (a->head_dim + 15) / 16 * 16, a->heads / a->kv_heads, a->block_size};
+    int64_t num_chunks = task->dims[HR_DIM_SEQS], total = 0, bucket = 0;
+    int64_t parts = (c.group + PIECE_COMBOS - 1) / PIECE_COMBOS, heads = (c.group + parts - 1) / parts;
+    for (int64_t i = 0; i < num_chunks; i++) total += share_of(a, i, heads).tiles * c.kv_heads * parts;
+    /* Few pieces: the query heads of a group are shared out too, at the price of reading the cache more than once. */
+    if (total % task->num_threads != 0 && total < 2 * task->num_threads && c.group % task->num_threads == 0)
+        parts = task->num_threads, heads = c.group / parts;
+    for (int64_t i = 0; i < num_chunks; i++) bucket = most(bucket, share_of(a, i, heads).bucket);
+
+    int64_t next = hr_next(task), begun = 0;
+    for (; bucket >= 0; bucket--)
+        for (int64_t i = 0; i < num_chunks; i++) {
+            Share share = share_of(a, i, heads);
+            if (share.bucket != bucket) continue;
+            int64_t rows = a->row_begin[i + 1] - a->row_begin[i], pieces = share.tiles * c.kv_heads * parts;
+            for (; next < begun + pieces; next = hr_next(task)) {
+                int64_t tile = share.tiles - 1 - (next - begun) / (c.kv_heads * parts), rest = (next - begun) % (c.kv_heads * parts);
+                Piece piece;
+                piece.chunk = i, piece.row = rows * tile / share.tiles, piece.rows = rows * (tile + 1) / share.tiles - piece.row;
+                piece.kv_head = rest / parts, piece.head = rest % parts * heads, piece.heads = least(heads, c.group - piece.head);
+                switch (a->kv_type) {
+                    case HR_F32: attend<F32>(c, piece, task->scratch); break;
+                    case HR_F16: attend<F16>(c, piece, task->scratch); break;
+                    case HR_BF16: attend<BF16>(c, piece, task->scratch); break;
+                    default: attend<I8>(c, piece, task->scratch); break;
+                }
+            }
+            begun += pieces;
+        }
+}
+
+}  // namespace HR_NS

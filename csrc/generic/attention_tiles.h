@@ -1,0 +1,177 @@
+/* The two products of attention as register tiles, and the softmax between them.
+ *
+ * A "combo" is one row and one query head; up to MAX_COMBOS of them share what is loaded of the cache. Every score is
+ * one chain over d and every output one chain over keys, so speed comes from many chains at once: combos times key
+ * tiles of 16 in the first product, combos times vectors of head_dim in the second. How many fit follows from the
+ * registers of the ISA; the bits do not depend on it. */
+#pragma once
+#include "include/kernels.h"
+#include HR_VEC_H
+#include "generic/math.h"
+
+namespace HR_NS {
+namespace {
+
+enum { MAX_COMBOS = 6, SPAN_TILES = HR_SPAN / HR_LANES, LD_S = HR_SPAN + 16 /* rows of scores, kept off one another */ };
+
+struct F32 {
+    typedef float E;
+    static constexpr int type = HR_F32;
+    HR_INLINE V get(const E* p) { return load(p); }
+    HR_INLINE V get_n(const E* p, int64_t n) { return load_n(p, n); }
+};
+struct F16 {
+    typedef uint16_t E;
+    static constexpr int type = HR_F16;
+    HR_INLINE V get(const E* p) { return load_f16(p); }
+    HR_INLINE V get_n(const E* p, int64_t n) { return load_f16_n(p, n); }
+};
+struct BF16 {
+    typedef uint16_t E;
+    static constexpr int type = HR_BF16;
+    HR_INLINE V get(const E* p) { return load_bf16(p); }
+    HR_INLINE V get_n(const E* p, int64_t n) { return load_bf16_n(p, n); }
+};
+struct I8 {
+    typedef int8_t E;
+    static constexpr int type = HR_I8;
+    HR_INLINE V get(const E* p) { return load_i8(p); }
+    HR_INLINE V get_n(const E* p, int64_t n) { return load_i8_n(p, n); }
+};
+
+/* Vectors that go with `combos` rows of accumulators: up to 24 of 32 registers, or 6 of 8 pairs. */
+constexpr int tile_width(int combos) {
+#if defined(HR_ISA_AVX512_VNNI)
+    return combos <= 3 ? 8 : 4;
+#else
+    return combos == 1 ? 4 : combos <= 3 ? 2 : 1;
+#endif
+}
+
+/* s[c][t * 16 + i] = chain over d of q[d][c] * k[t][d][i] */
+template <class K, int C, int T>
+static void scores_tile(const float* q, const void* const* tiles, int64_t head_dim, float* s) {
+    V a[C][T];
+    const typename K::E* k[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) k[t] = (const typename K::E*)tiles[t];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) a[c][t] = zero();
+    for (int64_t d = 0; d < head_dim; d++, q += C) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) {
+            V x = K::get(k[t] + d * 16);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) a[c][t] = fma(set1(q[c]), x, a[c][t]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) store(s + c * LD_S + t * 16, a[c][t]);
+}
+
+template <class K, int C>
+static void scores(const float* q, const void* const* tiles, int first, int last, int64_t head_dim, float* s) {
+    constexpr int W = tile_width(C);
+    int t = first;
+    for (; last - t >= W; t += W) scores_tile<K, C, W>(q, tiles + t, head_dim, s + t * 16);
+    if constexpr (W > 4)
+        if (last - t >= 4) scores_tile<K, C, 4>(q, tiles + t, head_dim, s + t * 16), t += 4;
+    if constexpr (W > 2)
+        if (last - t >= 2) scores_tile<K, C, 2>(q, tiles + t, head_dim, s + t * 16), t += 2;
+    if constexpr (W > 1)
+        if (last - t >= 1) scores_tile<K, C, 1>(q, tiles + t, head_dim, s + t * 16);
+}
+
+/* acc[c][d0 ...] = acc * alpha[c], then the chain over keys first ... last - 1 of w[c][j] * v[j][d]. Keys are counted
+ * within the span; n < 16 marks the ragged end of head_dim. */
+template <class K, int C, int D, bool Ragged>
+static void values_tile(const float* w, const void* const* tiles, int first, int last, int64_t ld_v, int64_t d0, int64_t n,
+                        const float* alpha, float* acc, int64_t ld_acc) {
+    V a[C][D];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int i = 0; i < D; i++) a[c][i] = mul(load(acc + c * ld_acc + d0 + i * 16), set1(alpha[c]));
+    for (int j = first; j < last;) {
+        const typename K::E* v = (const typename K::E*)tiles[j / 16] + j % 16 * ld_v + d0;
+        int end = (j | 15) + 1 < last ? (j | 15) + 1 : last;
+        for (; j < end; j++, v += ld_v) {
+#pragma GCC unroll 8
+            for (int i = 0; i < D; i++) {
+                V x = Ragged ? K::get_n(v, n) : K::get(v + i * 16);
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) a[c][i] = fma(set1(w[c * LD_S + j]), x, a[c][i]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int i = 0; i < D; i++) store(acc + c * ld_acc + d0 + i * 16, a[c][i]);
+}
+
+template <class K, int C>
+static void values(const float* w, const void* const* tiles, int first, int last, int64_t head_dim, int64_t ld_v,
+                   const float* alpha, float* acc, int64_t ld_acc) {
+    constexpr int W = tile_width(C);
+    int64_t d = 0;
+    for (; head_dim - d >= 16 * W; d += 16 * W)
+        values_tile<K, C, W, false>(w, tiles, first, last, ld_v, d, 16, alpha, acc, ld_acc);
+    if constexpr (W > 4)
+        if (head_dim - d >= 64) values_tile<K, C, 4, false>(w, tiles, first, last, ld_v, d, 16, alpha, acc, ld_acc), d += 64;
+    if constexpr (W > 2)
+        if (head_dim - d >= 32) values_tile<K, C, 2, false>(w, tiles, first, last, ld_v, d, 16, alpha, acc, ld_acc), d += 32;
+    if constexpr (W > 1)
+        if (head_dim - d >= 16) values_tile<K, C, 1, false>(w, tiles, first, last, ld_v, d, 16, alpha, acc, ld_acc), d += 16;
+    if (d < head_dim) values_tile<K, C, 1, true>(w, tiles, first, last, ld_v, d, head_dim - d, alpha, acc, ld_acc);
+}
+
+#define HR_BY_COMBOS(call)          \
+    switch (combos) {               \
+        case 1: call(1); break;     \
+        case 2: call(2); break;     \
+        case 3: call(3); break;     \
+        case 4: call(4); break;     \
+        case 5: call(5); break;     \
+        default: call(6); break;    \
+    }
+
+template <class K>
+static void scores(int combos, const float* q, const void* const* tiles, int first, int last, int64_t head_dim, float* s) {
+#define HR_CALL(n) scores<K, n>(q, tiles, first, last, head_dim, s)
+    HR_BY_COMBOS(HR_CALL)
+#undef HR_CALL
+}
+
+template <class K>
+static void values(int combos, const float* w, const void* const* tiles, int first, int last, int64_t head_dim, int64_t ld_v,
+                   const float* alpha, float* acc, int64_t ld_acc) {
+#define HR_CALL(n) values<K, n>(w, tiles, first, last, head_dim, ld_v, alpha, acc, ld_acc)
+    HR_BY_COMBOS(HR_CALL)
+#undef HR_CALL
+}
+
+/* exp(x) of math.h where x <= 0 or NaN: its upper bounds can do nothing there. */
+HR_INLINE V exp_falling(V x) {
+    V y = max(set1(-88.0f), x);
+    I n = round_i32(mul(y, set1(1.44269504088896341f)));
+    V f = to_f32(n);
+    V r = fma(f, set1(-0.693359375f), y);
+    r = fma(f, set1(2.12194440e-4f), r);
+    V p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, mul(r, r), add(r, set1(1.0f)));
+    p = mul(p, pow2(n));
+    return select(lt(x, set1(-87.3f)), zero(), p);
+}
+
+}  // namespace
+}  // namespace HR_NS
