@@ -9,12 +9,15 @@ ARGS     ?=
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 RECORD   := $(BIN)/python -m bench.record
+NATIVE   := build/native
+TESTED   := build/selftest
+TOOLS    := env PATH=$(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix docs bench sim clean
+.PHONY: help setup run test check fix docs bench sim native native-test clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## make .venv with the headrace command and the dev tools in it
 
@@ -26,8 +29,10 @@ $(STAMP): pyproject.toml constraints.txt
 	  test -n "$$python" || { echo "headrace needs Python 3.11 or newer; name one with make setup PYTHON=/path/to/python3" >&2; exit 1; }; \
 	  $$python -c 'import ensurepip, venv' 2>/dev/null || { echo "$$python has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	  test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "$$python -m venv $(VENV)"; $$python -m venv --clear $(VENV); }
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt nanobind scikit-build-core cmake ninja
+	$(TOOLS) python -m pip install --quiet --no-build-isolation $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
+	@$(BIN)/python -c 'import headrace._native' 2>/dev/null || echo "no C++17 compiler was found: headrace runs without its native kernels, slowly; install one, then: make native" >&2
 	@echo "headrace $$($(BIN)/headrace --version | cut -d' ' -f2) is in $(VENV); try: make run"
 
 run: $(STAMP)  ## serve MODEL (the built-in one) with the OpenAI API on PORT (8000)
@@ -58,6 +63,17 @@ bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; ke
 
 sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
 	$(BIN)/python -m tests.sim $(ARGS)
+
+# The build folder is the one of `make setup`. Where there is none (no compiler then), the install is made again.
+native: $(STAMP)  ## compile what was edited in csrc/ and put the extension into .venv
+	test -f $(NATIVE)/build.ninja || $(TOOLS) sh -c "cmake -S . -B $(NATIVE) -G Ninja && python -m pip install --quiet --no-build-isolation --no-deps -e ."
+	$(BIN)/cmake --build $(NATIVE)
+	$(BIN)/cmake --install $(NATIVE) --prefix $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') >/dev/null
+
+native-test: $(STAMP)  ## the operators of every ISA against scalar, in C++ alone, with the address and undefined sanitizers
+	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
+	$(BIN)/cmake --build $(TESTED)
+	$(TESTED)/selftest
 
 clean:  ## remove caches and build outputs (not .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,6 +21,12 @@ def api_key() -> str | None:
     return os.environ.get("HEADRACE_API_KEY") or None
 
 
+def isa() -> str | None:
+    """HEADRACE_ISA: the highest instruction set for the native kernels, such as `scalar` or `avx2` (default: the best
+    that the machine has; `headrace doctor` lists them). The results are the same with each."""
+    return os.environ.get("HEADRACE_ISA") or None
+
+
 def tame_openmp() -> None:
     """OMP_WAIT_POLICY: read by GNU OpenMP when torch is loaded; `import headrace` makes it passive if it is not set.
 

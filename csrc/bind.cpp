@@ -1,0 +1,217 @@
+/* The binding: lists, numbers and bytes in, native calls out. Checks names and sizes; pointers are the caller's word. */
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "include/dispatch.h"
+#include "include/limits.h"
+#include "include/tape.h"
+#include "include/team.h"
+
+namespace nb = nanobind;
+using std::string;
+using std::vector;
+typedef nb::call_guard<nb::gil_scoped_release> NoGil;
+
+extern "C" {
+/* A format whose source is absent is NULL. */
+__attribute__((weak)) extern const HrFormat hr_format_i4, hr_format_i8, hr_format_f;
+}
+
+namespace {
+
+const char* const op_names[] = {
+#define HR_NAME(op) #op,
+    HR_OPS(HR_NAME)
+#undef HR_NAME
+};
+
+nb::dict schema() {
+    nb::dict ops;
+    nb::list fields;
+#define HR_KIND_P(type, name) fields.append(nb::make_tuple(#name, "p"));
+#define HR_KIND_I(name) fields.append(nb::make_tuple(#name, "i"));
+#define HR_KIND_F(name) fields.append(nb::make_tuple(#name, "f"));
+#define HR_SCHEMA(op)                                       \
+    fields = nb::list();                                    \
+    HR_FIELDS_##op(HR_KIND_P, HR_KIND_I, HR_KIND_F) ops[#op] = fields;
+    HR_OPS(HR_SCHEMA)
+    return ops;
+}
+
+vector<string> isas() {
+    vector<string> names;
+    for (const HrKernelTable* table : hr::tables()) names.push_back(table->isa);
+    return names;
+}
+
+std::map<string, bool> named(uint64_t bits) {
+    return {{"avx2", bits & HR_CPU_AVX2},         {"avx512", bits & HR_CPU_AVX512},
+            {"avx512_vnni", bits & HR_CPU_VNNI512}, {"avx_vnni", bits & HR_CPU_AVX_VNNI},
+            {"amx_int8", bits & HR_CPU_AMX_INT8}, {"neon_dot", bits & HR_CPU_NEON_DOT}};
+}
+
+std::map<string, bool> decide(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
+                              uint32_t leaf7_1_eax, uint64_t xcr0) {
+    return named(hr::decide({leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax, xcr0}));
+}
+
+std::map<string, string> served(const string& isa) {
+    hr::Kernels kernels = hr::choose(isa);
+    std::map<string, string> found;
+    for (int op = 0; op < HR_NUM_OPS; op++) found[op_names[op]] = kernels.isa[op];
+    return found;
+}
+
+int checked_threads(int64_t num) {
+    if (num < 0 || num > hr::MAX_THREADS)
+        throw std::invalid_argument("num_threads must be 0 (the default) ... " + std::to_string(hr::MAX_THREADS));
+    return (int)num;
+}
+
+int op_of(const string& name) {
+    for (int op = 0; op < HR_NUM_OPS; op++)
+        if (name == op_names[op]) return op;
+    throw std::invalid_argument("no operator is called '" + name + "'");
+}
+
+int64_t add(hr::Tape& tape, const string& op, nb::bytes args) { return tape.add(op_of(op), args.data(), args.size()); }
+
+void set_dims(hr::Tape& tape, const vector<int64_t>& dims) {
+    if (dims.size() != HR_DIM_FREE) throw std::invalid_argument("dims are three: rows, sequences, logits");
+    for (size_t i = 0; i < dims.size(); i++)
+        if (dims[i] < 0) throw std::invalid_argument("dims must not be negative");
+    for (size_t i = 0; i < dims.size(); i++) tape.dims()[i] = dims[i];
+}
+
+void run_range(hr::Tape& tape, int64_t first, int64_t last, const vector<int64_t>& dims, int64_t num_threads) {
+    if (first < 0 || last < first || last > tape.size())
+        throw std::invalid_argument("records " + std::to_string(first) + " ... " + std::to_string(last) +
+                                    " are not on a tape of " + std::to_string(tape.size()));
+    int num = checked_threads(num_threads);
+    set_dims(tape, dims);
+    if (first < last) tape.run(first, last, num, nullptr);
+}
+
+void run(hr::Tape& tape, const vector<int64_t>& dims, int64_t num_threads) {
+    run_range(tape, 0, tape.size(), dims, num_threads);
+}
+
+vector<int64_t> profile(hr::Tape& tape, const vector<int64_t>& dims, int64_t num_threads) {
+    int num = checked_threads(num_threads);
+    set_dims(tape, dims);
+    vector<int64_t> ns((size_t)tape.size());
+    if (!ns.empty()) tape.run(0, tape.size(), num, ns.data());
+    return ns;
+}
+
+const HrFormat& format_of(const string& name) {
+    const HrFormat* found = name == "i4" ? &hr_format_i4 : name == "i8" ? &hr_format_i8 : name == "f" ? &hr_format_f : nullptr;
+    if (!found) throw std::invalid_argument("no format is called '" + name + "': it must be i4, i8 or f, and in this build");
+    return *found;
+}
+
+struct Packing {
+    const HrFormat* format;
+    const char* codes;
+    const float *d, *m;
+    int64_t num_in, group, flag, first, last, num_out, code_bytes, scales;
+    void* packed;
+};
+
+void pack_panels(void* context, int, int) {
+    Packing& p = *(Packing*)context;
+    int64_t panel = p.format->panel;
+    for (;;) {
+        int64_t first = p.first + __atomic_fetch_add(&hr::team_work()->counter, 1, __ATOMIC_RELAXED) * panel;
+        if (first >= p.last) return;
+        int64_t last = first + panel < p.last ? first + panel : p.last, offset = first - p.first;
+        p.format->pack(p.codes + offset * p.num_in * p.code_bytes, p.d ? p.d + offset * p.scales : nullptr,
+                       p.m ? p.m + offset * p.scales : nullptr, p.num_in, p.group, p.flag, first, last, p.num_out, p.packed);
+    }
+}
+
+void pack(const string& name, uintptr_t codes, uintptr_t d, uintptr_t m, int64_t num_in, int64_t group, int64_t flag,
+          int64_t first, int64_t last, int64_t num_out, uintptr_t packed) {
+    const HrFormat& format = format_of(name);
+    if (first < 0 || last < first || last > num_out || first % format.panel || num_in < 1)
+        throw std::invalid_argument("rows must be first ... last - 1 of num_out, first a multiple of " +
+                                    std::to_string(format.panel));
+    if (name != "f" && group < 1) throw std::invalid_argument("group must be 1 or more");
+    int64_t code_bytes = name == "f" ? (flag == HR_F32 ? 4 : 2) : 1;
+    int64_t scales = name == "i8" && flag == 0 ? 1 : name == "f" ? 0 : (num_in + group - 1) / group;
+    Packing packing = {&format, (const char*)codes, (const float*)d, (const float*)m, num_in, group, flag,
+                       first, last, num_out, code_bytes, scales, (void*)packed};
+    /* Below a quarter of a million weights waking the others takes longer than packing. */
+    hr::team_run((last - first) * num_in < 1 << 18 ? 1 : 0, pack_panels, &packing);
+}
+
+void unpack_row(const string& name, uintptr_t packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag,
+                int64_t row, uintptr_t out) {
+    if (row < 0 || row >= num_out) throw std::invalid_argument("row must be 0 ... num_out - 1");
+    format_of(name).unpack_row((const void*)packed, num_out, num_in, group, flag, row, (float*)out);
+}
+
+nb::list limits(int64_t num_threads, double seconds) {
+    int num = checked_threads(num_threads);
+    if (!(seconds > 0 && seconds <= 60)) throw std::invalid_argument("seconds must be above 0 and at most 60");
+    vector<hr::Limit> found;
+    {
+        nb::gil_scoped_release no_gil;
+        found = hr::measure_limits(num, seconds);
+    }
+    nb::list rows;
+    for (const hr::Limit& limit : found) {
+        nb::dict row;
+        row["what"] = limit.what, row["isa"] = limit.isa, row["rate"] = limit.rate;
+        row["least"] = limit.least, row["most"] = limit.most, row["bytes"] = limit.bytes;
+        rows.append(row);
+    }
+    return rows;
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    using namespace nb::literals;
+    module.doc() = "The native core: operators by ISA, the tape, the thread team. See backends/cpu/native.py.";
+    module.def("schema", schema);
+    module.def("isas", isas);
+    module.def("features", [] { return named(hr::features()); });
+    module.def("decide", decide, "leaf1_ecx"_a, "leaf7_ebx"_a, "leaf7_ecx"_a, "leaf7_edx"_a, "leaf7_1_eax"_a, "xcr0"_a);
+    module.def("served", served, "isa"_a = "");
+    module.def("set_isa", hr::set_isa, "isa"_a);
+    module.def("num_threads", hr::num_threads);
+    module.def("set_num_threads", [](int64_t num) { hr::set_num_threads(checked_threads(num)); }, "num"_a);
+
+    nb::class_<hr::Tape>(module, "Tape")
+        .def("__init__", [](hr::Tape* self, const string& isa) { new (self) hr::Tape(hr::choose(isa)); }, "isa"_a = "")
+        .def("add", add, "op"_a, "args"_a)
+        .def("run", run, "dims"_a, "num_threads"_a = 0, NoGil())
+        .def("run_range", run_range, "first"_a, "last"_a, "dims"_a, "num_threads"_a = 0, NoGil())
+        .def("profile", profile, "dims"_a, "num_threads"_a = 0, NoGil())
+        .def("dims", [](hr::Tape& tape) { return vector<int64_t>(tape.dims(), tape.dims() + tape.dims_used()); })
+        .def("ops", [](hr::Tape& tape) {
+            vector<string> names;
+            for (int64_t i = 0; i < tape.size(); i++) names.push_back(op_names[tape.op(i)]);
+            return names;
+        })
+        .def("__len__", &hr::Tape::size);
+
+    module.def("layout", [](const string& format) { return string(format_of(format).layout); }, "format"_a);
+    module.def("panel", [](const string& format) { return format_of(format).panel; }, "format"_a);
+    module.def("packed_bytes", [](const string& format, int64_t num_out, int64_t num_in, int64_t group, int64_t flag) {
+        return format_of(format).packed_bytes(num_out, num_in, group, flag);
+    }, "format"_a, "num_out"_a, "num_in"_a, "group"_a, "flag"_a);
+    module.def("pack", pack, "format"_a, "codes"_a, "d"_a, "m"_a, "num_in"_a, "group"_a, "flag"_a, "first"_a, "last"_a,
+               "num_out"_a, "packed"_a, NoGil());
+    module.def("unpack_row", unpack_row, "format"_a, "packed"_a, "num_out"_a, "num_in"_a, "group"_a, "flag"_a, "row"_a,
+               "out"_a, NoGil());
+    module.def("limits", limits, "num_threads"_a = 0, "seconds"_a = 0.5);
+}

@@ -1,0 +1,3 @@
+#include "generic/table.h"
+
+HR_TABLE(avx2, HR_CPU_AVX2)

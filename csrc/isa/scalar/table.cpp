@@ -1,0 +1,3 @@
+#include "generic/table.h"
+
+HR_TABLE(scalar, 0)

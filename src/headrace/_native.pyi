@@ -1,0 +1,91 @@
+"""The native core, built from csrc/. Semantics of the operators: csrc/include/kernels.h. Addresses are ints, 0 is NULL.
+
+All calls raise ValueError for unknown names and for sizes and numbers out of range; addresses are taken on trust.
+"""
+
+from typing import TypedDict
+
+class Limit(TypedDict):
+    what: str  # read, int8, f32
+    isa: str
+    rate: float  # bytes or operations a second, the median of nine pieces
+    least: float
+    most: float
+    bytes: int  # size of the buffer that was read, else 0
+
+def schema() -> dict[str, list[tuple[str, str]]]:
+    """Operators, each with its fields in order and their kinds: p address, i int64, f double."""
+
+def isas() -> list[str]:
+    """ISAs of this build that this machine can run, in rising order; the first is scalar."""
+
+def features() -> dict[str, bool]: ...
+def decide(
+    leaf1_ecx: int, leaf7_ebx: int, leaf7_ecx: int, leaf7_edx: int, leaf7_1_eax: int, xcr0: int
+) -> dict[str, bool]:
+    """What `features` would be on a machine with these words of CPUID and XCR0."""
+
+def served(isa: str = "") -> dict[str, str]:
+    """For each operator the ISA that serves it up to this ceiling; "" where nobody does."""
+
+def set_isa(isa: str) -> None:
+    """The ceiling for tapes that name none; "" is the best of the machine."""
+
+def num_threads() -> int:
+    """Threads of a run that names no number: the cores that the process may use, unless it was set."""
+
+def set_num_threads(num: int) -> None:
+    """1 ... 256; 0 is the default again."""
+
+class Tape:
+    """Operators in order. To be used by one thread at a time; runs of several tapes take turns."""
+
+    def __init__(self, isa: str = "") -> None: ...
+    def add(self, op: str, args: bytes) -> int:
+        """Append a record (fields of `schema`, 8 bytes each) and return its index."""
+
+    def run(self, dims: list[int], num_threads: int = 0) -> None:
+        """Run all records for dims [rows, sequences, logits], without the GIL."""
+
+    def run_range(self, first: int, last: int, dims: list[int], num_threads: int = 0) -> None:
+        """Run records first ... last - 1."""
+
+    def profile(self, dims: list[int], num_threads: int = 0) -> list[int]:
+        """Run all records; nanoseconds of each, its barrier included, about 0 for those left out."""
+
+    def dims(self) -> list[int]:
+        """The sizes after the last run: the three given, then those that operators wrote."""
+
+    def ops(self) -> list[str]:
+        """The operator of each record."""
+
+    def __len__(self) -> int: ...
+
+def layout(format: str) -> str:
+    """Name of a format's packed layout; it changes when the bytes do. Formats: i4, i8, f."""
+
+def panel(format: str) -> int:
+    """Outputs that are packed together."""
+
+def packed_bytes(format: str, num_out: int, num_in: int, group: int, flag: int) -> int: ...
+def pack(
+    format: str,
+    codes: int,
+    d: int,
+    m: int,
+    num_in: int,
+    group: int,
+    flag: int,
+    first: int,
+    last: int,
+    num_out: int,
+    packed: int,
+) -> None:
+    """Pack rows first ... last - 1 (first a multiple of the panel) on the team. `codes`, `d`, `m` point at row first,
+    `packed` at the whole matrix."""
+
+def unpack_row(
+    format: str, packed: int, num_out: int, num_in: int, group: int, flag: int, row: int, out: int
+) -> None: ...
+def limits(num_threads: int = 0, seconds: float = 0.5) -> list[Limit]:
+    """Measure the machine, about `seconds` for each entry, on as many threads of the team."""

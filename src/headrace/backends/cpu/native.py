@@ -1,0 +1,87 @@
+"""The face of the native core (`headrace._native`, built from csrc/): whether it is there, and records for its tapes.
+
+Knows names and fields of operators as the core tells them; must not know models or tensors. Called by the cpu backend
+and by `headrace doctor`. Importing this loads the extension (1 ms) and nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import TYPE_CHECKING
+
+from headrace import env
+from headrace.errors import HeadraceError, RequestError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from headrace import _native
+    from headrace._native import Tape
+
+REMEDY = "install a C++17 compiler (Debian and Ubuntu: apt install g++), then headrace again (in a clone: make native)"
+
+
+class NativeMissingError(HeadraceError):
+    """The native core is not part of this installation."""
+
+
+@cache
+def native() -> tuple[ModuleType | None, str]:
+    """(the extension, "") or (None, why it can not be used). The ceiling of HEADRACE_ISA is set.
+
+    Raises RequestError if HEADRACE_ISA names no ISA of this build and machine.
+    """
+    try:
+        from headrace import _native
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error)
+        return None, f"it was not built; {REMEDY}" if absent else f"it can not be loaded ({error}); {REMEDY}"
+    wanted = env.isa()
+    if wanted is not None and wanted not in _native.isas():
+        raise RequestError("HEADRACE_ISA", wanted, f"one of {', '.join(_native.isas())} on this machine")
+    _native.set_isa(wanted or "")
+    return _native, ""
+
+
+@cache
+def fields() -> dict[str, tuple[struct.Struct, dict[str, str]]]:
+    """For each operator how its arguments are packed, and their kinds: p address, i integer, f float."""
+    module, reason = native()
+    if module is None:
+        raise NativeMissingError(f"there is no native core: {reason}")
+    codes = {"p": "Q", "i": "q", "f": "d"}
+    return {
+        op: (struct.Struct("=" + "".join(codes[k] for _, k in pairs)), dict(pairs))
+        for op, pairs in module.schema().items()
+    }
+
+
+def pack(op: str, **values: float) -> bytes:
+    """Arguments of an operator as the core reads them. Every field must be named; addresses are ints, 0 is NULL.
+
+    Raises TypeError for an operator or field that does not exist, one that is missing, or a value of the wrong kind.
+    """
+    if op not in fields():
+        raise TypeError(f"no operator is called {op!r}")
+    layout, kinds = fields()[op]
+    if values.keys() != kinds.keys():
+        missing, unknown = [n for n in kinds if n not in values], [n for n in values if n not in kinds]
+        raise TypeError(f"{op}: missing {missing}, unknown {unknown}")
+    try:
+        return layout.pack(*(values[name] for name in kinds))
+    except struct.error as error:
+        raise TypeError(f"{op}: {error}; it takes {kinds}, not {values}") from None
+
+
+def record(tape: Tape, op: str, **values: float) -> int:
+    """Append an operator to a tape and return its index. Raises as `pack`, and ValueError where nobody serves it."""
+    return tape.add(op, pack(op, **values))
+
+
+def require_native() -> ModuleType:
+    """The extension. Raises `NativeMissingError` where it was not built."""
+    module, reason = native()
+    if module is None:
+        raise NativeMissingError(f"there is no native core: {reason}")
+    return module
