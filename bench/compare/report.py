@@ -1,0 +1,176 @@
+"""The comparison as a table for people, as JSON for bench/results, and as pictures for docs/figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.compare import figures
+from bench.compare.environments import OURS
+from bench.compare.figures import Figure, Row, Sample
+from bench.compare.plan import WORKS, Contender
+from bench.compare.shapes import Shape
+
+LIMITS = {"bandwidth": "GB/s read", "int8": "TOPS int8"}
+PLOTTED = ("decode", "prefill512", "prefill2048", "batch8", "batch16", "batch32")
+
+
+def number(value: float, unit: str) -> str:
+    """A figure as people write it: three digits that count, and its unit."""
+    if unit == "MiB":
+        return f"{value:,.0f} MiB"
+    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+def told(figure: Figure | None, unit: str) -> str:
+    if figure is None:
+        return "–"
+    return f"{figure.contender} {number(figure.value, unit)}"
+
+
+def wanted(row: Row) -> str:
+    """What the goal asks for, in words."""
+    parts = []
+    if row.goal.ratio is not None:
+        parts.append(f"≥ {row.goal.ratio:g}×")
+    if row.goal.share is not None:
+        parts.append(f"≥ {row.goal.share:.0%} of {row.limit or 'the limit'}")
+    if row.goal.work == "serve":
+        parts.append(f"≥ {row.goal.bound:.0%}")
+    elif row.goal.bound:
+        sign = "≥" if WORKS[row.goal.work].higher else "≤"
+        parts.append(f"{sign} {number(row.goal.bound, row.unit)}")
+    return ", ".join(parts)
+
+
+def verdict(row: Row) -> str:
+    if row.ours is None:
+        return "not measured"
+    return {True: "yes", False: "no", None: ""}[row.met]
+
+
+def table(shape: Shape, rows: Sequence[Row], title: str) -> Table:
+    made = Table(title=f"{shape.name} ({shape.stands_for}): {title}", title_justify="left")
+    for name in ("work", "best peer", "headrace", "ratio", "wanted", "reached", "share of the limit", ""):
+        made.add_column(name, justify="right" if name in ("ratio", "share of the limit") else "left")
+    for row in rows:
+        share = "" if row.share is None else f"{row.share:.0%} {row.limit}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}×"
+        peer = told(row.peer, row.unit) if row.peer or row.goal.ratio else ""
+        made.add_row(
+            row.goal.label, peer, told(row.ours, row.unit).removeprefix(f"{OURS} "), ratio, wanted(row), verdict(row),
+            share, row.note,
+        )  # fmt: skip
+    return made
+
+
+def everybody(shape: Shape, samples: Sequence[Sample]) -> Table:
+    """Medians of all contenders at all works."""
+    works = [work for work in WORKS if figures.figures(samples, shape.name, work)]
+    cells: dict[Contender, dict[str, str]] = {}
+    for work in works:
+        for figure in figures.figures(samples, shape.name, work):
+            text = number(figure.value, WORKS[work].unit).removesuffix(" tok/s")
+            cells.setdefault(figure.contender, {})[work] = text + (f" (n={figure.count})" if figure.count < 3 else "")
+    made = Table(title=f"{shape.name}: medians (tok/s unless said)", title_justify="left")
+    made.add_column("")
+    for work in works:
+        made.add_column(work, justify="right")
+    for contender in sorted(cells):
+        made.add_row(str(contender), *(cells[contender].get(work, "–") for work in works))
+    return made
+
+
+def show(console: Console, shape: Shape, samples: Sequence[Sample], title: str) -> None:
+    console.print(table(shape, figures.rows(shape, samples), title))
+    console.print(everybody(shape, samples))
+    for name, unit in LIMITS.items():
+        most = figures.limit(samples, name)
+        said = next((str(s["error"]) for s in samples if s.get("work") == "limits" and "error" in s), "not measured")
+        console.print(f"limit, {name}: " + (said if most is None else f"{most:.3g} {unit}"))
+    for who, work, why in figures.failures(samples, shape.name):
+        console.print(f"failed: {who} at {work}: {why}", markup=False)
+
+
+def as_json(shape: Shape, samples: Sequence[Sample], head: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a run, one shape of it."""
+    own = [sample for sample in samples if sample.get("shape") in (None, shape.name) and sample.get("work") != "run"]
+    return {
+        **head,
+        "model": dataclasses.asdict(shape),
+        "limits": {name: figures.limit(samples, name) for name in LIMITS},
+        "rows": [_row_json(row) for row in figures.rows(shape, samples)],
+        "failures": figures.failures(samples, shape.name),
+        "samples": own,
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    kept = {**dataclasses.asdict(row), "work": row.goal.label, "wanted": wanted(row)}
+    for who in ("peer", "ours"):
+        figure = getattr(row, who)
+        kept[who] = figure and {**dataclasses.asdict(figure), "contender": str(figure.contender)}
+    return kept
+
+
+def plot(shape: Shape, samples: Sequence[Sample], where: str, path: Path) -> bool:
+    """Bars of every contender's speed, a panel for each work, with the limit where there is one; False if there is
+    nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    works = [work for work in PLOTTED if figures.figures(samples, shape.name, work)]
+    if not works:
+        return False
+    columns = min(3, len(works))
+    lines = -(-len(works) // columns)
+    most = max(len(figures.figures(samples, shape.name, work)) for work in works)
+    size = (4.3 * columns, lines * (0.28 * most + 1.1) + 0.6)
+    figure, grid = pyplot.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    flat = list(grid.flat)
+    for axes, work in zip(flat, works, strict=False):
+        _panel(axes, shape, samples, work)
+    for axes in flat[len(works) :]:
+        axes.set_visible(False)
+    figure.suptitle(f"{shape.name} ({shape.stands_for}), tokens/s, 2 threads\n", fontsize=12)
+    figure.text(0.5, 1.0 - 0.42 / size[1], where, ha="center", fontsize=8, color="dimgrey")
+    # Without a date and with fixed ids, the same results give the same file.
+    matplotlib.rcParams["svg.hashsalt"] = path.stem
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+    return True
+
+
+def _panel(axes: Any, shape: Shape, samples: Sequence[Sample], work: str) -> None:
+    found = figures.figures(samples, shape.name, work)[::-1]
+    values = [figure.value for figure in found]
+    colours = ["tab:orange" if figure.contender.ours else "tab:blue" for figure in found]
+    bars = axes.barh([str(figure.contender) for figure in found], values, color=colours)
+    axes.bar_label(bars, labels=[f"{value:.3g}" for value in values], padding=2, fontsize=7)
+    axes.set_title(WORKS[work].meaning, fontsize=9)
+    axes.tick_params(labelsize=7)
+    axes.margins(x=0.14)
+    axes.spines[["top", "right"]].set_visible(False)
+    # With bits alike a limit is one speed for all; decode has other bytes for each, so none is drawn there.
+    most = figures.limit(samples, "int8")
+    load = figures.load_on(shape, work, found[-1])
+    if most and load and load[0] == "int8":
+        speed = most / load[1] * found[-1].value
+        axes.axvline(speed, color="grey", linestyle=":", linewidth=1)
+        axes.text(speed, 0, "int8 peak ", rotation=90, fontsize=6, color="grey", ha="right", va="bottom")
+
+
+def save(folder: Path, shape: Shape, kept: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"compare-{shape.name}.json"
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    return path

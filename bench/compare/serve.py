@@ -1,0 +1,111 @@
+"""`headrace serve` under 32 HTTP streams: what the network, the text and the processes cost beside `LLM.generate`.
+
+The server detokenises, as it would for a user; the client runs in this process, on the same cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.compare.environments import OURS, PEERS, Workshop, last_words
+from bench.compare.plan import Contender
+from bench.compare.shapes import Shape
+from bench.compare.workers import Watch, WorkerError
+from bench.peers import headrace_
+from bench.peers.protocol import FIRST_ID, NUM_NEW, NUM_PROMPT, Job
+from headrace.cli import bench_serve
+from headrace.cli.bench_data import Sample
+
+NUM_STREAMS = 32
+SKIPPED = ("skip_tokenizer_init",)  # the server has one to load
+
+
+def arguments(job: Job, tokenizer: Path, port: int) -> list[str]:
+    """The command line of a server with the job's engine."""
+    line = [sys.executable, "-m", "headrace", "serve", job.model, "--tokenizer", str(tokenizer), "--port", str(port)]
+    for name, value in headrace_.fields(job).items():
+        flag = name.replace("_", "-")
+        if name in SKIPPED:
+            continue
+        if isinstance(value, bool):
+            line.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            line += [f"--{flag}", str(value)]
+    return line
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str], environment: dict[str, str], port: int, log: Path, seconds: float) -> Iterator[int]:
+    """A running server that answers; its process id. Raises `WorkerError` if it does not come up."""
+    with log.open("a") as file:
+        print("$", *command, file=file, flush=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    try:
+        end = time.monotonic() + seconds
+        while True:
+            if process.poll() is not None:
+                raise WorkerError(f"the server ended with status {process.returncode}: {last_words(log)}")
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0, trust_env=False).is_success:
+                    break
+            if time.monotonic() > end:
+                raise WorkerError(f"the server did not answer within {seconds:.0f} s")
+            time.sleep(0.2)
+        yield process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def samples(vocab: int, count: int, num_new: int, noise: random.Random) -> list[Sample]:
+    def ids() -> list[int]:
+        return [noise.randrange(FIRST_ID, vocab) for _ in range(NUM_PROMPT)]
+
+    return [Sample(ids(), NUM_PROMPT, num_new) for _ in range(count)]
+
+
+def measure(workshop: Workshop, shape: Shape, contender: Contender, seconds: float) -> dict[str, Any]:
+    """Tokens a second over all streams, from the first request sent to the last answer's end, as "value"."""
+    peer = PEERS[OURS]
+    job = Job(**workshop.job(peer, shape, contender.quant, "work"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = arguments(job, workshop.source(shape), port)
+    noise = random.Random(time.time_ns())
+    with server(command, workshop.environment(peer), port, workshop.log(peer, "serve"), seconds) as pid:
+        url = f"http://127.0.0.1:{port}"
+        name = str(bench_serve.first_model(url, {})["id"])
+        body = {"ignore_eos": True, "temperature": 0.0}
+        target = bench_serve.Target(
+            base_url=url, endpoint="/v1/completions", model=name, extra_body=body, timeout=seconds
+        )
+        asyncio.run(bench_serve.run(target, samples(shape.vocab, 2, 8, noise)))
+        watch = Watch(pid)
+        timelines, taken = asyncio.run(bench_serve.run(target, samples(shape.vocab, NUM_STREAMS, NUM_NEW, noise)))
+        foreign = watch.share()
+    errors = [timeline.error for timeline in timelines if timeline.error]
+    made = sum(timeline.num_output_tokens for timeline in timelines)
+    if errors or made != NUM_STREAMS * NUM_NEW:
+        raise WorkerError(errors[0] if errors else f"{made} tokens came where {NUM_STREAMS * NUM_NEW} were asked for")
+    return {"value": made / taken, "seconds": taken, "foreign": foreign}
