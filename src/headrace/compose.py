@@ -42,7 +42,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
         eos_token_ids=info.eos_token_ids,
         # A cache of this process alone: nobody outside can compute its keys (S-23).
         cache_key=os.urandom(32),
-        cache_fingerprint=f"{info.model}@{config.revision}/{info.dtype}/{info.backend}/{info.block_size}".encode(),
+        cache_fingerprint="/".join(
+            (info.model, str(config.revision), info.dtype, info.quantization, info.kv_cache_dtype, info.backend)
+        ).encode(),
     )
     # Where nobody asked for a length, the pool may be smaller than the model's context: the narrower bound is told.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)

@@ -159,6 +159,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = 20
     scheduling_policy: str = "fcfs"
     dtype: str = ""
+    kv_cache_dtype: str = ""
+    quantization: str = ""
     backend: str = ""
     device: str = ""
     version: str = ""

@@ -49,18 +49,20 @@ LAYERS: dict[str, Layer] = {
     "config": Layer(("errors",), PURE),
     "types": Layer(("sampling.params",), PURE),
     "sampling.params": Layer(("bounds",), PURE),
-    "sampling": Layer(("types", "bounds"), SERVING),
+    "sampling": Layer(("types", "bounds"), SERVING | {"torch"}),
     "core": Layer(("types", "sampling.params"), PURE | {"msgspec"}),
     "core.blocks": Layer((), PURE | {"msgspec"}),
     "core.prefix": Layer(("core.blocks",), PURE | {"msgspec"}),
     "executor": Layer(("types", "core.engine", "config", "env", "compose", "server.transport"), PURE),
     "executor.simulated": Layer(("types", "sampling.params"), PURE),
-    "runner": Layer(("types", "sampling", "models", "backends", "quant", "hub", "bounds"), SERVING),
-    "models": Layer(
-        ("backends.base", "quant.base", "runner.inputs", "runner.loader.Weights"), SERVING | {"numpy", "transformers"}
-    ),
+    # A packed model starts without torch, which takes a second to import: only what reads checkpoints may know it.
+    "runner": Layer(("types", "sampling", "models", "backends", "quant.schemes", "hub", "bounds"), SERVING | {"torch"}),
+    "runner.loader": Layer(("runner", "backends.base", "quant", "hub"), SERVING),
+    "models": Layer(("backends.base", "runner.loader.Weights"), SERVING | HEAVY),
+    "models.rope": Layer(("backends.base", "models.config"), SERVING | {"torch", "transformers"}),
     "quant": Layer(("backends.base",), SERVING | {"transformers"}),
-    "backends": Layer(("quant.base", "env"), SERVING | {"transformers"}),
+    "quant.schemes": Layer((), PURE),
+    "backends": Layer(("quant", "env", "_native"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),
     "server": Layer(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import pkgutil
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    import torch
-
     from headrace.backends.base import Backend
+
+logger = logging.getLogger(__name__)
+
+GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def names() -> list[str]:
@@ -21,22 +25,40 @@ def names() -> list[str]:
     return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.ispkg)
 
 
-def make_backend(name: str, device: str, dtype: torch.dtype) -> Backend:
-    """The backend `name` ("auto" is torch_ref) on `device` ("auto" is cuda where there is one, else cpu).
+def make_backend(name: str, device: str, dtype: str) -> Backend:
+    """The backend `name` on `device` ("auto" is cuda where there is one, else cpu), with weights of `dtype`.
 
-    Raises `RequestError` naming what exists.
+    "auto" is cpu, the native kernels, on a CPU; where they were not built, and on cuda, it is torch_ref. Raises
+    `RequestError` naming what exists.
     """
+    if name != "auto" and (not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name not in names()):
+        raise RequestError("backend", name, "one of auto, " + ", ".join(names()))
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise RequestError("device", device, "auto, cpu, cuda or cuda:N")
+    if device == "auto":
+        device = "cuda" if name != "cpu" and has_cuda() else "cpu"
+    if device != "cpu" and not has_cuda():
+        raise RequestError("device", device, "cpu on this machine: torch finds no CUDA device")
+    if name == "auto":
+        name = "torch_ref" if device != "cpu" else _best_on_cpu()
+    made: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
+    return made
+
+
+def has_cuda() -> bool:
+    """Whether torch finds a CUDA device. Torch takes a second to import, so it is asked only where a driver is."""
+    if not any(Path(node).exists() for node in GPU_NODES):
+        return False
     import torch
 
-    if name == "auto":
-        name = "torch_ref"
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name not in names():
-        raise RequestError("backend", name, "one of auto, " + ", ".join(names()))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise RequestError("device", device, "auto, cpu, cuda or cuda:N")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise RequestError("device", device, "cpu on this machine: torch finds no CUDA device")
-    made: Backend = importlib.import_module(f"headrace.backends.{name}").make(torch.device(device), dtype)
-    return made
+    return torch.cuda.is_available()
+
+
+def _best_on_cpu() -> str:
+    from headrace.backends.cpu.native import native
+
+    module, reason = native()
+    if module is not None:
+        return "cpu"
+    logger.warning("the native kernels are missing (%s): running on the slow reference path, torch_ref", reason)
+    return "torch_ref"

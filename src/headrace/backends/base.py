@@ -1,8 +1,9 @@
 """What a backend gives: memory, and the operators that models are written in.
 
 `Ops` is the whole vocabulary of a model file; `Backend` makes the ops and the KV cache. Both are protocols: a backend
-is a folder beside this file, found by its name, and need not inherit anything. Knows tensors and shapes; must not know
-requests, the scheduler or the names of models. Called by `models` (ops) and by `runner` (memory).
+is a folder beside this file, found by its name, and need not inherit anything. What flows between operators is the
+backend's own `Array`: torch_ref computes torch tensors at once, cpu records what is to be computed. Knows shapes; must
+not know requests, the scheduler or the names of models. Called by `models` (ops) and by `runner` (memory).
 
 Every operator keeps the determinism law: a row's bits depend on that row's problem only, never on the other rows, their
 number, the row's place among them, or the number of threads.
@@ -11,14 +12,46 @@ number, the row's place among them, or the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-from headrace.quant.base import QWeight
+    from headrace.quant.base import MatrixSource
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+Array: TypeAlias = Any
+"""A backend's rows of numbers: a torch.Tensor, or a value that is still to be computed. Models add them, no more."""
+
+Cache: TypeAlias = Any
+"""One layer's keys and values."""
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+class Heads(NamedTuple):
+    """How a row of queries, keys and values is cut: num_heads + 2 * num_kv_heads pieces of head_dim numbers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class HeadNorm(NamedTuple):
+    """An RMS norm over each head: weight [head_dim]."""
+
+    weight: Array
+    eps: float
+    offset: float
+
+
+class Turn(NamedTuple):
+    """Rotary embedding: cos and sin [max_model_len, P] of every position; the first 2 * P numbers of a head turn."""
+
+    cos: Array
+    sin: Array
 
 
 class Matrix(Protocol):
@@ -30,96 +63,158 @@ class Matrix(Protocol):
     @property
     def num_out(self) -> int: ...
 
-    def dense(self) -> Tensor:
-        """The weights as a plain float32 [num_out, num_in], for tests and tools."""
-        ...
-
 
 class Rows(Protocol):
-    """What attention must know of a step's rows. `runner.inputs.ForwardBatch` is one.
+    """A step's rows as the operators see them. `runner.inputs.ForwardBatch` is one.
 
-    Chunk c is the rows of one sequence at positions starts[c] ... starts[c] + lens[c] - 1; chunks follow each other.
-    `block_tables` is [num_chunks, max_blocks] int64, padded with 0. `notes` keeps what is worked out once a step
-    instead of once a layer, under keys that name their owner.
+    token_ids, positions [R]. Chunk c is the rows of one sequence at positions starts[c] ... starts[c] + lens[c] - 1;
+    chunks follow each other.
     """
 
-    starts: list[int]
-    lens: list[int]
-    block_tables: Tensor
-    notes: dict[Any, Any]
+    token_ids: Array
+    positions: Array
 
 
 class Ops(Protocol):
-    """Operators. R rows, H hidden size, D head size; `x` has the backend's dtype, sums are kept in float32."""
+    """Operators. R rows, H hidden size, D head size; sums are kept in float32."""
 
-    def matrix(self, weights: Sequence[QWeight], bias: Tensor | None = None) -> Matrix:
-        """Prepare one linear layer out of one or more weights [out, in], stacked along their outputs."""
+    def matrix(self, source: MatrixSource, bias: Array | None = None) -> Matrix:
+        """Prepare one linear layer; the weights are asked of `source` some rows at a time."""
         ...
 
-    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+    def linear(self, x: Array, matrix: Matrix) -> Array:
         """x [R, in] -> [R, out]."""
         ...
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """token_ids [R] and table [V, H] -> [R, H]."""
+    def embedding(self, ids: Array, table: Array, scale: float = 1.0) -> Array:
+        """ids [R] and table [V, H] -> [R, H], times `scale` rounded to the model's dtype."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """x [..., H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019)."""
+    def select(self, x: Array, rows: Array) -> Array:
+        """Rows [S] of x [R, H] -> [S, H]."""
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
+        """x [R, H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019)."""
+        ...
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
         """(x [R, H] - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016)."""
         ...
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn the first 2 * P of D numbers in each head: x [R, heads, D], cos and sin [R, P]; pairs are (i, i + P)."""
-        ...
+    def rope_store(
+        self,
+        qkv: Array,
+        heads: Heads,
+        rows: Rows,
+        cache: Cache,
+        turn: Turn | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> Array:
+        """qkv [R, heads] -> queries [R, num_heads * D]; keys and values go to the rows' slots of the cache.
 
-    def store(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write key and value [R, kv_heads, D] to slots of cache [2, num_blocks, block_size, kv_heads, D]."""
-        ...
-
-    def attention(
-        self, query: Tensor, cache: Tensor, rows: Rows, scale: float, window: int | None = None, softcap: float = 0.0
-    ) -> Tensor:
-        """Causal attention of query [R, heads, D] over the cached positions of each row's sequence -> [R, heads, D].
-
-        heads may be any multiple of the cache's kv_heads (GQA, MQA). `window` counts the visible positions, the
-        row's own included. `softcap` c > 0 replaces scores s by c * tanh(s / c).
+        Queries and keys are normed and turned on the way, where that is given. Pairs of a turn are (i, i + P).
         """
         ...
 
-    def activation(self, x: Tensor, kind: Activation) -> Tensor:
-        """Elementwise, any shape."""
+    def attention(
+        self,
+        query: Array,
+        heads: Heads,
+        rows: Rows,
+        cache: Cache,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Array:
+        """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * D].
+
+        `window` counts the visible positions, the row's own included. `softcap` c > 0 replaces scores s by
+        c * tanh(s / c).
+        """
         ...
 
-    def gated(self, x: Tensor, kind: Activation) -> Tensor:
+    def activation(self, x: Array, kind: Activation) -> Array:
+        """Elementwise."""
+        ...
+
+    def gated(self, x: Array, kind: Activation) -> Array:
         """x [R, 2 * I] -> act(x[:, :I]) * x[:, I:] (Shazeer 2020)."""
         ...
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap)."""
-        ...
-
-    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Router logits [R, E] -> weights [R, top_k] float32 summing to 1 over the chosen, expert ids [R, top_k]."""
+    def softcap(self, x: Array, cap: float) -> Array:
+        """cap * tanh(x / cap), in float32."""
         ...
 
     def experts(
         self,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
+        x: Array,
+        router: Matrix,
+        top_k: int,
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
-    ) -> Tensor:
-        """Sum over a row's experts, in ascending expert id, of weight * down(gated(gate_up(x))). -> [R, H]."""
+    ) -> Array:
+        """Sum over a row's `top_k` best experts, in ascending id, of weight * down(gated(gate_up(x))). -> [R, H].
+
+        Weights are the softmax of the router's logits over the chosen experts; of equal logits the lower id is chosen.
+        """
         ...
 
-    def copy_blocks(self, cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target) of cache [layers, 2, num_blocks, ...], one pair after the other."""
+
+class KVShape(NamedTuple):
+    """What the cache must hold of each position."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Chunks(NamedTuple):
+    """What one call computes: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c]."""
+
+    starts: list[int]
+    token_ids: list[list[int]]
+    tables: list[list[int]]
+
+
+class Logits(NamedTuple):
+    """Logits of the wanted rows on the host: rows [S, V] float32, lent until the next call.
+
+    finite[i]: no NaN and no +inf in row i, and not -inf alone. best[i]: the likeliest token id, the lowest of equals.
+    """
+
+    rows: NDArray[np.float32]
+    finite: list[bool]
+    best: list[int]
+
+
+class Program(Protocol):
+    """A model over its KV cache, ready to run. Positions are computed in any pieces; the bits stay the same."""
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_rows: int
+    """Rows that one `forward` takes at most."""
+    max_logits: int
+    """Rows of logits that one call gives at most."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target), one pair after the other."""
+        ...
+
+    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+        """Compute the chunks; -> for each chunk whether its hidden states are finite, and the logits of `rows`."""
+        ...
+
+    def logits(self, rows: list[int]) -> Logits:
+        """Logits of other rows of the last `forward`."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
         ...
 
 
@@ -127,20 +222,39 @@ class Backend(Protocol):
     """Memory and operators of one kind of device."""
 
     name: str
-    device: torch.device
-    dtype: torch.dtype
+    device: str
+    dtype: str
+    """float32, bfloat16 or float16: of weights that are not quantised, and of a cache whose dtype is auto."""
+    kv_dtypes: tuple[str, ...]
+    """What `kv_cache_dtype` may say beside auto."""
     ops: Ops
 
-    def allocate_kv(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> Tensor:
-        """A zeroed cache [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim] of `dtype`."""
+    def constant(self, values: Array) -> Array:
+        """A small array of the checkpoint (norm, bias, rope table; torch or numpy) as the operators take it."""
+        ...
+
+    def table(self, values: Array) -> Array:
+        """An embedding table [V, H] as `Ops.embedding` takes it."""
+        ...
+
+    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
+        """Bytes of a block over all layers."""
+        ...
+
+    def program(
+        self,
+        model: Any,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks_per_seq: int,
+        num_threads: int,
+    ) -> Program:
+        """Put `model` (see `models.Model`) over a zeroed cache. `num_threads` 0: as many as are good for it."""
         ...
 
     def available_memory(self) -> int:
         """Bytes that could be allocated on the device now."""
-        ...
-
-    def num_threads(self, model_bytes: int) -> int:
-        """Threads of the CPU to compute with, for a checkpoint of that size. Bits do not depend on them."""
         ...

@@ -9,25 +9,16 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.backends.base import Array, Cache, KVShape, Rows
 from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from headrace.backends.base import Ops
-    from headrace.runner.inputs import ForwardBatch
 
 NOT_MODELS = {"config", "rope", "decoder"}
-
-
-class KVShape(NamedTuple):
-    """What the cache must hold of each position."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
 
 
 class Model(Protocol):
@@ -37,12 +28,12 @@ class Model(Protocol):
     kv_shape: KVShape
     vocab_size: int
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        """Rows of `batch` -> hidden states [R, H]; writes their keys and values to `kv` [layers, 2, ...]."""
+    def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
+        """Rows -> hidden states [R, H]; writes their keys and values to `kv`, one cache for each layer."""
         ...
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """hidden [R, H] and the indices of the rows that are wanted [S] -> logits [S, V] float32."""
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        """hidden [R, H] and the indices of the rows that are wanted [S] -> logits [S, V]."""
         ...
 
 

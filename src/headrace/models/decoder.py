@@ -6,20 +6,16 @@ A model file subclasses `Decoder` and says what differs: the order of norms, win
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, Rows, Turn
 from headrace.errors import CheckpointError
-from headrace.models import KVShape
 from headrace.models.config import ModelConfig
-from headrace.models.rope import Rope
+from headrace.models.rope import make_turn
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Ops
-    from headrace.runner.inputs import ForwardBatch
     from headrace.runner.loader import Weights
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -39,8 +35,12 @@ class RMSNorm:
         self.weight = weights.tensor(f"{name}.weight", (size,))
         self.ops, self.eps, self.offset = ops, eps, offset
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         return self.ops.rms_norm(x, self.weight, self.eps, self.offset)
+
+    @property
+    def of_head(self) -> HeadNorm:
+        return HeadNorm(self.weight, self.eps, self.offset)
 
 
 class Attention:
@@ -61,39 +61,34 @@ class Attention:
         window: int | None = None,
         softcap: float = 0.0,
         scale: float | None = None,
-        rope: Rope | None = None,
+        turn: Turn | None = None,
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
-        self.heads, self.kv_heads, self.head_dim = decoder.num_heads, decoder.num_kv_heads, size
+        self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
-        self.rope = rope or decoder.rope
-        outs = [self.heads * size, self.kv_heads * size, self.kv_heads * size]
+        self.turn = turn or decoder.turn
+        outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = weights.linear(names, decoder.hidden_size, outs, bias=qkv_bias)
-        self.out = weights.linear([f"{name}.o_proj"], self.heads * size, [decoder.hidden_size], bias=out_bias)
+        self.out = weights.linear([f"{name}.o_proj"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_offset is not None:
-            self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset)
-            self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset)
+            self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset).of_head
+            self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
-        heads = ops.linear(x, self.qkv).view(x.shape[0], -1, self.head_dim)
-        query, key, value = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = self.rope.angles(batch)
-        query, key = ops.rope(query, cos, sin), ops.rope(key, cos, sin)
-        ops.store(key, value, cache, batch.slot_mapping)
-        mixed = ops.attention(query, cache, batch, self.scale, self.window, self.softcap)
-        return ops.linear(mixed.flatten(1), self.out)
+        qkv = ops.linear(x, self.qkv)
+        query = ops.rope_store(qkv, self.heads, rows, cache, self.turn, self.q_norm, self.k_norm)
+        mixed = ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap)
+        return ops.linear(mixed, self.out)
 
 
 class DecoderLayer(Protocol):
     """x [R, H] -> x [R, H]."""
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor: ...
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array: ...
 
 
 class GatedMLP:
@@ -105,7 +100,7 @@ class GatedMLP:
         self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], hidden, [inner, inner], bias=bias)
         self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
 
 
@@ -143,7 +138,7 @@ class Decoder:
             )
         self.kv_shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
         self.max_model_len = max_model_len
-        self.rope = self.make_rope(self.global_rope(config))
+        self.turn = self.make_turn(self.global_rope(config))
         root = "model." if weights.has_prefix("model.") else ""
         self.embedding, self.head = weights.ends(
             f"{root}embed_tokens", "lm_head", (self.vocab_size, self.hidden_size),
@@ -152,9 +147,10 @@ class Decoder:
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
         self.norm = self.make_norm(f"{root}norm")
 
-    def make_rope(self, rope: ModelConfig) -> Rope:
+    def make_turn(self, rope: ModelConfig) -> Turn:
         longest = self.config.integer("max_position_embeddings")
-        return Rope(rope, self.head_dim, longest, self.max_model_len, self.weights.device, self.default_theta)
+        turn = make_turn(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
+        return Turn(self.weights.constant(turn.cos), self.weights.constant(turn.sin))
 
     def layer_type(self, layer_id: int) -> str:
         """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's own rule."""
@@ -182,17 +178,17 @@ class Decoder:
     def make_norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps, self.norm_offset)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Array) -> Array:
         return self.ops.embedding(token_ids, self.embedding)
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        x = self.embed(batch.token_ids)
+    def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
+        x = self.embed(rows.token_ids)
         for layer in self.layers:
-            x = layer(x, batch, kv)
+            x = layer(x, rows, kv)
         return x
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        return self.ops.linear(self.norm(hidden.index_select(0, rows)), self.head).float()
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.linear(self.norm(self.ops.select(hidden, rows)), self.head)
 
 
 class PreNormLayer:
@@ -207,9 +203,9 @@ class PreNormLayer:
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         return Attention(decoder, name, layer_id)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Tensor], Tensor]:
+    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
         return GatedMLP(decoder, f"{name}.mlp")
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, kv)
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        x = x + self.attention(self.attention_norm(x), rows, kv)
         return x + self.mlp(self.mlp_norm(x))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from torch import Tensor
-
+from headrace.backends.base import Array, Cache, Rows
 from headrace.models.decoder import Attention, Decoder, GatedMLP
-
-if TYPE_CHECKING:
-    from headrace.runner.inputs import ForwardBatch
 
 TINY = {
     "model_type": "gemma2",
@@ -52,8 +48,8 @@ class Layer:
             scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
         )
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
-        x = x + self.after_attention_norm(self.attention(self.attention_norm(x), batch, kv))
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        x = x + self.after_attention_norm(self.attention(self.attention_norm(x), rows, kv))
         return x + self.after_mlp_norm(self.mlp(self.mlp_norm(x)))
 
 
@@ -68,12 +64,10 @@ class Model(Decoder):
     def default_layer_type(self, layer_id: int) -> str:
         return "full_attention" if layer_id % 2 else "sliding_attention"
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        x = super().embed(token_ids)
-        # The factor is rounded to the model's dtype, as in training.
-        return x * x.new_tensor(self.hidden_size**0.5)
+    def embed(self, token_ids: Array) -> Array:
+        return self.ops.embedding(token_ids, self.embedding, self.hidden_size**0.5)
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, hidden: Array, rows: Array) -> Array:
         cap = self.config.number("final_logit_softcapping", 0.0)
         logits = super().logits(hidden, rows)
         return self.ops.softcap(logits, cap) if cap else logits

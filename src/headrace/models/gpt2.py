@@ -5,18 +5,16 @@ Its linear layers are stored [in, out], and its config has names of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from headrace.backends.base import Array, Cache, Heads, KVShape, Rows
 from headrace.errors import CheckpointError
-from headrace.models import KVShape
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
-    from headrace.runner.inputs import ForwardBatch
     from headrace.runner.loader import Weights
 
 TINY = {
@@ -35,7 +33,7 @@ class LayerNorm:
         self.weight = model.weights.tensor(f"{name}.weight", (model.hidden_size,))
         self.bias = model.weights.tensor(f"{name}.bias", (model.hidden_size,))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Array) -> Array:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -45,7 +43,7 @@ class Layer:
     def __init__(self, model: Model, name: str, layer_id: int) -> None:
         hidden, inner, linear = model.hidden_size, model.intermediate_size, model.linear
         self.ops, self.layer_id, self.kind = model.ops, layer_id, model.activation
-        self.heads, self.head_dim = model.num_heads, model.kv_shape.head_dim
+        self.heads = Heads(model.num_heads, model.num_heads, model.kv_shape.head_dim)
         self.scale = model.scale / (layer_id + 1 if model.scale_by_layer else 1)
         self.attention_norm = LayerNorm(model, f"{name}.ln_1")
         self.qkv = linear(f"{name}.attn.c_attn", hidden, 3 * hidden)
@@ -54,16 +52,14 @@ class Layer:
         self.up = linear(f"{name}.mlp.c_fc", hidden, inner)
         self.down = linear(f"{name}.mlp.c_proj", inner, hidden)
 
-    def attention(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def attention(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
-        heads = ops.linear(x, self.qkv).view(x.shape[0], 3 * self.heads, self.head_dim)
-        query, key, value = heads.chunk(3, dim=1)
-        ops.store(key, value, cache, batch.slot_mapping)
-        return ops.linear(ops.attention(query, cache, batch, self.scale).flatten(1), self.out)
+        query = ops.rope_store(ops.linear(x, self.qkv), self.heads, rows, cache)
+        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scale), self.out)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops = self.ops
-        x = x + self.attention(self.attention_norm(x), batch, kv)
+        x = x + self.attention(self.attention_norm(x), rows, kv)
         return x + ops.linear(ops.activation(ops.linear(self.mlp_norm(x), self.up), self.kind), self.down)
 
 
@@ -88,19 +84,19 @@ class Model:
         tied = config.flag("tie_word_embeddings", True)
         shape = (self.vocab_size, self.hidden_size)
         self.embedding, self.head = weights.ends(f"{root}wte", "lm_head", shape, tied=tied)
-        self.positions = weights.tensor(f"{root}wpe.weight", (config.integer("n_positions", 1024), self.hidden_size))
+        self.positions = weights.table(f"{root}wpe.weight", (config.integer("n_positions", 1024), self.hidden_size))
         self.layers = [Layer(self, f"{root}h.{i}", i) for i in range(num_layers)]
         self.norm = LayerNorm(self, f"{root}ln_f")
 
     def linear(self, name: str, num_in: int, num_out: int) -> Matrix:
         return self.weights.linear([name], num_in, [num_out], bias=True, transposed=True)
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
         embedding = self.ops.embedding
-        x = embedding(batch.token_ids, self.embedding) + embedding(batch.positions, self.positions)
+        x = embedding(rows.token_ids, self.embedding) + embedding(rows.positions, self.positions)
         for layer in self.layers:
-            x = layer(x, batch, kv)
+            x = layer(x, rows, kv)
         return x
 
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        return self.ops.linear(self.norm(hidden.index_select(0, rows)), self.head).float()
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.linear(self.norm(self.ops.select(hidden, rows)), self.head)

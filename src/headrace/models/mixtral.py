@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from headrace.backends.base import Array
 from headrace.errors import CheckpointError
 from headrace.models import mistral
 from headrace.models.decoder import Decoder
@@ -33,14 +32,13 @@ class Experts:
         self.top_k = config.integer("num_experts_per_tok", 2)
         if self.top_k > num_experts:
             raise CheckpointError(f"config.json: num_experts_per_tok is {self.top_k}, expected at most {num_experts}")
-        self.router = weights.linear([f"{name}.gate"], hidden, [num_experts])
+        self.router = weights.linear([f"{name}.gate"], hidden, [num_experts], plain=True)
         names = [f"{name}.experts.{e}" for e in range(num_experts)]
         self.gate_up = [weights.linear([f"{n}.w1", f"{n}.w3"], hidden, [inner, inner]) for n in names]
         self.down = [weights.linear([f"{n}.w2"], inner, [hidden]) for n in names]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weights, ids = self.ops.route(self.ops.linear(x, self.router), self.top_k)
-        return self.ops.experts(x, weights, ids, self.gate_up, self.down, self.kind)
+    def __call__(self, x: Array) -> Array:
+        return self.ops.experts(x, self.router, self.top_k, self.gate_up, self.down, self.kind)
 
 
 class Layer(mistral.Layer):

@@ -12,104 +12,87 @@ vLLM we take the long one for all positions if max_model_len exceeds the origina
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from headrace.backends.base import Turn
 from headrace.errors import CheckpointError
 from headrace.models.config import ModelConfig
 
-if TYPE_CHECKING:
-    from headrace.runner.inputs import ForwardBatch
+F32 = NDArray[np.float32]
 
 MAX_TABLE_BYTES = 2**31
 
 
-class Rope:
+def make_turn(rope: ModelConfig, head_dim: int, max_positions: int, max_model_len: int, theta: float = 10000.0) -> Turn:
     """cos and sin for positions 0 ... max_model_len - 1, each [max_model_len, P] float32; 2 * P numbers are turned.
 
     Raises `CheckpointError` for a rope_type that is not known.
     """
-
-    def __init__(
-        self,
-        rope: ModelConfig,
-        head_dim: int,
-        max_positions: int,
-        max_model_len: int,
-        device: torch.device,
-        theta: float = 10000.0,
-    ) -> None:
-        dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
-        if dim < 2 or dim % 2 or dim > head_dim:
-            raise CheckpointError(
-                f"config.json: rope turns {dim} of {head_dim} numbers of a head, expected an even part"
-            )
-        base = rope.number("rope_theta", theta, low=1.0)
-        kinds = {
-            "default": _default,
-            "linear": _linear,
-            "dynamic": _dynamic,
-            "llama3": _llama3,
-            "yarn": _yarn,
-            "longrope": _longrope,
-            "su": _longrope,
-        }
-        frequencies, magnitude = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
-        size = 2 * 4 * max_model_len * (dim // 2)
-        if size > MAX_TABLE_BYTES:
-            raise CheckpointError(
-                f"config.json: {max_model_len} positions need a rope table of {size} bytes, at most {MAX_TABLE_BYTES} "
-                "are allowed; set max_model_len"
-            )
-        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
-        # float64 leaves one right answer in float32, whichever path of the kernel an element takes.
-        self.cos = (torch.cos(angles.double()) * magnitude).float().to(device)
-        self.sin = (torch.sin(angles.double()) * magnitude).float().to(device)
-
-    def angles(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """cos and sin for the rows of `batch`, each [R, P]."""
-        found: tuple[Tensor, Tensor] | None = batch.notes.get(self)
-        if found is None:
-            found = self.cos.index_select(0, batch.positions), self.sin.index_select(0, batch.positions)
-            batch.notes[self] = found
-        return found
+    dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise CheckpointError(f"config.json: rope turns {dim} of {head_dim} numbers of a head, expected an even part")
+    base = rope.number("rope_theta", theta, low=1.0)
+    kinds = {
+        "default": _default,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+        "su": _longrope,
+    }
+    frequencies, magnitude = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
+    size = 2 * 4 * max_model_len * (dim // 2)
+    if size > MAX_TABLE_BYTES:
+        raise CheckpointError(
+            f"config.json: {max_model_len} positions need a rope table of {size} bytes, at most {MAX_TABLE_BYTES} "
+            "are allowed; set max_model_len"
+        )
+    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
+    # float64 leaves one right answer in float32, whatever the library.
+    wide = angles.astype(np.float64)
+    return Turn((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
 
 
-def _exponents(dim: int) -> Tensor:
-    return torch.arange(0, dim, 2, dtype=torch.float32) / dim
+def _exponents(dim: int) -> F32:
+    return np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
 
 
-def _default(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
-    return 1.0 / base ** _exponents(dim), 1.0
+def _frequencies(base: float, dim: int) -> F32:
+    return np.float32(1.0) / np.float32(base) ** _exponents(dim)
 
 
-def _linear(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
-    return 1.0 / base ** _exponents(dim) / rope.number("factor", low=1e-6), 1.0
+def _default(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
+    return _frequencies(base, dim), 1.0
 
 
-def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+def _linear(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
+    return _frequencies(base, dim) / np.float32(rope.number("factor", low=1e-6)), 1.0
+
+
+def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
     factor = rope.number("factor", low=1.0)
-    lengths = torch.arange(1, max_model_len + 1, dtype=torch.float64).clamp(min=max_positions)
+    lengths = np.maximum(np.arange(1, max_model_len + 1, dtype=np.float64), max_positions)
     bases = base * ((factor * lengths / max_positions) - (factor - 1)) ** (dim / (dim - 2))
-    return (1.0 / bases[:, None] ** _exponents(dim).double()).float(), 1.0
+    return (1.0 / bases[:, None] ** _exponents(dim).astype(np.float64)).astype(np.float32), 1.0
 
 
-def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
     """Llama 3.1: high frequencies stay, low ones are slowed by `factor`, those between are blended."""
     factor = rope.number("factor", low=1e-6)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     original = rope.integer("original_max_position_embeddings", max_positions)
     if high <= low:
         raise CheckpointError(f"config.json: high_freq_factor {high:g} must exceed low_freq_factor {low:g}")
-    frequencies = 1.0 / base ** _exponents(dim)
+    frequencies = _frequencies(base, dim)
     turns = original * frequencies / (2 * math.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * share + frequencies / factor * (1 - share), 1.0
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return (frequencies * share + frequencies / factor * (1 - share)).astype(np.float32), 1.0
 
 
-def _yarn(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+def _yarn(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
     """YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
     original = rope.integer("original_max_position_embeddings", max_positions)
     factor = rope.number("factor", max_positions / original, low=1e-6)
@@ -122,21 +105,23 @@ def _yarn(rope: ModelConfig, base: float, dim: int, max_positions: int, max_mode
     if rope.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = 1.0 / base ** _exponents(dim)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+    frequencies = _frequencies(base, dim)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     one, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     magnitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)
-    return frequencies / factor * ramp + frequencies * (1 - ramp), rope.number("attention_factor", magnitude)
+    return (frequencies / factor * ramp + frequencies * (1 - ramp)).astype(np.float32), rope.number(
+        "attention_factor", magnitude
+    )
 
 
-def _longrope(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[Tensor, float]:
+def _longrope(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
     original = rope.integer("original_max_position_embeddings", max_positions, low=2)
     factor = rope.number("factor", max_positions / original, low=1e-6)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     stretch = rope.numbers("long_factor" if max_model_len > original else "short_factor", dim // 2)
-    frequencies = 1.0 / (torch.tensor(stretch) * base ** _exponents(dim))
+    frequencies = (1.0 / (np.array(stretch, np.float32) * np.float32(base) ** _exponents(dim))).astype(np.float32)
     return frequencies, rope.number("attention_factor", magnitude)

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from headrace import __version__, hub, models
 from headrace.backends import make_backend
-from headrace.backends.base import Backend
+from headrace.backends.base import Backend, KVShape
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, RequestError
 from headrace.models.config import ModelConfig
-from headrace.runner.loader import Checkpoint, Weights, choose_dtype, read_config
+from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.runner.runner import Runner
+from headrace.runner.source import open_weights
 from headrace.sampling.sampler import Sampler
 from headrace.types import EngineInfo
 
@@ -46,14 +45,20 @@ def build_runner(config: EngineConfig, progress: Progress | None = None) -> tupl
         with _bar(config.model) as show:
             backend, model, model_config = load_model(config, directory, show)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
-    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend)
-    kv = backend.allocate_kv(
-        model.kv_shape.num_layers, num_blocks, config.block_size, model.kv_shape.num_kv_heads, model.kv_shape.head_dim
-    )
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
+    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend, kv_dtype)
     eos_token_ids = hub.eos_token_ids(directory)
-    sampler = Sampler(model.vocab_size, eos_token_ids, backend.device)
-    num_threads = backend.num_threads(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
-    runner = Runner(model, backend, kv, sampler, num_threads)
+    program = backend.program(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        kv_dtype=kv_dtype,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
+        num_threads=config.num_threads,
+    )
+    runner = Runner(program, Sampler(model.vocab_size, eos_token_ids))
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,
@@ -65,9 +70,11 @@ def build_runner(config: EngineConfig, progress: Progress | None = None) -> tupl
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
         scheduling_policy=config.scheduling_policy,
-        dtype=str(backend.dtype).removeprefix("torch."),
+        dtype=backend.dtype,
+        kv_cache_dtype=kv_dtype,
+        quantization=config.quantization or "",
         backend=backend.name,
-        device=str(backend.device),
+        device=backend.device,
         version=__version__,
     )
     return runner, info
@@ -78,14 +85,25 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     values = read_config(directory, models.names())
     module = models.find(values["model_type"])
     model_config = ModelConfig(values)
-    checkpoint = Checkpoint(directory)
+    checkpoint = MappedCheckpoint(directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint))
-    weights = Weights(checkpoint, backend, values.get("quantization_config"), progress)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
-    with torch.inference_mode():
+    quantised = values.get("quantization_config")
+    with open_weights(checkpoint, backend, quantised, config.quantization, config.save_packed, progress) as weights:
         model: models.Model = module.Model(model_config, weights, backend.ops, max_model_len)
-    weights.finish()
+        weights.finish()
     return backend, model, model_config
+
+
+def choose_kv_dtype(wanted: str, backend: Backend) -> str:
+    """`wanted`, or for "auto" the model's own. Raises `RequestError` for one that the backend does not have."""
+    if wanted == "auto":
+        return backend.dtype
+    if wanted not in backend.kv_dtypes:
+        raise RequestError(
+            "kv_cache_dtype", wanted, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"
+        )
+    return wanted
 
 
 def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
@@ -98,16 +116,14 @@ def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
     return wanted or most
 
 
-def choose_num_blocks(config: EngineConfig, shape: models.KVShape, max_model_len: int, backend: Backend) -> int:
+def choose_num_blocks(config: EngineConfig, shape: KVShape, max_model_len: int, backend: Backend, kv_dtype: str) -> int:
     """Blocks of the KV cache: the override, or what the given or measured memory holds.
 
     Measured means the least of a quarter of the memory that is free now, 4 GiB, and what max_num_seqs sequences of
     max_model_len fill. If not even one such sequence fits, and nobody asked for that length, the context is narrowed
     to the cache, down to 1024 tokens. Raises `RequestError` otherwise.
     """
-    block_bytes = (
-        2 * shape.num_layers * config.block_size * shape.num_kv_heads * shape.head_dim * backend.dtype.itemsize
-    )
+    block_bytes = backend.block_bytes(shape, config.block_size, kv_dtype)
     least = -(-max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         field, num_blocks = "num_gpu_blocks_override", config.num_gpu_blocks_override

@@ -10,7 +10,6 @@ out can not depend on the batch. Knows no sequences and no requests; called by t
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrace.errors import RequestError
@@ -28,15 +27,14 @@ class NonFiniteLogitsError(ValueError):
 
 
 class Sampler:
-    """Samples rows of `vocab_size` logits. Logits of a CUDA `device` come to the host through pinned memory."""
+    """Samples rows of `vocab_size` logits that lie on the host."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: str | torch.device = "cpu") -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: list[int]) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = list(eos_token_ids)
-        self._pinned = torch.device(device).type == "cuda"
 
     def sample(
-        self, logits: torch.Tensor, params: list[SamplingParams], positions: list[int], num_prompts: list[int]
+        self, logits: F32, params: list[SamplingParams], positions: list[int], num_prompts: list[int]
     ) -> tuple[list[int], dict[int, TokenLogprob]]:
         """One token id for every row of `logits` [S, V], and by row the log-probabilities that were asked for.
 
@@ -44,12 +42,14 @@ class Sampler:
         before it are the prompt. Raises `NonFiniteLogitsError` or `RequestError` as `sample_row` does; who wants the
         other rows to go on calls that.
         """
-        rows = self.to_host(logits)
-        if not len(rows) == len(params) == len(positions) == len(num_prompts):
-            raise ValueError(f"{len(rows)} rows, {len(params)} params, {len(positions)}, {len(num_prompts)} positions")
+        self._verify(logits)
+        if not len(logits) == len(params) == len(positions) == len(num_prompts):
+            raise ValueError(
+                f"{len(logits)} rows, {len(params)} params, {len(positions)}, {len(num_prompts)} positions"
+            )
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprob] = {}
-        for i, row in enumerate(rows):
+        for i, row in enumerate(logits):
             token_id, logprob = self.sample_row(row, params[i], positions[i], num_prompts[i])
             token_ids.append(token_id)
             if logprob is not None:
@@ -57,49 +57,44 @@ class Sampler:
         return token_ids, logprobs
 
     def sample_row(
-        self, row: F32, params: SamplingParams, position: int, num_prompt: int
+        self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None = None
     ) -> tuple[int, TokenLogprob | None]:
-        """`sample` for one row [V] on the host, as `to_host` gives it.
+        """`sample` for one row [V]. `best` is its likeliest token, the lowest id of equals, where that is known.
 
         Raises `NonFiniteLogitsError` for a row that no token can be drawn from, `RequestError` for a biased token id
         beyond the vocabulary, a missing seed, or a min_tokens that forbids the whole vocabulary.
         """
-        token_id = self._draw(row, params, position, num_prompt)
+        token_id = self._draw(row, params, position, num_prompt, best)
         if params.logprobs is None:
             return token_id, None
         return token_id, token_logprob(row, token_id, params.logprobs)
 
-    def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+    def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         """Log-probabilities of known tokens: row i of `logits` [P, V] foretold `next_token_ids[i]`."""
-        rows = self.to_host(logits)
-        if len(rows) != len(next_token_ids):
-            raise ValueError(f"{len(rows)} rows of logits, {len(next_token_ids)} tokens")
-        return [token_logprob(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
+        self._verify(logits)
+        if len(logits) != len(next_token_ids):
+            raise ValueError(f"{len(logits)} rows of logits, {len(next_token_ids)} tokens")
+        return [token_logprob(row, token_id, num_top) for row, token_id in zip(logits, next_token_ids, strict=True)]
 
-    def to_host(self, logits: torch.Tensor) -> F32:
-        """`logits` [S, V] as float32 rows on the host. The same memory where they lie there already."""
-        if logits.dim() != 2 or logits.shape[1] != self.vocab_size:
-            raise ValueError(f"logits have shape {tuple(logits.shape)}, expected [S, {self.vocab_size}]")
-        logits = logits.detach()
-        if self._pinned:
-            host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
-            logits = host.copy_(logits)
-        rows: F32 = logits.to("cpu", torch.float32).contiguous().numpy()
-        return rows
+    def _verify(self, logits: F32) -> None:
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
+            raise ValueError(f"logits have shape {logits.shape}, expected [S, {self.vocab_size}]")
 
-    def _draw(self, row: F32, params: SamplingParams, position: int, num_prompt: int) -> int:
+    def _draw(self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None) -> int:
         forbids = params.min_tokens > 0 and position - num_prompt < params.min_tokens
         x: F32 | F64 = row
         if params.logit_bias or forbids:
-            # numpy's argmax stops at a NaN and so finds it; a mask must not hide it.
-            _likeliest(row)
-            x = self._biased(row, params, forbids)
-        try:
-            best = _likeliest(x)
-        except NonFiniteLogitsError:
-            if not forbids:
-                raise
-            raise RequestError("min_tokens", params.min_tokens, "such that some token may be sampled") from None
+            if best is None:
+                # numpy's argmax stops at a NaN and so finds it; a mask must not hide it.
+                _likeliest(row)
+            x, best = self._biased(row, params, forbids), None
+        if best is None:
+            try:
+                best = _likeliest(x)
+            except NonFiniteLogitsError:
+                if not forbids:
+                    raise
+                raise RequestError("min_tokens", params.min_tokens, "such that some token may be sampled") from None
         if params.greedy:
             return best
         if params.seed is None:

@@ -16,7 +16,6 @@ from headrace.errors import HeadraceError, RequestError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from headrace import _native
     from headrace._native import Tape
 
 REMEDY = "install a C++17 compiler (Debian and Ubuntu: apt install g++), then headrace again (in a clone: make native)"
@@ -44,16 +43,21 @@ def native() -> tuple[ModuleType | None, str]:
     return _native, ""
 
 
-@cache
-def fields() -> dict[str, tuple[struct.Struct, dict[str, str]]]:
-    """For each operator how its arguments are packed, and their kinds: p address, i integer, f float."""
+def require_native() -> ModuleType:
+    """The extension. Raises `NativeMissingError` where it was not built."""
     module, reason = native()
     if module is None:
         raise NativeMissingError(f"there is no native core: {reason}")
+    return module
+
+
+@cache
+def fields() -> dict[str, tuple[struct.Struct, dict[str, str]]]:
+    """For each operator how its arguments are packed, and their kinds: p address, i integer, f float."""
     codes = {"p": "Q", "i": "q", "f": "d"}
     return {
         op: (struct.Struct("=" + "".join(codes[k] for _, k in pairs)), dict(pairs))
-        for op, pairs in module.schema().items()
+        for op, pairs in require_native().schema().items()
     }
 
 
@@ -77,11 +81,3 @@ def pack(op: str, **values: float) -> bytes:
 def record(tape: Tape, op: str, **values: float) -> int:
     """Append an operator to a tape and return its index. Raises as `pack`, and ValueError where nobody serves it."""
     return tape.add(op, pack(op, **values))
-
-
-def require_native() -> ModuleType:
-    """The extension. Raises `NativeMissingError` where it was not built."""
-    module, reason = native()
-    if module is None:
-        raise NativeMissingError(f"there is no native core: {reason}")
-    return module

@@ -2,41 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import torch
 from torch import Tensor
 
+from headrace.backends.base import ITEM_BYTES, KVShape
 from headrace.backends.torch_ref.ops import RefOps
+from headrace.backends.torch_ref.program import EagerProgram
 
 SMALL_MODEL_BYTES = 64 * 2**20
 """Below it the calls are so short that a second thread costs more than it gives, at every batch size (ADR 0008)."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchRef:
     """Memory and operators of the reference backend. Weights and KV cache hold `dtype`; sums are float32."""
 
     name = "torch_ref"
+    kv_dtypes = ("float32", "bfloat16", "float16")
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: str, dtype: str) -> None:
         self.device = device
         self.dtype = dtype
-        self.ops = RefOps(device, dtype)
+        self.ops = RefOps(torch.device(device), DTYPES[dtype])
 
-    def allocate_kv(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> Tensor:
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def constant(self, values: Any) -> Tensor:
+        """A norm or bias in the model's dtype. A rope table (numpy) stays float32."""
+        if not isinstance(values, Tensor):
+            return torch.from_numpy(values).to(self.ops.device)
+        return values.to(self.ops.device, self.ops.dtype, copy=True)
+
+    table = constant
+
+    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[kv_dtype]
+
+    def program(
+        self,
+        model: Any,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks_per_seq: int,
+        num_threads: int,
+    ) -> EagerProgram:
+        shape: KVShape = model.kv_shape
+        size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        kv = torch.zeros(size, dtype=DTYPES[kv_dtype], device=self.ops.device)
+        return EagerProgram(model, self.ops, kv, num_threads or self.num_threads(self.ops.weight_bytes))
 
     def available_memory(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
+        if self.ops.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.ops.device)[0])
         return int(psutil.virtual_memory().available)
 
-    def num_threads(self, model_bytes: int) -> int:
-        """Threads to compute with; bits do not depend on them."""
-        return 1 if model_bytes < SMALL_MODEL_BYTES else torch.get_num_threads()
+    def num_threads(self, weight_bytes: int) -> int:
+        """Threads to compute with, for a model of that size; bits do not depend on them."""
+        return 1 if weight_bytes < SMALL_MODEL_BYTES else torch.get_num_threads()
 
 
-def make(device: torch.device, dtype: torch.dtype) -> TorchRef:
+def make(device: str, dtype: str) -> TorchRef:
+    """Raises `ValueError` if there is no such device."""
     return TorchRef(device, dtype)

@@ -8,13 +8,16 @@ many sequences, each with keys of its own, or neighbours of one sequence that sh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Rows
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
+
+if TYPE_CHECKING:
+    from headrace.backends.torch_ref.program import ForwardBatch
 
 SPAN = 128
 MAX_GATHER = 2**18  # cached positions * kv_heads * head_dim gathered at once for one group: 1 MiB, to stay in the cache
@@ -62,7 +65,7 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Pi
     return pieces
 
 
-def plan(rows: Rows, block_size: int, width: int, window: int | None) -> list[Group]:
+def plan(rows: ForwardBatch, block_size: int, width: int, window: int | None) -> list[Group]:
     """The groups of a step. `width` is kv_heads * head_dim; it bounds how many rows are gathered at once."""
     alone: dict[int, list[Piece]] = {}
     groups = []
@@ -100,7 +103,9 @@ def _group(pieces: list[Piece], block_tables: Tensor, block_size: int, window: i
     return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(own) > 1)
 
 
-def attention(query: Tensor, cache: Tensor, rows: Rows, scale: float, window: int | None, softcap: float) -> Tensor:
+def attention(
+    query: Tensor, cache: Tensor, rows: ForwardBatch, scale: float, window: int | None, softcap: float
+) -> Tensor:
     """query [R, heads, D] over cache [2, num_blocks, block_size, kv_heads, D] -> [R, heads, D] float32."""
     _, _, block_size, num_kv_heads, head_dim = cache.shape
     key = ("plan", window, block_size, num_kv_heads * head_dim)

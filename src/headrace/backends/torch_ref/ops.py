@@ -8,15 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, Matrix, Rows
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
-from headrace.quant.base import QWeight
+from headrace.quant.base import MatrixSource
+
+if TYPE_CHECKING:
+    from headrace.backends.torch_ref.program import ForwardBatch
+
+SLAB = 512
+"""Rows of a matrix that are asked for at once."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -45,18 +52,18 @@ class RefOps:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
+        self.weight_bytes = 0
+        """Of all matrices made, as the checkpoint would hold them in `dtype`."""
 
-    def matrix(self, weights: Sequence[QWeight], bias: Tensor | None = None) -> RefMatrix:
-        num_in = weights[0].shape[1]
-        num_out = sum(w.shape[0] for w in weights)
+    def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> RefMatrix:
+        num_in, num_out = source.num_in, source.num_out
         data = torch.zeros(padded(num_in), padded(num_out), device=self.device)
-        column = 0
-        for weight in weights:
-            dense = weight.dequantize().to(self.device, self.dtype)
-            # Turned some rows at a time, in the cache: one copy of all is several times slower.
-            for part in torch.split(dense, 512):
-                data[:num_in, column : column + part.shape[0]] = part.float().t().contiguous()
-                column += part.shape[0]
+        # Turned some rows at a time, in the cache: one copy of all is several times slower.
+        for first in range(0, num_out, SLAB):
+            last = min(first + SLAB, num_out)
+            part = source.slab(first, last).dequantize().to(self.device, self.dtype)
+            data[:num_in, first:last] = part.float().t().contiguous()
+        self.weight_bytes += num_in * num_out * self.dtype.itemsize
         return RefMatrix(data, None if bias is None else bias.to(self.device, self.dtype).float(), num_in, num_out)
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
@@ -70,8 +77,13 @@ class RefOps:
             out = out + matrix.bias
         return out.to(self.dtype)
 
-    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return table.index_select(0, token_ids)
+    def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        x = table.index_select(0, ids)
+        # The factor is rounded to the model's dtype, as in training.
+        return x if scale == 1.0 else x * x.new_tensor(scale)
+
+    def select(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         x = x.float()
@@ -86,6 +98,7 @@ class RefOps:
         return (x / torch.sqrt(variance + eps) * weight.float() + bias.float()).to(self.dtype)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn the first 2 * P of D numbers in each head: x [R, heads, D], cos and sin [R, P]; pairs are (i, i + P)."""
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         left, right = x[..., :half].float(), x[..., half : 2 * half].float()
@@ -95,14 +108,48 @@ class RefOps:
         return torch.cat(turned, dim=-1).to(self.dtype)
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write key and value [R, kv_heads, D] to slots of cache [2, num_blocks, block_size, kv_heads, D]."""
         slots = cache.view(2, -1, *cache.shape[3:])
         slots[0].index_copy_(0, slot_mapping, key.to(cache.dtype))
         slots[1].index_copy_(0, slot_mapping, value.to(cache.dtype))
 
-    def attention(
-        self, query: Tensor, cache: Tensor, rows: Rows, scale: float, window: int | None = None, softcap: float = 0.0
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rows: ForwardBatch,
+        cache: Tensor,
+        turn: Turn | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
     ) -> Tensor:
-        return paged.attention(query, cache, rows, scale, window, softcap).to(self.dtype)
+        parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        query, key, value = torch.split(qkv.view(qkv.shape[0], -1, heads.head_dim), parts, dim=1)
+        if q_norm is not None:
+            query = self.rms_norm(query, *q_norm)
+        if k_norm is not None:
+            key = self.rms_norm(key, *k_norm)
+        if turn is not None:
+            angles = rows.notes.get(id(turn.cos))
+            if angles is None:
+                angles = turn.cos.index_select(0, rows.positions), turn.sin.index_select(0, rows.positions)
+                rows.notes[id(turn.cos)] = angles
+            query, key = self.rope(query, *angles), self.rope(key, *angles)
+        self.store(key, value, cache, rows.slot_mapping)
+        return query.flatten(1)
+
+    def attention(
+        self,
+        query: Tensor,
+        heads: Heads,
+        rows: ForwardBatch,
+        cache: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        by_head = query.view(query.shape[0], heads.num_heads, heads.head_dim)
+        return paged.attention(by_head, cache, rows, scale, window, softcap).to(self.dtype).flatten(1)
 
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
         return elementwise(ACTIVATIONS[kind], x.float()).to(self.dtype)
@@ -112,9 +159,10 @@ class RefOps:
         return (elementwise(ACTIVATIONS[kind], gate) * up).to(self.dtype)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return elementwise(torch.tanh, x / cap) * cap
+        return elementwise(torch.tanh, x.float() / cap) * cap
 
     def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Router logits [R, E] -> weights [R, top_k] float32 summing to 1 over the chosen, expert ids [R, top_k]."""
         logits = logits.float()
         # A stable sort gives equal logits to the lower expert id; softmax over the chosen is the renormalised one.
         best, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -125,19 +173,16 @@ class RefOps:
     def experts(
         self,
         x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
+        router: Matrix,
+        top_k: int,
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
     ) -> Tensor:
+        weights, ids = self.route(self.linear(x, router), top_k)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)
             made = self.linear(self.gated(self.linear(x[row], gate_up[expert_id]), kind), down[expert_id])
             out[row] += made.float() * weights[row, place].unsqueeze(1)
         return out.to(self.dtype)
-
-    def copy_blocks(self, cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            cache[:, :, target] = cache[:, :, source]

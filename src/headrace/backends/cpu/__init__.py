@@ -1,0 +1,96 @@
+"""The native backend: kernels of csrc/ on the CPU, recorded on a tape. The default where the library was built.
+
+Values between operators are float32 whatever the model's dtype; weights are kept as the checkpoint has them or as
+`quantization` says, the cache as `kv_cache_dtype` says. Needs no torch to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from headrace.backends.base import KVShape
+from headrace.backends.cpu import cache
+from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
+from headrace.backends.cpu.native import require_native
+from headrace.backends.cpu.ops import CpuOps
+from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
+from headrace.errors import RequestError
+
+SMALL_MODEL_BYTES = 0
+"""Weights below which one thread is faster than two."""
+
+
+class Cpu:
+    """Memory and operators of the native backend."""
+
+    name = "cpu"
+    kv_dtypes = ("float32", "bfloat16", "float16", "int8")
+
+    def __init__(self, device: str, dtype: str) -> None:
+        if device != "cpu":
+            raise RequestError("device", device, "cpu for backend cpu")
+        self.device = device
+        self.dtype = dtype
+        self.ops = CpuOps(dtype)
+
+    def constant(self, values: Any) -> NDArray[np.float32]:
+        """float32, contiguous, of our own."""
+        if isinstance(values, np.ndarray):
+            return np.ascontiguousarray(values, np.float32)
+        copied: NDArray[np.float32] = values.detach().float().contiguous().numpy().copy()
+        return copied
+
+    def table(self, values: Any) -> Table:
+        """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory.
+
+        `values` is a torch tensor, or (bfloat16 as uint16) a `runner.mapped.MappedTensor`.
+        """
+        if isinstance(values.data, np.ndarray):
+            height, width = values.data.shape
+            return Table(values.data.ctypes.data, TYPE_CODES[values.dtype], height, width, values)
+        height, width = values.shape
+        dtype = str(values.dtype).removeprefix("torch.")
+        if dtype not in TYPE_CODES or not values.is_contiguous():
+            values, dtype = values.float().contiguous(), "float32"
+        return Table(values.data_ptr(), TYPE_CODES[dtype], height, width, values)
+
+    def layouts(self) -> dict[str, str]:
+        """The name of each format's layout: a packed file with other names is of no use here."""
+        native = require_native()
+        return {kind: native.layout(kind) for kind in ("i4", "i8", "f")}
+
+    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
+        return int(require_native().packed_bytes(kind, num_out, num_in, group or ACT_GROUP, flag))
+
+    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
+        return cache.block_bytes(shape, block_size, kv_dtype)
+
+    def program(
+        self,
+        model: Any,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks_per_seq: int,
+        num_threads: int,
+    ) -> TapedProgram:
+        kv = cache.KVCache(model.kv_shape, num_blocks, block_size, kv_dtype)
+        max_rows = min(MAX_ROWS, max_num_batched_tokens)
+        max_chunks = min(max_num_seqs, max_rows)
+        max_blocks = max_chunks * max_blocks_per_seq
+        return TapedProgram(model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads)
+
+    def available_memory(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+
+def make(device: str, dtype: str) -> Cpu:
+    """Raises `RequestError` if the native library is missing or the device is no CPU."""
+    require_native()
+    return Cpu(device, dtype)

@@ -1,0 +1,210 @@
+"""What a model's forward pass asks for, written down: values, the buffers they live in, and the nodes that fill them.
+
+`Graph` owns the order of nodes and, when it is finished, where every buffer lies: buffers whose lives do not overlap
+share memory. Knows operators by name and sizes by row; must not know models, nor call the native library. Filled by
+`ops.CpuOps`, read by `tape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROWS, SEQS, LOGITS, FREE = 0, 1, 2, 3
+"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them; experts count from FREE on."""
+
+ALIGN = 64
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """`row_bytes` for each row of dimension `dim`. `first` and `last` are the nodes that first and last touch it."""
+
+    row_bytes: int
+    dim: int
+    first: int
+    last: int
+    offset: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class Quantised:
+    """Rows as int8 codes with a scale and a sum of codes for each group of inputs."""
+
+    q: Buffer
+    scales: Buffer
+    sums: Buffer
+    group: int
+
+    @property
+    def ld_q(self) -> int:
+        return self.q.row_bytes
+
+    @property
+    def ld_s(self) -> int:
+        return self.scales.row_bytes // 4
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "q": self.q,
+            "ld_q": self.ld_q,
+            "scales": self.scales,
+            "sums": self.sums,
+            "ld_s": self.ld_s,
+            "group": self.group,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One operator call. Values of `fields` are ints, floats, None, numpy arrays (kept alive) or Buffers.
+
+    `read_bytes`: of weights, which every call reads once. `row_ops`: multiplications and additions for each row.
+    """
+
+    op: str
+    dim: int
+    fields: dict[str, Any]
+    index: int
+    note: str = ""
+    read_bytes: int = 0
+    row_ops: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """Rows of `width` float32 numbers in the first columns of `buffer`. Adding two is what models may do with them."""
+
+    graph: Graph
+    buffer: Buffer
+    width: int
+    node: Node | None = None
+    num_uses: int = 0
+    quantised: dict[int, Quantised] = field(default_factory=dict)
+
+    @property
+    def dim(self) -> int:
+        return self.buffer.dim
+
+    @property
+    def ld(self) -> int:
+        return self.buffer.row_bytes // 4
+
+    def __add__(self, other: Value) -> Value:
+        return self.graph.add(self, other)
+
+
+class Graph:
+    """Nodes in the order in which they run.
+
+    `use` and `make` keep the lives of buffers; every node's buffers must pass through them before the node is put.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.buffers: list[Buffer] = []
+
+    def buffer(self, row_bytes: int, dim: int) -> Buffer:
+        """A new buffer that the next node fills."""
+        at = len(self.nodes)
+        made = Buffer(-(-row_bytes // ALIGN) * ALIGN, dim, at, at)
+        self.buffers.append(made)
+        return made
+
+    def value(self, width: int, dim: int) -> Value:
+        """A new value that the next node fills."""
+        return Value(self, self.buffer(4 * width, dim), width)
+
+    def touch(self, buffer: Buffer) -> Buffer:
+        """`buffer` is read by the next node."""
+        buffer.last = len(self.nodes)
+        return buffer
+
+    def read(self, value: Value) -> Buffer:
+        """The floats of `value`, for the next node."""
+        value.num_uses += 1
+        return self.touch(value.buffer)
+
+    def put(self, op: str, dim: int, out: Value | None, fields: dict[str, Any], **facts: Any) -> Node:
+        node = Node(op, dim, fields, len(self.nodes), **facts)
+        if out is not None:
+            out.node = node
+        self.nodes.append(node)
+        return node
+
+    def add(self, x: Value, y: Value) -> Value:
+        """x + y. The sum is taken in passing where y was just made by a linear layer and nobody else looks at it."""
+        if y.node is not None and y.node is self.nodes[-1] and y.num_uses == 0 and not y.quantised:
+            node = y.node
+            if node.op.startswith("linear") and node.fields["residual"] is None and x.buffer is not y.buffer:
+                x.num_uses += 1
+                x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
+                node.fields |= {"residual": x.buffer, "ld_res": x.ld}
+                return y
+        out = self.value(x.width, x.dim)
+        fields = {"x": self.read(x), "ld_x": x.ld, "y": self.read(y), "ld_y": y.ld, "width": x.width}
+        self.put("add", x.dim, out, fields | {"out": out.buffer, "ld_out": out.ld})
+        return out
+
+    def quantised(self, x: Value, group: int) -> Quantised:
+        """Codes of `x` in groups: written by the node that makes x where that can, else by a node of its own."""
+        found = x.quantised.get(group)
+        if found is None:
+            ld_q = -(-x.width // 64) * 64 + 64  # never a power of two: rows that alias in the cache halve the speed
+            ld_s = -(-x.width // group)
+            parts = [self.buffer(size, x.dim) for size in (ld_q, 4 * ld_s, 4 * ld_s)]
+            found = Quantised(parts[0], parts[1], parts[2], group)
+            x.quantised[group] = found
+            node = x.node
+            if node is not None and "q" in node.fields and node.fields["q"] is None:
+                for part in parts:
+                    part.first = node.index
+                node.fields |= found.fields()
+            else:
+                fields = {"x": self.read(x), "ld_x": x.ld, "width": x.width} | found.fields()
+                self.put("quantize", x.dim, None, fields)
+        for part in (found.q, found.scales, found.sums):
+            self.touch(part)
+        return found
+
+    def drop_unread(self, values: list[Value]) -> None:
+        """Values that only their codes were read of are not written as floats at all."""
+        for value in values:
+            if value.quantised and value.num_uses == 0 and value.node is not None:
+                value.node.fields["out"] = None
+                value.buffer.offset = 0
+                self.buffers.remove(value.buffer)
+
+    def plan(self, most: dict[int, int]) -> int:
+        """Give every buffer a place in one arena; `most` is the largest size of each dimension. -> bytes in all.
+
+        Greedy by size, first fit (Pisarchyk, Lee 2020: "Efficient Memory Management for Deep Neural Net Inference").
+        """
+        placed: list[tuple[int, int, Buffer]] = []
+        total = 0
+
+        def size_of(buffer: Buffer) -> int:
+            return buffer.row_bytes * most.get(buffer.dim, most[ROWS])
+
+        for buffer in sorted(self.buffers, key=size_of, reverse=True):
+            size, offset = size_of(buffer), 0
+            for start, stop, other in sorted(placed, key=lambda entry: entry[0]):
+                if other.first > buffer.last or other.last < buffer.first:
+                    continue
+                if offset + size <= start:
+                    break
+                offset = max(offset, stop)
+            buffer.offset = offset
+            placed.append((offset, offset + size, buffer))
+            total = max(total, offset + size)
+        return total
+
+
+def aligned(num_bytes: int, alignment: int = 4096) -> NDArray[np.uint8]:
+    """Bytes that nobody has written, starting on a multiple of `alignment`; pages are taken as they are touched."""
+    raw = np.empty(num_bytes + alignment, np.uint8)
+    skip = -raw.ctypes.data % alignment
+    return raw[skip : skip + num_bytes]

@@ -1,0 +1,126 @@
+"""Weights in the kernels' layout: packed once from a `MatrixSource`, or mapped from a file that was packed before.
+
+Owns nothing but bytes and what they mean. Layouts are the native library's (csrc/format_*.cpp). Called by `ops`, and by
+`runner.packed`, which writes and maps the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.cpu.graph import aligned
+from headrace.backends.cpu.native import require_native
+
+if TYPE_CHECKING:
+    from headrace.quant.base import MatrixSource, QWeight
+
+ACT_GROUP = 128
+"""Inputs that share a scale of the activations where the weights have one scale for each output."""
+
+SLAB_NUMBERS = 2**22
+"""Weights that are asked of a source at once."""
+
+TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuMatrix:
+    """A linear layer: `data` uint8 as the format's pack wrote it. `flag`: see HrFormat in csrc/include/kernels.h."""
+
+    name: str
+    kind: str
+    data: NDArray[np.uint8]
+    num_in: int
+    num_out: int
+    group: int
+    flag: int
+    bias: NDArray[np.float32] | None = None
+
+    @property
+    def packed(self) -> NDArray[np.uint8]:
+        return self.data
+
+    @property
+    def act_group(self) -> int:
+        return self.group or ACT_GROUP
+
+    def dense(self) -> NDArray[np.float32]:
+        """The weights as float32 [num_out, num_in], for tests and tools."""
+        native = require_native()
+        out = np.empty((self.num_out, self.num_in), np.float32)
+        for row in range(self.num_out):
+            native.unpack_row(
+                self.kind, self.data.ctypes.data, self.num_out, self.num_in, self.act_group, self.flag, row,
+                out[row].ctypes.data,
+            )  # fmt: skip
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """An embedding table [height, width] as it is stored. `owner` keeps the memory (a tensor, a mapping) alive."""
+
+    data: int
+    type_code: int
+    height: int
+    width: int
+    owner: Any
+
+
+class PackedRecord(Protocol):
+    """A matrix out of a packed file (`runner.packed.PackedMatrix`)."""
+
+    name: str
+    kind: str
+    data: NDArray[np.uint8]
+    num_in: int
+    num_out: int
+    group: int
+    flag: int
+    bias: NDArray[np.float32] | None
+
+
+def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None) -> CpuMatrix:
+    """Pack `source`, some rows at a time."""
+    native = require_native()
+    scheme = source.scheme
+    kind, group = scheme.kind, scheme.group
+    flag = TYPE_CODES[scheme.dtype] if kind == "f" else int(scheme.has_min) if kind == "i4" else group
+    num_out, num_in = source.num_out, source.num_in
+    act_group = group or ACT_GROUP
+    data = aligned(native.packed_bytes(kind, num_out, num_in, act_group, flag))
+    panel = native.panel(kind)
+    step = max(panel, SLAB_NUMBERS // num_in // panel * panel)
+    for first in range(0, num_out, step):
+        last = min(num_out, first + step)
+        codes, scales, mins = _parts(source.slab(first, last), kind)
+        native.pack(
+            kind, codes.ctypes.data, _address(scales), _address(mins), num_in, act_group, flag, first, last, num_out,
+            data.ctypes.data,
+        )  # fmt: skip
+    return CpuMatrix(source.name, kind, data, num_in, num_out, group, flag, bias)
+
+
+def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]:
+    """codes, scales and minima as the packer reads them."""
+    import torch
+
+    if slab.permutation is not None:
+        raise NotImplementedError("weights with permuted inputs are for torch_ref")
+    if kind == "f":
+        codes = slab.codes.contiguous()
+        return codes.view(torch.int16).numpy() if codes.itemsize == 2 else codes.numpy(), None, None
+    if slab.scales is None:
+        raise ValueError("quantised codes without scales")
+    scales = slab.scales.float().contiguous().numpy()
+    codes = slab.codes.to(torch.int8).contiguous()
+    mins = None if slab.mins is None else slab.mins.float().contiguous().numpy()
+    return codes.numpy(), scales, mins
+
+
+def _address(array: NDArray[Any] | None) -> int:
+    return 0 if array is None else array.ctypes.data

@@ -1,0 +1,307 @@
+"""`Ops` that write down instead of computing: a model's forward pass, called once, becomes a `Graph`.
+
+Each method puts the nodes of one operator; their meaning, to the bit, is in csrc/include/kernels.h. Quantisation of
+activations and additions to the residual are put into the neighbouring node where that can carry them. Knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
+from headrace.backends.cpu.graph import FREE, LOGITS, Graph, Quantised, Value
+from headrace.backends.cpu.matrix import CpuMatrix, make_matrix
+
+if TYPE_CHECKING:
+    from headrace.backends.cpu.cache import LayerCache
+    from headrace.backends.cpu.matrix import PackedRecord, Table
+    from headrace.quant.base import MatrixSource
+
+KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+NO_Q: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_s": 0, "group": 0}
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Where a step's ints lie: arrays that the program fills before each run (see `program.Inputs`)."""
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    row_begin: NDArray[np.int32]
+    start: NDArray[np.int32]
+    table_begin: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+    block_size: int
+    max_rows: int
+
+
+class CpuOps:
+    """Writes to `graph`; `begin` starts a new one."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.graph = Graph()
+        self.values: list[Value] = []
+        self.weight_bytes = 0
+
+    def begin(self) -> None:
+        self.graph, self.values = Graph(), []
+
+    def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
+        made = make_matrix(source, bias)
+        self.weight_bytes += made.data.nbytes
+        return made
+
+    def packed(self, record: PackedRecord) -> CpuMatrix:
+        """A matrix that was packed before and is mapped now."""
+        made = CpuMatrix(
+            record.name, record.kind, record.data, record.num_in, record.num_out, record.group, record.flag, record.bias
+        )
+        self.weight_bytes += made.data.nbytes
+        return made
+
+    def embedding(self, ids: NDArray[np.int32], table: Table, scale: float = 1.0) -> Value:
+        out = self._value(table.width, 0)
+        fields = {"ids": ids, "table": table.data, "type": table.type_code, "width": table.width}
+        fields |= {"scale": rounded(scale, self.dtype), "out": out.buffer, "ld_out": out.ld}
+        self.graph.put("embedding", out.dim, out, fields)
+        return out
+
+    def select(self, x: Value, rows: NDArray[np.int32]) -> Value:
+        out = self._value(x.width, LOGITS)
+        self.graph.put("select_rows", LOGITS, out, {"rows": rows} | self._in_out(x, out))
+        return out
+
+    def rms_norm(self, x: Value, weight: F32, eps: float, offset: float = 0.0) -> Value:
+        out = self._value(x.width, x.dim)
+        fields = {"weight": weight, "eps": eps, "offset": offset, "heads": 1}
+        self.graph.put("rms_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
+        return out
+
+    def layer_norm(self, x: Value, weight: F32, bias: F32, eps: float) -> Value:
+        out = self._value(x.width, x.dim)
+        fields = {"weight": weight, "bias": bias, "eps": eps}
+        self.graph.put("layer_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
+        return out
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        # In place: the logits of a large vocabulary need not lie there twice.
+        buffer = self.graph.read(x)
+        fields = {"x": buffer, "ld_x": x.ld, "width": x.width, "cap": cap, "out": buffer, "ld_out": x.ld}
+        node = self.graph.put("softcap", x.dim, None, fields)
+        return Value(self.graph, x.buffer, x.width, node, num_uses=1)
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        out = self._value(x.width, x.dim)
+        self.graph.put("activation", x.dim, out, self._in_out(x, out) | {"kind": KINDS[kind]} | NO_Q)
+        return out
+
+    def gated(self, x: Value, kind: Activation) -> Value:
+        out = self._value(x.width // 2, x.dim)
+        fields = self._in_out(x, out) | {"width": x.width // 2, "kind": KINDS[kind]}
+        self.graph.put("gated", x.dim, out, fields | NO_Q)
+        return out
+
+    def linear(self, x: Value, matrix: Matrix) -> Value:
+        own = own_matrix(matrix)
+        return self._linear(x, self.graph.quantised(x, own.act_group) if own.kind != "f" else None, own)
+
+    def rope_store(
+        self,
+        qkv: Value,
+        heads: Heads,
+        rows: StepRows,
+        cache: LayerCache,
+        turn: Turn | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> Value:
+        norm = q_norm or k_norm
+        fields: dict[str, Any] = {
+            "x": self.graph.read(qkv),
+            "ld_x": qkv.ld,
+            "heads": heads.num_heads,
+            "kv_heads": heads.num_kv_heads,
+            "head_dim": heads.head_dim,
+            "q_norm": None if q_norm is None else q_norm.weight,
+            "k_norm": None if k_norm is None else k_norm.weight,
+            "eps": 0.0 if norm is None else norm.eps,
+            "offset": 0.0 if norm is None else norm.offset,
+            "cos": None if turn is None else turn.cos,
+            "sin": None if turn is None else turn.sin,
+            "pairs": 0 if turn is None else turn.cos.shape[1],
+            "positions": rows.positions,
+            "slots": rows.slots,
+        }
+        node = self.graph.put("rope_store", qkv.dim, None, fields | cache.fields())
+        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, node)
+
+    def attention(
+        self,
+        query: Value,
+        heads: Heads,
+        rows: StepRows,
+        cache: LayerCache,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Value:
+        out = self._value(heads.num_heads * heads.head_dim, query.dim)
+        fields = self._in_out(query, out) | {
+            "heads": heads.num_heads,
+            "kv_heads": heads.num_kv_heads,
+            "head_dim": heads.head_dim,
+            "scale": scale,
+            "window": window or 0,
+            "softcap": softcap,
+            "block_size": rows.block_size,
+            "row_begin": rows.row_begin,
+            "start": rows.start,
+            "table_begin": rows.table_begin,
+            "blocks": rows.blocks,
+        }
+        del fields["width"]
+        self.graph.put("attention", query.dim, out, fields | cache.fields())
+        return out
+
+    def experts(
+        self,
+        x: Value,
+        router: Matrix,
+        top_k: int,
+        gate_up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        kind: Activation,
+    ) -> Value:
+        graph, num_experts = self.graph, router.num_out
+        first = own_matrix(gate_up[0])
+        source = graph.quantised(x, first.act_group) if first.kind != "f" else None
+        logits = self.linear(x, router)
+        ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
+        fields: dict[str, Any] = {"x": graph.read(logits), "ld_x": logits.ld, "num_experts": num_experts}
+        graph.put("route", x.dim, None, fields | {"top_k": top_k, "ids": ids, "weights": weights})
+        # One list of rows for each expert: [experts][rows] of ints, kept as a row of `num_experts` for each row.
+        lists, list_weights = graph.buffer(4 * num_experts, x.dim), graph.buffer(4 * num_experts, x.dim)
+        fields = {"ids": graph.touch(ids), "weights": graph.touch(weights), "top_k": top_k, "num_experts": num_experts}
+        fields |= {"lists": lists, "list_weights": list_weights, "ld_list": ("capacity", x.dim), "first_dim": FREE}
+        graph.put("moe_group", x.dim, None, fields)
+        out = self._value(x.width, x.dim)
+        graph.put("zero", x.dim, out, {"out": out.buffer, "ld_out": out.ld, "width": x.width})
+        for expert_id in range(num_experts):
+            own = ("row_of", lists, expert_id)
+            matrices = own_matrix(gate_up[expert_id]), own_matrix(down[expert_id])
+            self._expert(x, source, own, FREE + expert_id, *matrices, kind, out, list_weights)
+            graph.touch(lists)
+            graph.touch(list_weights)
+        return out
+
+    def _expert(
+        self,
+        x: Value,
+        source: Quantised | None,
+        rows: tuple[str, Any, int],
+        dim: int,
+        gate_up: CpuMatrix,
+        down: CpuMatrix,
+        kind: Activation,
+        out: Value,
+        list_weights: Any,
+    ) -> None:
+        graph = self.graph
+        nothing: dict[str, Any] = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None}
+        del nothing["group"]
+        taken = self._value(x.width, dim)
+        if source is None:
+            fields = nothing | {"list": rows, "x": graph.read(x), "ld_x": x.ld, "width": x.width}
+            graph.put("moe_gather", dim, taken, fields | {"out": taken.buffer, "ld_out": taken.ld})
+            own = None
+        else:
+            sizes = (source.ld_q, 4 * source.ld_s, 4 * source.ld_s)
+            parts = [graph.buffer(size, dim) for size in sizes]
+            own = Quantised(parts[0], parts[1], parts[2], source.group)
+            fields = nothing | source.fields() | {"list": rows, "x": None, "ld_x": 0, "width": x.width}
+            fields |= {"out": None, "ld_out": 0, "to_q": parts[0], "to_scales": parts[1], "to_sums": parts[2]}
+            del fields["group"]
+            for part in (source.q, source.scales, source.sums):
+                graph.touch(part)
+            graph.put("moe_gather", dim, None, fields)
+            for part in parts:
+                graph.touch(part)
+            taken.quantised[source.group] = own
+            graph.buffers.remove(taken.buffer)
+            taken.buffer.offset = 0
+        made = self.linear(self.gated(self._linear(taken, own, gate_up), kind), down)
+        fields = {
+            "list": rows,
+            "list_weights": ("row_of", list_weights, rows[2]),
+            "x": graph.read(made),
+            "ld_x": made.ld,
+        }
+        fields |= {"width": x.width, "out": graph.touch(out.buffer), "ld_out": out.ld}
+        graph.put("moe_scatter", dim, None, fields)
+
+    def _linear(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix) -> Value:
+        out = self._value(matrix.num_out, x.dim)
+        fields: dict[str, Any] = {
+            "weights": matrix.data,
+            "num_in": matrix.num_in,
+            "num_out": matrix.num_out,
+            "bias": matrix.bias,
+            "residual": None,
+            "ld_res": 0,
+            "out": out.buffer,
+            "ld_out": out.ld,
+        }
+        if quantised is None:
+            fields |= {"x": self.graph.read(x), "ld_x": x.ld, "type": matrix.flag}
+        else:
+            fields |= quantised.fields() | {"has_min" if matrix.kind == "i4" else "weight_group": matrix.flag}
+        self.graph.put(
+            f"linear_{matrix.kind}",
+            x.dim,
+            out,
+            fields,
+            note=matrix.name,
+            read_bytes=matrix.data.nbytes,
+            row_ops=2 * matrix.num_in * matrix.num_out,
+        )
+        return out
+
+    def _value(self, width: int, dim: int) -> Value:
+        made = self.graph.value(width, dim)
+        self.values.append(made)
+        return made
+
+    def _in_out(self, x: Value, out: Value) -> dict[str, Any]:
+        return {
+            "x": self.graph.read(x),
+            "ld_x": x.ld,
+            "width": x.width,
+            "out": out.buffer,
+            "ld_out": out.ld,
+        }
+
+
+def own_matrix(matrix: Matrix) -> CpuMatrix:
+    if not isinstance(matrix, CpuMatrix):
+        raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
+    return matrix
+
+
+def rounded(value: float, dtype: str) -> float:
+    """`value` as `dtype` holds it: a factor that training applied in that dtype."""
+    if dtype == "float16":
+        return float(np.float16(value))
+    single = np.float32(value)
+    if dtype == "bfloat16":
+        bits = int(single.view(np.uint32))
+        single = np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return float(single)

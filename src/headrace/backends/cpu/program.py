@@ -1,0 +1,146 @@
+"""A model on the tape: recorded once when it is built, then every step is one native call.
+
+Owns the step's inputs (small int arrays at fixed addresses), the logits, the cache and the tape. Knows chunks and block
+tables; must not know requests. Called by `runner.runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Chunks, Logits
+from headrace.backends.cpu.cache import KVCache
+from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Value, aligned
+from headrace.backends.cpu.ops import CpuOps, StepRows
+from headrace.backends.cpu.tape import Tape
+
+MAX_ROWS = 512
+"""Rows of one native call. A longer step is computed in portions: reading the weights again costs less than the memory
+for more rows, and what is between two operators stays in the cache."""
+
+I32 = NDArray[np.int32]
+
+
+class TapedProgram:
+    """`Program` of the cpu backend.
+
+    Args:
+        max_chunks: pieces of sequences in one call, and rows of logits.
+        max_blocks: entries of all block tables of one call together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ops: CpuOps,
+        cache: KVCache,
+        max_rows: int,
+        max_chunks: int,
+        max_blocks: int,
+        num_threads: int,
+        isa: str = "",
+    ) -> None:
+        self.model = model  # and with it the embedding table, whose address the tape knows
+        self.cache, self.num_threads = cache, num_threads
+        self.vocab_size: int = model.vocab_size
+        self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
+        self.max_rows, self.max_logits = max_rows, max_chunks
+        self.inputs = StepRows(
+            token_ids=np.zeros(max_rows, np.int32),
+            positions=np.zeros(max_rows, np.int32),
+            slots=np.zeros(max_rows, np.int32),
+            row_begin=np.zeros(max_chunks + 1, np.int32),
+            start=np.zeros(max_chunks, np.int32),
+            table_begin=np.zeros(max_chunks + 1, np.int32),
+            blocks=aligned(4 * max_blocks).view(np.int32),
+            block_size=cache.block_size,
+            max_rows=max_rows,
+        )
+        self.wanted = np.zeros(max_chunks, np.int32)
+        self._finite_rows = np.zeros(max_rows, np.int32)
+        self._finite_logits = np.zeros(max_chunks, np.int32)
+        self._best_ids = np.zeros(max_chunks, np.int32)
+        self._best_values = np.zeros(max_chunks, np.float32)
+        ops.begin()
+        hidden = model.forward(self.inputs, cache.layers)
+        graph = ops.graph
+        fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
+        graph.put("finite", ROWS, None, fields)
+        self._num_forward = len(graph.nodes)
+        logits: Value = model.logits(hidden, self.wanted)
+        # They leave the arena: the caller reads them after the run.
+        self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
+        graph.buffers.remove(logits.buffer)
+        for node in graph.nodes[self._num_forward :]:
+            for name, value in node.fields.items():
+                if value is logits.buffer:
+                    node.fields[name] = self._logits
+        best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
+        graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
+        # The hidden states stay until the next step, for `logits` of other rows.
+        graph.touch(hidden.buffer)
+        graph.drop_unread(ops.values)
+        self.hidden = hidden
+        self.tape = Tape(graph, {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}, isa)
+        ops.begin()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.cache.copy_blocks(pairs)
+
+    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+        num_rows = self.fill(chunks)
+        num_chunks = len(chunks.starts)
+        self.wanted[: len(rows)] = rows
+        self.tape.run([num_rows, num_chunks, len(rows)], self.num_threads)
+        if self._finite_rows[:num_rows].all():
+            finite = [True] * num_chunks
+        else:
+            begin = self.inputs.row_begin
+            finite = [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
+        return finite, self._take(len(rows))
+
+    def logits(self, rows: list[int]) -> Logits:
+        self.wanted[: len(rows)] = rows
+        dims = [0, 0, len(rows)]
+        self.tape.run_range(self._num_forward, len(self.tape.nodes), dims, self.num_threads)
+        return self._take(len(rows))
+
+    def close(self) -> None:
+        self.tape.close()
+        self.cache.layers = []
+
+    def fill(self, chunks: Chunks) -> int:
+        """Write the step's ints where the tape reads them; -> number of rows."""
+        inputs, size = self.inputs, self.block_size
+        at = blocks_at = 0
+        for i, (start, own, table) in enumerate(zip(chunks.starts, chunks.token_ids, chunks.tables, strict=True)):
+            length = len(own)
+            stop = at + length
+            needed = (start + length + size - 1) // size
+            inputs.row_begin[i] = at
+            inputs.start[i] = start
+            inputs.table_begin[i] = blocks_at
+            inputs.blocks[blocks_at : blocks_at + needed] = table[:needed]
+            if length == 1:
+                inputs.token_ids[at] = own[0]
+                inputs.positions[at] = start
+                inputs.slots[at] = table[start // size] * size + start % size
+            else:
+                inputs.token_ids[at:stop] = own
+                positions = np.arange(start, start + length, dtype=np.int32)
+                inputs.positions[at:stop] = positions
+                own_blocks = inputs.blocks[blocks_at : blocks_at + needed]
+                inputs.slots[at:stop] = own_blocks[positions // size] * size + positions % size
+            at = stop
+            blocks_at += needed
+        inputs.row_begin[len(chunks.starts)] = at
+        inputs.table_begin[len(chunks.starts)] = blocks_at
+        return at
+
+    def _take(self, num_rows: int) -> Logits:
+        finite = self._finite_logits[:num_rows].astype(bool) & (self._best_values[:num_rows] > -np.inf)
+        return Logits(self._logits[:num_rows, : self.vocab_size], finite.tolist(), self._best_ids[:num_rows].tolist())

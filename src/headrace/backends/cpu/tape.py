@@ -1,0 +1,120 @@
+"""A graph on the native tape: addresses resolved, one native call a step, and ways to look inside.
+
+`Tape` owns the arena of intermediate buffers and keeps every array alive whose address it recorded. Knows nodes and
+buffers; must not know requests. Made by `program`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, aligned
+from headrace.backends.cpu.native import record, require_native
+
+DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """What one record took: `seconds` (median), the bytes of weights it read, the operations it did."""
+
+    index: int
+    op: str
+    note: str
+    seconds: float
+    read_bytes: int
+    num_ops: int
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.read_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def tops(self) -> float:
+        return self.num_ops / self.seconds / 1e12 if self.seconds else 0.0
+
+
+class Tape:
+    """The nodes of `graph`, recorded. `most` is the largest size of each dimension that changes."""
+
+    def __init__(self, graph: Graph, most: dict[int, int], isa: str = "") -> None:
+        self.graph, self.most = graph, most
+        self.nodes = graph.nodes
+        self.arena = aligned(max(64, graph.plan(most)))
+        self._native = require_native().Tape(isa)
+        for node in graph.nodes:
+            record(self._native, node.op, dim=node.dim, **self._resolved(node))
+
+    def run(self, dims: list[int], num_threads: int = 0) -> None:
+        """One step: dims are [rows, seqs, logits]. The GIL is released."""
+        self._native.run(dims, num_threads)
+
+    def run_range(self, first: int, last: int, dims: list[int], num_threads: int = 0) -> None:
+        """Records first ... last - 1 only."""
+        self._native.run_range(first, last, dims, num_threads)
+
+    def close(self) -> None:
+        """Give the arena back."""
+        self._native = require_native().Tape("")
+        self.arena = aligned(64)
+
+    def dump(self) -> list[str]:
+        """One line for each record: number, operator, dimension, widths, weights."""
+        lines = []
+        for i, node in enumerate(self.nodes):
+            sizes = " ".join(
+                f"{name}={value}"
+                for name, value in node.fields.items()
+                if isinstance(value, int | float) and not name.startswith("ld_") and value
+            )
+            weights = f"  {node.read_bytes / 1e6:.2f} MB of {node.note}" if node.read_bytes else ""
+            fused = "+quantize" if node.fields.get("q") is not None and not node.op.startswith(("linear", "q")) else ""
+            fused += "+residual" if node.fields.get("residual") is not None else ""
+            dim = DIM_NAMES.get(node.dim, f"expert {node.dim - 3}")
+            lines.append(f"{i:4d} {node.op}{fused:<10} [{dim}] {sizes}{weights}")
+        return lines
+
+    def profile(self, dims: list[int], repeats: int = 5, num_threads: int = 0) -> list[OpTime]:
+        """Times of every record at these sizes, medians over `repeats` runs. What the inputs hold is used as it is."""
+        runs = np.array([self._native.profile(dims, num_threads) for _ in range(repeats)])
+        seconds = np.median(runs, axis=0) * 1e-9
+        times = []
+        for i, (node, taken) in enumerate(zip(self.nodes, seconds, strict=True)):
+            num_rows = dims[node.dim] if node.dim < len(dims) else 0
+            times.append(OpTime(i, node.op, node.note, float(taken), node.read_bytes, node.row_ops * num_rows))
+        return times
+
+    def expert_dims(self) -> list[int]:
+        """Rows of each expert in the last run, where the model has experts."""
+        return [int(size) for size in self._native.dims()[3:]]
+
+    def address(self, buffer: Buffer) -> int:
+        return int(self.arena.ctypes.data) + buffer.offset
+
+    def floats(self, buffer: Buffer, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The first rows of a buffer as float32, a view."""
+        size = buffer.row_bytes * num_rows
+        return self.arena[buffer.offset : buffer.offset + size].view(np.float32).reshape(num_rows, -1)
+
+    def _resolved(self, node: Node) -> dict[str, Any]:
+        return {name: self.resolve(value) for name, value in node.fields.items()}
+
+    def resolve(self, value: Any) -> Any:
+        """A field's value as the record has it: arrays and buffers by their address."""
+        if value is None:
+            return 0
+        if isinstance(value, Buffer):
+            return self.address(value)
+        if isinstance(value, np.ndarray):
+            if not value.flags.c_contiguous:
+                raise ValueError("an array on the tape must be contiguous")
+            return value.ctypes.data
+        if isinstance(value, tuple):
+            if value[0] == "capacity":
+                return self.most[value[1]]
+            _, buffer, index = value  # ("row_of", lists, expert id): lists are [experts][capacity] of 4 bytes
+            return self.address(buffer) + 4 * index * self.most[buffer.dim]
+        return value

@@ -1,0 +1,108 @@
+"""A model run operator by operator: its cache, and a step's chunks as tensors with one row for each token.
+
+Here the ints of the core become indices on the device. Knows block tables and slots; must not know parameters of
+requests. Made by the backend, called by `runner.runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.backends.base import Chunks, Logits
+from headrace.backends.torch_ref.ops import RefOps
+
+UNBOUNDED = 2**31
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """R rows of C chunks.
+
+    token_ids, positions, slot_mapping, seq_index: int64 [R]; seq_index is the row's chunk.
+    starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
+    notes: what ropes and attention work out once a step, under keys of their own.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    seq_index: Tensor
+    starts: list[int]
+    lens: list[int]
+    block_tables: Tensor
+    notes: dict[Any, Any] = field(default_factory=dict)
+
+
+def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device) -> ForwardBatch:
+    """Tensors of `chunks`."""
+    lens = [len(ids) for ids in chunks.token_ids]
+    longest = max(map(len, chunks.tables))
+    block_tables = torch.tensor([t + [0] * (longest - len(t)) for t in chunks.tables], dtype=torch.int64)
+    seq_index = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    pairs = zip(chunks.starts, lens, strict=True)
+    positions = torch.tensor([p for start, n in pairs for p in range(start, start + n)])
+    slots = block_tables[seq_index, positions // block_size] * block_size + positions % block_size
+    return ForwardBatch(
+        token_ids=torch.tensor([t for ids in chunks.token_ids for t in ids]).to(device),
+        positions=positions.to(device),
+        slot_mapping=slots.to(device),
+        seq_index=seq_index.to(device),
+        starts=chunks.starts,
+        lens=lens,
+        block_tables=block_tables.to(device),
+    )
+
+
+class EagerProgram:
+    """`Program` of torch_ref. The cache is [layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
+
+    max_rows = UNBOUNDED
+    max_logits = UNBOUNDED
+
+    def __init__(self, model: Any, ops: RefOps, kv: Tensor, num_threads: int) -> None:
+        self.model, self.ops, self.kv = model, ops, kv
+        self.num_threads = num_threads
+        self.vocab_size: int = model.vocab_size
+        self.num_blocks, self.block_size = kv.shape[2], kv.shape[3]
+        self._hidden: Tensor | None = None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        with torch.inference_mode():
+            for source, target in pairs:
+                self.kv[:, :, target] = self.kv[:, :, source]
+
+    @torch.inference_mode()
+    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            batch = make_forward_batch(chunks, self.block_size, self.kv.device)
+            self._hidden = hidden = self.model.forward(batch, self.kv)
+            # A chunk without logits is looked at too: what it left in the cache must not be published (R-17).
+            finite = [bool(part.all()) for part in torch.split(torch.isfinite(hidden).all(dim=-1), batch.lens)]
+            return finite, self._logits(rows)
+        finally:
+            torch.set_num_threads(before)  # the process may be somebody else's
+
+    @torch.inference_mode()
+    def logits(self, rows: list[int]) -> Logits:
+        return self._logits(rows)
+
+    def close(self) -> None:
+        self.kv, self._hidden = self.kv.new_empty(0), None
+
+    def _logits(self, rows: list[int]) -> Logits:
+        if not rows or self._hidden is None:
+            return Logits(np.empty((0, self.vocab_size), np.float32), [], [])
+        wanted = torch.tensor(rows, device=self._hidden.device)
+        logits = self.model.logits(self._hidden, wanted).float()
+        # -inf alone means: this token never. It must not be all that there is.
+        best, ids = logits.max(dim=-1)
+        finite = (torch.isfinite(best) & ~torch.isnan(logits).any(dim=-1)).tolist()
+        return Logits(logits.cpu().numpy(), finite, ids.tolist())
