@@ -1,8 +1,9 @@
 """`QWeight`: the one form in which weights, quantised or not, pass from checkpoint formats to backends.
 
-A checkpoint format is one file `quant/<quant_method>.py` with a function `read` (see `Format`); a backend takes the
-QWeight apart as its kernels like, or calls `dequantize`. Knows no files, no models, no kernels. Called by
-`runner.loader` and by the backends.
+A checkpoint format is one file `quant/<quant_method>.py` with a function `read` (see `Format`). A backend asks a
+`MatrixSource` for the QWeight of some rows at a time, so that no large matrix is ever whole in a wider form, and takes
+it apart as its kernels like, or calls `dequantize`. Knows no files, no models, no kernels. Called by `runner.loader`
+and by the backends.
 """
 
 from __future__ import annotations
@@ -10,31 +11,39 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
+from headrace.quant.schemes import Scheme
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes whose numbers are the weights themselves."""
 
+NOT_FORMATS = ("base", "schemes", "rtn")
+PANEL = 32
+"""Rows that a backend packs together: slabs begin at multiples of it."""
+SLAB_WEIGHTS = 4 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class QWeight:
-    """A matrix [out, in]: w[o, permutation[j]] = (codes[o, j] - zeros[o, j // group]) * scales[o, j // group].
+    """A matrix [out, in]:
+    w[o, permutation[j]] = (codes[o, j] - zeros[o, g]) * scales[o, g] + mins[o, g], g = j // group.
 
     codes: integers [out, in], or the weights themselves if `scales` is None.
-    scales: float32 [out, ceil(in / group)]. zeros: the same shape in units of codes, or None for symmetric formats.
+    scales: float32 [out, ceil(in / group)]. zeros (in units of codes) and mins: the same shape, or None for 0.
     group: inputs that share a scale. bits: of one code as stored. permutation: int64 [in], or None for the identity.
     """
 
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    mins: Tensor | None = None
     group: int = 0
     bits: int = 32
     permutation: Tensor | None = None
@@ -43,13 +52,14 @@ class QWeight:
         if self.codes.dim() != 2:
             raise CheckpointError(f"codes have shape {list(self.codes.shape)}, expected [out, in]")
         if self.scales is None:
-            if self.zeros is not None or self.permutation is not None or self.codes.dtype not in PLAIN:
+            others = (self.zeros, self.mins, self.permutation)
+            if any(part is not None for part in others) or self.codes.dtype not in PLAIN:
                 raise CheckpointError(f"a weight without scales must be plain floats, not {self.codes.dtype}")
             return
         if self.group < 1:
             raise CheckpointError(f"group is {self.group}, expected at least 1")
         expected = (self.codes.shape[0], -(-self.codes.shape[1] // self.group))
-        for name, part in (("scales", self.scales), ("zeros", self.zeros)):
+        for name, part in (("scales", self.scales), ("zeros", self.zeros), ("mins", self.mins)):
             if part is not None and tuple(part.shape) != expected:
                 raise CheckpointError(f"{name} have shape {list(part.shape)}, expected {list(expected)}")
         if self.permutation is not None and tuple(self.permutation.shape) != (self.codes.shape[1],):
@@ -59,8 +69,13 @@ class QWeight:
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    def rows(self, first: int, last: int) -> QWeight:
+        """Rows first ... last - 1, without a copy."""
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "mins")}
+        return replace(self, **{name: part[first:last] for name, part in parts.items() if part is not None})
+
     def dequantize(self) -> Tensor:
-        """The weights as float32 [out, in], inputs in the model's order."""
+        """The weights as float32 [out, in], inputs in the model's order; one rounding for each operation."""
         if self.scales is None:
             return self.codes.float()
         group_of = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group
@@ -68,11 +83,102 @@ class QWeight:
         if self.zeros is not None:
             weight = weight - self.zeros.float()[:, group_of]
         weight = weight * self.scales.float()[:, group_of]
+        if self.mins is not None:
+            weight = weight + self.mins.float()[:, group_of]
         if self.permutation is None:
             return weight
         out = torch.empty_like(weight)
         out[:, self.permutation] = weight
         return out
+
+
+class MatrixSource(Protocol):
+    """One linear layer's weights [num_out, num_in], given out some rows at a time, in any order, as often as asked."""
+
+    @property
+    def name(self) -> str:
+        """Of the stacked layer in the checkpoint: "model.layers.0.self_attn.q_proj+k_proj+v_proj"."""
+        ...
+
+    @property
+    def num_out(self) -> int: ...
+
+    @property
+    def num_in(self) -> int: ...
+
+    @property
+    def scheme(self) -> Scheme:
+        """The form of what `slab` gives."""
+        ...
+
+    def slab(self, first: int, last: int) -> QWeight:
+        """Rows first ... last - 1. Raises `CheckpointError` for weights that can not be given in that form."""
+        ...
+
+
+def slabs(source: MatrixSource) -> Iterator[tuple[int, int]]:
+    """(first, last) row of pieces of some 4 M weights that begin at multiples of PANEL."""
+    step = max(SLAB_WEIGHTS // source.num_in // PANEL, 1) * PANEL
+    for first in range(0, source.num_out, step):
+        yield first, min(first + step, source.num_out)
+
+
+class Stacked:
+    """The rows of several weights [out, in], one after the other. All must be of one form."""
+
+    def __init__(self, name: str, parts: Sequence[QWeight]) -> None:
+        self.name = name
+        self.parts = list(parts)
+        self.num_in = parts[0].shape[1]
+        self.num_out = sum(part.shape[0] for part in parts)
+        schemes = {scheme_of(part) for part in parts}
+        if len(schemes) > 1 and any(scheme.kind != "f" for scheme in schemes):
+            raise CheckpointError(f"{name}: its parts are quantised differently")
+        self.scheme = schemes.pop() if len(schemes) == 1 else Scheme("f", dtype="float32")
+
+    def slab(self, first: int, last: int) -> QWeight:
+        found = self.pieces(first, last)
+        return found[0] if len(found) == 1 else concatenated(found)
+
+    def pieces(self, first: int, last: int) -> list[QWeight]:
+        """Rows first ... last - 1 as views of the parts they lie in."""
+        found, begin = [], 0
+        for part in self.parts:
+            end = begin + part.shape[0]
+            if first < end and last > begin:
+                found.append(part.rows(max(first - begin, 0), min(last, end) - begin))
+            begin = end
+        return found
+
+
+def source_of(weights: Sequence[QWeight], name: str = "") -> Stacked:
+    """Weights that are at hand, as a source."""
+    return Stacked(name, weights)
+
+
+def scheme_of(weight: QWeight) -> Scheme:
+    """The form of a weight; kind f for all that is not codes with scales as `Scheme` has them."""
+    if weight.scales is None:
+        wide = weight.codes.dtype == torch.float64
+        return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
+    if weight.permutation is None and weight.bits == 4:
+        return Scheme("i4", weight.group, weight.mins is not None)
+    if weight.permutation is None and weight.bits == 8 and weight.zeros is None and weight.mins is None:
+        return Scheme("i8", 0 if weight.scales.shape[1] == 1 else weight.group)
+    return Scheme("f", dtype="float32")
+
+
+def concatenated(weights: Sequence[QWeight]) -> QWeight:
+    """Weights of one form, stacked along their outputs; those of different forms as floats."""
+    first = weights[0]
+    if len({scheme_of(weight) for weight in weights}) > 1 or first.permutation is not None:
+        return QWeight(torch.cat([weight.dequantize() for weight in weights]))
+    made: dict[str, Any] = {}
+    for name in ("codes", "scales", "zeros", "mins"):
+        parts = [getattr(weight, name) for weight in weights]
+        if parts[0] is not None:
+            made[name] = torch.cat(parts)
+    return replace(first, **made)
 
 
 class Format(Protocol):
@@ -96,7 +202,11 @@ def find_format(config: Any) -> Format:
         raise CheckpointError(f"quantization_config is {config!r}, expected an object")
     method = "none" if config is None else str(config.get("quant_method"))
     module = f"headrace.quant.{method}"
-    if method == "base" or not re.fullmatch(r"[a-z][a-z0-9_]*", method) or importlib.util.find_spec(module) is None:
+    if (
+        method in NOT_FORMATS
+        or not re.fullmatch(r"[a-z][a-z0-9_]*", method)
+        or importlib.util.find_spec(module) is None
+    ):
         raise CheckpointError(
             f"quantization_config: quant_method {method!r} is not supported; use an unquantised checkpoint"
         )
