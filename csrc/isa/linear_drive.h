@@ -10,7 +10,7 @@
  *
  * Include after vec.h. An ISA gives a struct with
  *     enum { max_rows }                                   rows of its greatest tile
- *     template <int mode, bool nibbles> static void tile(int rows, const Span&)
+ *     template <int mode, bool nibbles, bool stream> static void tile(int rows, const Span&)
  *     static void unpack(const uint8_t* from, uint8_t* to, int64_t octs)   int4 octs to int8 ones
  *     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) */
 #pragma once
@@ -26,9 +26,8 @@ struct Span {
     const uint8_t* w;
     const uint8_t* a;
     int64_t groups, octs, last_octs; /* octs of a group, and of the last one here */
-    float* acc;                      /* [rows][32] on a cache line, read unless `first` */
-    int64_t ahead;                   /* distance of what to prefetch from what is read */
-    bool first, stream;
+    float* acc;                      /* [rows][32] on a cache line, added to */
+    int64_t ahead;                   /* distance of what to prefetch from what is read, if streaming */
 };
 
 /* Both argument structs as one. */
@@ -133,14 +132,14 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
         for (int64_t panel = first; panel < last; panel++) {
             const uint8_t* w = p.weights + panel * p.l.panel_bytes;
             const int64_t jump = panel + 1 < last ? 0 : tail;
-            Span s = {w, codes, p.l.groups - jump, p.l.group_octs, jump ? p.l.group_octs : last_octs, acc, ahead, true, true};
-            if (s.groups) Isa::template tile<mode, nibbles>(rows, s);
+            Span s = {w, codes, p.l.groups - jump, p.l.group_octs, jump ? p.l.group_octs : last_octs, acc, ahead};
+            memset(acc, 0, (size_t)rows * HR_PANEL * 4);
+            if (s.groups) Isa::template tile<mode, nibbles, true>(rows, s);
             if (jump) {
-                s.first = s.groups == 0;
                 s.w += s.groups * p.l.group_bytes, s.a += s.groups * a_group;
                 s.groups = jump, s.last_octs = last_octs;
                 s.ahead = next < panels ? p.weights + next * p.l.panel_bytes - s.w : 0;
-                Isa::template tile<mode, nibbles>(rows, s);
+                Isa::template tile<mode, nibbles, true>(rows, s);
             }
             finish<mode>(p, row, rows, panel, acc);
         }
@@ -175,6 +174,7 @@ static void many_rows(const Linear& p, HrTask* task) {
                                               at_most(p.l.groups, g + block), to);
                 }
         }
+        memset(acc, 0, (size_t)rows * HR_PANEL * 4);
         const uint8_t* a = codes;
         const uint8_t* w = p.weights + panel * p.l.panel_bytes;
         for (int64_t g = 0; g < p.l.groups; g += block) {
@@ -195,19 +195,19 @@ static void many_rows(const Linear& p, HrTask* task) {
                 use = weights;
             }
             w += bytes;
-            for (int64_t i = 0; i < bytes; i += HR_LINE) __builtin_prefetch(w + i, 0, 2);
+            const bool end = g + block >= p.l.groups;
+            /* What comes next is fetched little by little, so that the fetches do not wait for each other. */
+            const int64_t share = (bytes / HR_LINE + tiles - 1) / tiles * HR_LINE;
             const int64_t a_row = groups * activation_header<mode>() + 8 * octs;
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t from = rows * t / tiles;
                 const int n = (int)(rows * (t + 1) / tiles - from);
-                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, 0, g == 0, false};
-                Isa::template tile<mode, false>(n, s);
+                for (int64_t i = 0; i < share; i += HR_LINE) __builtin_prefetch(w + t * share + i, 0, 2);
+                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, 0};
+                Isa::template tile<mode, false, false>(n, s);
                 a += n * a_row;
+                if (end) finish<mode>(p, row + from, n, panel, acc + from * HR_PANEL);
             }
-        }
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t from = rows * t / tiles;
-            finish<mode>(p, row + from, (int)(rows * (t + 1) / tiles - from), panel, acc + from * HR_PANEL);
         }
     }
 }

@@ -15,6 +15,12 @@ namespace HR_NS {
  * accumulators of the intrinsic about and spills them. */
 HR_INLINE void dot4(__m512i& acc, __m512i w, __m512i a) { asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a)); }
 
+/* As assembly, so that two registers get one each instead of sharing and copying. */
+HR_INLINE __m512i start(const uint8_t* p) {
+    __m512i x;
+    asm volatile("vpbroadcastd %1, %0" : "=v"(x) : "m"(*(const int32_t*)p));
+    return x;
+}
 HR_INLINE __m512i line(const uint8_t* p) { return _mm512_loadu_si512(p); }
 HR_INLINE __m512i all_quad(const uint8_t* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
 HR_INLINE __m512 all_float(const uint8_t* p) { return _mm512_set1_ps(*(const float*)p); }
@@ -29,19 +35,21 @@ static void tile_of(const Span& s) {
     const int64_t ahead = s.ahead;
     const __m512i low = _mm512_set1_epi8(15);
     float* const acc = s.acc;
-    __m512 f[R][2], zero = _mm512_setzero_ps();
-    if (held) HR_ROWS HR_BLOCKS f[r][b] = s.first ? zero : _mm512_load_ps(acc + r * 32 + b * 16);
+    __m512 f[R][2];
+    if (held) HR_ROWS HR_BLOCKS f[r][b] = _mm512_load_ps(acc + r * 32 + b * 16);
     for (int64_t g = 0; g < s.groups; g++) {
         const uint8_t *header = w, *rows = a;
+        if (!held) asm volatile("" ::: "memory"); /* the sums are too many to be carried in registers from group to group */
         w += mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
         a += (mode == HR_MODE_MIN ? 12 : 8) * R;
         __m512i c[R][2];
-        HR_ROWS c[r][0] = c[r][1] = all_quad(rows + 4 * r);
+        HR_ROWS HR_BLOCKS c[r][b] = start(rows + 4 * r);
         if (stream && mode != HR_MODE_CHANNEL) {
             __builtin_prefetch(header + ahead);
             if (mode == HR_MODE_MIN) __builtin_prefetch(header + ahead + 64);
         }
-        for (int64_t n = g + 1 < s.groups ? s.octs : s.last_octs; n; n--) {
+        int64_t n = g + 1 < s.groups ? s.octs : s.last_octs;
+        do {
             if (nibbles) {
                 const __m512i x = line(w), y = line(w + 64);
                 __m512i x1 = _mm512_and_si512(x, low), y1 = _mm512_and_si512(y, low);
@@ -69,7 +77,7 @@ static void tile_of(const Span& s) {
                 w += 256;
             }
             a += 8 * R;
-        }
+        } while (--n);
         __m512 d[2], m[2];
         HR_BLOCKS {
             if (mode != HR_MODE_CHANNEL) d[b] = load_f16((const uint16_t*)header + b * 16).v;
@@ -79,7 +87,7 @@ static void tile_of(const Span& s) {
             const __m512 sa = all_float(rows + 4 * (R + r));
             HR_BLOCKS {
                 float* at = acc + r * 32 + b * 16;
-                __m512 y = held ? f[r][b] : s.first && g == 0 ? zero : _mm512_load_ps(at);
+                __m512 y = held ? f[r][b] : _mm512_load_ps(at);
                 const __m512 isum = _mm512_cvtepi32_ps(c[r][b]);
                 y = mode == HR_MODE_CHANNEL ? _mm512_fmadd_ps(isum, sa, y) : _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[b], y);
                 if (mode == HR_MODE_MIN) y = _mm512_fmadd_ps(all_float(rows + 4 * (2 * R + r)), m[b], y);
@@ -94,11 +102,11 @@ static void tile_of(const Span& s) {
 struct Avx512 {
     enum { max_rows = 12, ahead = 3072 };
 
-    template <int mode, bool nibbles>
+    template <int mode, bool nibbles, bool stream>
     static void tile(int rows, const Span& s) {
         switch (rows) {
 #define HR_CASE(R) \
-    case R: return s.stream ? tile_of<R, mode, nibbles, true>(s) : tile_of<R, mode, nibbles, false>(s);
+    case R: return tile_of<R, mode, nibbles, stream>(s);
             HR_CASE(1) HR_CASE(2) HR_CASE(3) HR_CASE(4) HR_CASE(5) HR_CASE(6)
             HR_CASE(7) HR_CASE(8) HR_CASE(9) HR_CASE(10) HR_CASE(11) HR_CASE(12)
 #undef HR_CASE
