@@ -28,4 +28,36 @@ HR_INLINE V exp(V x) {
 /* 1 - 2 / (1 + exp(2x)); absolute error below 2e-7, which is what soft caps ask for. */
 HR_INLINE V tanh(V x) { return sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp(add(x, x))))); }
 
+/* erf within 1.1 units in the last place or so, by Juffa's two polynomials: for |x| up to 475/512 in x * x, beyond that of
+ * log(1 - erf |x|). (N. Juffa, "Faithfully rounded erff", answer 35148199 on Stack Overflow.) */
+HR_INLINE V erf(V x) {
+    const V t = abs(x), s = mul(x, x);
+    V far = fma(set1(-1.72853470e-5f), t, set1(3.83197126e-4f));
+    far = fma(far, s, fma(set1(-3.88396438e-3f), t, set1(2.42546219e-2f)));
+    far = fma(far, t, set1(-1.06777877e-1f));
+    far = fma(far, t, set1(-6.34846687e-1f));
+    far = fma(far, t, set1(-1.28717512e-1f));
+    far = fma(far, t, sub(zero(), t));
+    far = sub(set1(1.0f), exp(far));
+    far = select(lt(x, zero()), sub(zero(), far), far);
+    V near = set1(-5.96761703e-4f);
+    near = fma(near, s, set1(4.99119423e-3f));
+    near = fma(near, s, set1(-2.67681349e-2f));
+    near = fma(near, s, set1(1.12819925e-1f));
+    near = fma(near, s, set1(-3.76125336e-1f));
+    near = fma(near, s, set1(1.28379166e-1f));
+    near = fma(near, x, x);
+    return select(lt(set1(0.927734375f), t), far, near);
+}
+
+/* Activations. What is not finite stays so: negative infinity gives NaN, or itself in relu. */
+HR_INLINE V silu(V x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+HR_INLINE V gelu(V x) { return mul(mul(x, set1(0.5f)), add(set1(1.0f), erf(mul(x, set1(0.70710678118654752f))))); }
+/* x * (1 + tanh u) / 2 = x / (1 + exp(-2u)), u = sqrt(2 / pi) * (x + 0.044715 x^3) */
+HR_INLINE V gelu_tanh(V x) {
+    const V u = fma(mul(mul(x, x), set1(0.044715f)), x, x);
+    return div(x, add(set1(1.0f), exp(mul(u, set1(-1.5957691216057308f)))));
+}
+HR_INLINE V relu(V x) { return max(mul(abs(x), zero()), x); }
+
 }  // namespace HR_NS
