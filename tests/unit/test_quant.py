@@ -1,0 +1,292 @@
+"""Round to nearest: what the codes are worth, which scales they may have, and what can not be quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.config import QUANTIZATIONS, EngineConfig
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant import rtn
+from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
+from headrace.quant.rtn import quantise
+from headrace.quant.schemes import NAMES, Scheme, parse
+
+INT4 = [Scheme("i4", group) for group in (32, 64, 128)]
+INT4_MIN = [Scheme("i4", group, True) for group in (32, 64, 128)]
+INT8 = [Scheme("i8"), Scheme("i8", 128)]
+ALL = INT4 + INT4_MIN + INT8
+
+
+def normal(num_out: int, num_in: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_out, num_in, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def widened(weight: QWeight, part: Tensor | None) -> Tensor:
+    """A part [out, groups] as [out, in]."""
+    assert part is not None
+    return part.repeat_interleave(weight.group, 1)[:, : weight.shape[1]]
+
+
+def errors(weight: Tensor, made: QWeight) -> tuple[Tensor, Tensor]:
+    """(|w - dequantised|, |scale|) of every weight that lies within the outermost codes, or half a step beyond."""
+    scale = widened(made, made.scales)
+    zero = widened(made, made.zeros) if made.zeros is not None else 0.0
+    least = widened(made, made.mins) if made.mins is not None else 0.0
+    low, high = (0, 15) if made.bits == 4 else (-127, 127)
+    ends = torch.stack([(low - zero) * scale + least, (high - zero) * scale + least])
+    half = scale.abs() / 2
+    inside = (weight >= ends.amin(0) - half) & (weight <= ends.amax(0) + half)
+    return (weight - made.dequantize()).abs()[inside], scale.abs()[inside]
+
+
+def test_the_names_of_the_config_are_the_schemes() -> None:
+    assert NAMES == QUANTIZATIONS
+    for name in NAMES:
+        assert EngineConfig(quantization=name).quantization == parse(name).name
+    assert parse("int4").layer == Scheme("i4", 64)
+    assert parse("int4").head == Scheme("i4", 32)
+    assert parse("int4-g128").head == parse("int4-g128").layer == Scheme("i4", 128)
+    assert parse("int4-g32-asym").layer == Scheme("i4", 32, True)
+    assert parse("int8")[1:] == (Scheme("i8"), Scheme("i8"))
+    assert parse("int8-g128").head == Scheme("i8", 128)
+
+
+@pytest.mark.parametrize("name", ["int3", "INT4", "int4-g16", "int8-asym", "", "awq"])
+def test_an_unknown_quantization_is_refused_naming_the_others(name: str) -> None:
+    for refuse in (parse, lambda name: EngineConfig(quantization=name)):
+        with pytest.raises(RequestError, match=r"quantization: .* int4-g64-asym"):
+            refuse(name)
+
+
+@pytest.mark.parametrize("method", ["rtn", "schemes", "base"])
+def test_a_module_that_is_no_format_can_not_be_named_by_a_checkpoint(method: str) -> None:
+    with pytest.raises(CheckpointError, match="not supported"):
+        find_format({"quant_method": method})
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+@pytest.mark.parametrize("num_in", [1, 31, 32, 33, 128, 200, 384])
+def test_a_weight_is_within_half_a_step(scheme: Scheme, num_in: int) -> None:
+    weight = normal(7, num_in)
+    made = quantise(weight, scheme)
+    assert made.shape == (7, num_in)
+    assert made.scales is not None
+    assert made.scales.shape == (7, -(-num_in // (scheme.group or num_in)))
+    error, scale = errors(weight, made)
+    assert (error <= scale * 0.5001).all()
+    # By far most weights are inside the codes, or the bound above would say nothing.
+    assert error.numel() >= 0.8 * weight.numel()
+
+
+def test_the_bound_is_broken_by_codes_that_are_off_by_one() -> None:
+    weight = normal(7, 128)
+    made = quantise(weight, Scheme("i4", 32))
+    wrong = QWeight((made.codes + 1).clamp(0, 15), made.scales, made.zeros, group=32, bits=4)
+    error, scale = errors(weight, wrong)
+    assert not (error <= scale * 0.5001).all()
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+def test_codes_stay_in_their_range_and_scales_in_float16(scheme: Scheme) -> None:
+    made = quantise(normal(40, 200) * torch.logspace(-9, 5, 40).unsqueeze(1), scheme)
+    low, high = (0, 15) if scheme.kind == "i4" else (-127, 127)
+    assert made.codes.dtype == torch.int8
+    assert int(made.codes.min()) >= low
+    assert int(made.codes.max()) <= high
+    assert int(made.codes.max()) - int(made.codes.min()) >= 15
+    for part in (made.scales, made.mins):
+        assert part is None or part.dtype == torch.float32
+        if part is not None and scheme.group:
+            assert torch.equal(part, part.half().float())
+    if not scheme.group:
+        assert made.scales is not None
+        assert not torch.equal(made.scales, made.scales.half().float())
+    assert scheme_of(made) == scheme
+
+
+@pytest.mark.parametrize("scheme", INT4, ids=str)
+def test_the_largest_weight_has_the_code_without_a_mirror_image(scheme: Scheme) -> None:
+    weight = normal(3, 128)
+    weight[0, 5], weight[1, 70] = 0.3, -0.3
+    codes = quantise(weight, scheme).codes
+    assert (codes[0, 5], codes[1, 70]) == (0, 0)
+
+
+def test_the_second_scale_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(64, 1024)
+    for scheme in INT4 + INT4_MIN:
+        with_search = (quantise(weight, scheme).dequantize() - weight).pow(2).mean()
+        with monkeypatch.context() as patch:
+            patch.setattr(rtn, "SHRINK", (1.0,))
+            without = (quantise(weight, scheme).dequantize() - weight).pow(2).mean()
+        assert with_search < without * (1.0 if scheme.has_min else 0.97)
+
+
+def test_int4_beats_a_symmetric_grid_of_fifteen_codes() -> None:
+    weight = normal(64, 1024)
+    groups = weight.view(64, -1, 64)
+    step = groups.abs().amax(-1, keepdim=True) / 7
+    plain = ((groups / step).round() * step - groups).pow(2).mean()
+    assert (quantise(weight, Scheme("i4", 64)).dequantize() - weight).pow(2).mean() < 0.8 * plain
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+def test_groups_of_nothing_stay_nothing(scheme: Scheme) -> None:
+    weight = normal(5, 256)
+    weight[1] = 0
+    weight[3, 128:] = 0
+    made = quantise(weight, scheme).dequantize()
+    assert (made[weight == 0] == 0).all()
+    assert (made[0] != 0).any()
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-20, 3e-8, 1e-7, 6e-6, 1e-4])
+def test_tiny_weights_keep_the_bound_and_stay_finite(scheme: Scheme, size: float) -> None:
+    weight = normal(4, 128) * (size / 0.02)
+    made = quantise(weight, scheme)
+    assert torch.isfinite(made.dequantize()).all()
+    error, scale = errors(weight, made)
+    # Within float32's own last bits, where it has hardly any.
+    assert (error <= scale * 0.501 + 2e-45).all()
+    # Float16 has few bits left there, and none of them may be spent on cutting weights off.
+    assert scheme.kind == "i8" or size < 1e-40 or error.numel() > 0.8 * weight.numel()
+
+
+@pytest.mark.parametrize("scheme", INT4_MIN, ids=str)
+def test_a_narrow_range_far_from_zero(scheme: Scheme) -> None:
+    weight = 100 + normal(4, 128)
+    error, scale = errors(weight, quantise(weight, scheme))
+    assert error.numel() > 0.8 * weight.numel()
+    assert (error <= scale * 0.5001 + 1e-5).all()
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(scheme: Scheme, bad: float) -> None:
+    weight = normal(300, 1024)
+    weight[299, 1000] = bad
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.mlp\.down_proj .* not finite"):
+        quantise(weight, scheme, "model.layers.3.mlp.down_proj")
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+def test_weights_whose_scale_float16_can_not_hold(scheme: Scheme) -> None:
+    weight = normal(4, 128) * 1e9
+    if scheme.group == 0:
+        error, scale = errors(weight, quantise(weight, scheme))
+        assert (error <= scale * 0.5001).all()
+        return
+    with pytest.raises(CheckpointError, match=r"q_proj has weights as large as .* int8-channel"):
+        quantise(weight, scheme, "q_proj")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scheme=st.sampled_from(ALL),
+    num_out=st.integers(1, 9),
+    num_in=st.integers(1, 140),
+    seed=st.integers(0, 2**20),
+    exponent=st.integers(-30, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+)
+def test_any_matrix(scheme: Scheme, num_out: int, num_in: int, seed: int, exponent: int, dtype: torch.dtype) -> None:
+    weight = (normal(num_out, num_in, seed) * 50 * 2.0**exponent).to(dtype)
+    made = quantise(weight, scheme)
+    error, scale = errors(weight.float(), made)
+    assert (error <= scale * 0.501).all()
+    # Rows are quantised by themselves: whatever stands beside them.
+    one = quantise(weight[-1:], scheme)
+    assert torch.equal(one.codes, made.codes[-1:])
+    assert torch.equal(one.dequantize(), made.dequantize()[-1:])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+def test_threads_and_slabs_leave_no_trace(scheme: Scheme) -> None:
+    weight = normal(700, 520).bfloat16()
+    whole = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        whole.append(quantise(weight, scheme))
+        assert torch.get_num_threads() == num_threads
+    parts = [quantise(weight[first : first + 96], scheme) for first in range(0, 700, 96)]
+    for other in (*whole[1:], concatenated(parts)):
+        assert torch.equal(other.codes, whole[0].codes)
+        assert torch.equal(other.dequantize(), whole[0].dequantize())
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_error_on_a_thread_is_raised() -> None:
+    torch.set_num_threads(3)
+    weight = normal(2000, 520)
+    weight[1234, 5] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite"):
+        quantise(weight, Scheme("i4", 64))
+    assert torch.get_num_threads() == 3
+
+
+# ---------------------------------------------------------------------------------------- sources
+
+
+def test_a_source_gives_the_rows_that_are_asked_for() -> None:
+    parts = [normal(5, 64, seed) for seed in range(3)]
+    source = source_of([QWeight(part) for part in parts], "layer")
+    whole = torch.cat(parts)
+    assert (source.name, source.num_out, source.num_in, source.scheme) == (
+        "layer",
+        15,
+        64,
+        Scheme("f", dtype="float32"),
+    )
+    for first, last in ((0, 15), (0, 5), (4, 6), (3, 14), (14, 15)):
+        assert torch.equal(source.slab(first, last).dequantize(), whole[first:last])
+
+
+@pytest.mark.parametrize("scheme", ALL, ids=str)
+def test_a_source_of_codes(scheme: Scheme) -> None:
+    parts = [quantise(normal(size, 200, size), scheme) for size in (33, 5, 40)]
+    source = source_of(parts)
+    whole = torch.cat([part.dequantize() for part in parts])
+    assert source.scheme == scheme
+    for first, last in ((0, 78), (32, 64), (30, 40)):
+        assert torch.equal(source.slab(first, last).dequantize(), whole[first:last])
+
+
+def test_parts_of_different_forms_are_refused() -> None:
+    parts = [quantise(normal(4, 64), scheme) for scheme in INT4[:2]]
+    with pytest.raises(CheckpointError, match="differently"):
+        source_of(parts, "qkv")
+
+
+def test_slabs_cover_all_rows_and_begin_at_panels() -> None:
+    for num_out, num_in in ((1, 1), (31, 64), (4096, 4096), (128256, 2048), (5000, 2**23)):
+        source = source_of([QWeight(torch.empty(1, 1).expand(num_out, num_in))])
+        found = list(slabs(source))
+        assert [first for first, _ in found] == [0, *(last for _, last in found[:-1])]
+        assert found[-1][1] == num_out
+        assert all(first % 32 == 0 for first, _ in found)
+        assert all((last - first) * num_in <= max(4 * 2**20, 32 * num_in) for first, last in found)
+
+
+def test_minimums_are_added_after_the_product() -> None:
+    codes = torch.tensor([[0, 15, 3]], dtype=torch.int8)
+    weight = QWeight(codes, torch.tensor([[0.5]]), mins=torch.tensor([[-2.0]]), group=3, bits=4)
+    assert weight.dequantize().tolist() == [[-2.0, 5.5, -0.5]]
+    with pytest.raises(CheckpointError, match="mins have shape"):
+        QWeight(codes, torch.tensor([[0.5]]), mins=torch.zeros(1, 2), group=3)
+    with pytest.raises(CheckpointError, match="plain floats"):
+        QWeight(torch.zeros(1, 3), mins=torch.zeros(1, 1))
