@@ -19,10 +19,13 @@ from safetensors.torch import save_file
 from tests.unit.checkpoints import CONFIG, llama_tensors, write_llama
 from torch import Tensor
 
+from headrace.backends import make_backend
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, ModelNotFoundError, RequestError
 from headrace.models.config import ModelConfig
-from headrace.runner.build import build_runner
+from headrace.runner.build import build_runner, load_model
+from headrace.runner.loader import Checkpoint
+from headrace.runner.mapped import VIEWS, MappedCheckpoint, MappedFile
 from headrace.runner.runner import Runner
 from headrace.types import EngineInfo
 
@@ -31,34 +34,40 @@ def build(directory: Path, **options: Any) -> tuple[Runner, EngineInfo]:
     return build_runner(EngineConfig(model=str(directory), **({"num_gpu_blocks_override": 16} | options)))
 
 
-def embedding(runner: Runner) -> Tensor:
-    return runner.model.embedding  # type: ignore[attr-defined, no-any-return]
+def load(directory: Path, **options: Any) -> Any:
+    """The model on the reference backend, whose weights can be looked at."""
+    config = EngineConfig(model=str(directory), **({"backend": "torch_ref"} | options))
+    return load_model(config, directory, lambda done, total: None)[1]
+
+
+def embedding(model: Any) -> Tensor:
+    return model.embedding  # type: ignore[no-any-return]
 
 
 def test_single_file_and_shards_give_the_same_model(tmp_path: Path) -> None:
-    one, _ = build(write_llama(tmp_path / "one"))
-    two, _ = build(write_llama(tmp_path / "two", num_shards=3))
+    one = load(write_llama(tmp_path / "one"))
+    two = load(write_llama(tmp_path / "two", num_shards=3))
     assert torch.equal(embedding(one), embedding(two))
-    layers = zip(one.model.layers, two.model.layers, strict=True)  # type: ignore[attr-defined]
-    for a, b in layers:
+    for a, b in zip(one.layers, two.layers, strict=True):
         assert torch.equal(a.attention.qkv.dense(), b.attention.qkv.dense())
         assert torch.equal(a.mlp.down.dense(), b.mlp.down.dense())
 
 
 def test_projections_are_stacked_in_order(tmp_path: Path) -> None:
-    runner, _ = build(write_llama(tmp_path))
+    model = load(write_llama(tmp_path))
     tensors = llama_tensors()
     expected = torch.cat([tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"])
-    assert torch.equal(runner.model.layers[1].attention.qkv.dense(), expected)  # type: ignore[attr-defined]
+    assert torch.equal(model.layers[1].attention.qkv.dense(), expected)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "float16"])
 def test_dtype_is_the_checkpoints_or_the_one_asked_for(stored: torch.dtype, asked: str, tmp_path: Path) -> None:
-    runner, info = build(write_llama(tmp_path, llama_tensors(dtype=stored)), dtype=asked)
+    directory = write_llama(tmp_path, llama_tensors(dtype=stored))
     expected = (torch.float32 if stored == torch.float64 else stored) if asked == "auto" else getattr(torch, asked)
-    assert embedding(runner).dtype == runner.kv.dtype == expected
-    assert info.dtype == str(expected).removeprefix("torch.")
+    assert embedding(load(directory, dtype=asked)).dtype == expected
+    info = build(directory, dtype=asked)[1]
+    assert info.dtype == info.kv_cache_dtype == str(expected).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("stored_under", ["model.embed_tokens.weight", "lm_head.weight", "both"])
@@ -68,8 +77,8 @@ def test_tied_embeddings_under_either_name(stored_under: str, tmp_path: Path) ->
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if stored_under not in (name, "both"):
             del tensors[name]
-    runner, _ = build(write_llama(tmp_path, tensors, tie_word_embeddings=True))
-    assert torch.equal(runner.model.head.dense(), embedding(runner))  # type: ignore[attr-defined]
+    model = load(write_llama(tmp_path, tensors, tie_word_embeddings=True))
+    assert torch.equal(model.head.dense(), embedding(model))
 
 
 def test_embeddings_that_are_said_to_be_tied_and_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,10 +87,10 @@ def test_embeddings_that_are_said_to_be_tied_and_differ(tmp_path: Path, caplog: 
 
     tensors = llama_tensors()
     directory = write_llama(tmp_path, tensors, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
-    runner, _ = build(directory)
+    model = load(directory)
     theirs = AutoModelForCausalLM.from_pretrained(directory)
-    assert torch.equal(runner.model.head.dense(), theirs.lm_head.weight)  # type: ignore[attr-defined]
-    assert torch.equal(embedding(runner), theirs.model.embed_tokens.weight)
+    assert torch.equal(model.head.dense(), theirs.lm_head.weight)
+    assert torch.equal(embedding(model), theirs.model.embed_tokens.weight)
     assert "both are used" in caplog.text
 
 
@@ -173,7 +182,7 @@ def test_S_04_model_type_names_a_model_file_or_nothing(model_type: Any, tmp_path
     refused(write_llama(tmp_path, model_type=model_type), "not supported")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "base", "../none", "None"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "base", "rtn", "schemes", "../none", "None"])
 def test_a_quantised_checkpoint_is_refused_naming_the_method(method: str, tmp_path: Path) -> None:
     refused(write_llama(tmp_path, quantization_config={"quant_method": method}), method, "not supported")
 
@@ -232,9 +241,32 @@ BOMBS = {
     "shape that overflows": header({"a": F32 | {"shape": [2**62, 2**62]}}, bytes(16)),
     "shape and size at odds": header({"a": F32 | {"shape": [5]}}, bytes(16)),
     "unknown dtype": header({"a": F32 | {"dtype": "F7"}}, bytes(16)),
+    "a name twice": struct.pack("<Q", 130)
+    + (
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, '
+        b'"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+    ).ljust(130)
+    + bytes(16),
+    "bytes behind the last tensor": header({"a": F32}, bytes(17)),
+    "sizes that are not whole": header({"a": F32 | {"shape": [4.0]}}, bytes(16)),
+    "a size that is a truth": header({"a": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, bytes(1)),
+    "more than a tensor has": header({"a": F32 | {"more": 1}}, bytes(16)),
+    "metadata that are not texts": header({"__metadata__": {"a": 1}, "a": F32}, bytes(16)),
     "not JSON": struct.pack("<Q", 4) + b"{{{{",
     "holes": header({"a": F32 | {"data_offsets": [16, 32]}}, bytes(32)),
 }
+
+
+def test_the_header_that_the_bombs_are_made_of_is_sound(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header({"a": F32}, bytes(16)))
+    assert MappedFile(tmp_path / "model.safetensors").array("a").tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
+def test_S_28_the_reader_refuses_it_by_itself(bomb: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bomb)
+    with pytest.raises(CheckpointError, match="model.safetensors is not a readable"):
+        MappedFile(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
@@ -312,6 +344,47 @@ def test_nothing_there(tmp_path: Path) -> None:
     refused(tmp_path, "no *.safetensors")
 
 
+# ---------------------------------------------------------------------------------------- mapped files
+
+
+def test_mapped_arrays_are_what_safetensors_wrote(tmp_path: Path) -> None:
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool,
+              torch.uint8, torch.float8_e4m3fn]  # fmt: skip
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in dtypes}
+    tensors |= {"empty": torch.zeros(3, 0), "scalar": torch.tensor(2.5)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    file = MappedFile(tmp_path / "model.safetensors")
+    assert file.metadata == {"format": "pt"}
+    assert set(checkpoint.names) == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (
+            torch.equal(checkpoint.tensor(name).view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+        )
+        array = file.array(name)
+        assert array.shape == tensor.shape
+        assert array.dtype == VIEWS[file.entries[name].dtype]
+        assert array.tobytes() == tensor.flatten().view(torch.uint8).numpy().tobytes()
+        assert not array.size or not array.flags.writeable
+    assert checkpoint.tensor("scalar").item() == 2.5
+    checkpoint.release()
+    assert torch.equal(checkpoint.tensor("torch.float32"), tensors["torch.float32"])
+
+
+def test_a_tensor_that_does_not_begin_at_its_own_size(tmp_path: Path) -> None:
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    entries = {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "b": F32 | {"data_offsets": [1, 17]}}
+    (tmp_path / "model.safetensors").write_bytes(header(entries, b"\7" + values))
+    assert Checkpoint(tmp_path).tensor("b").tolist() == [1, 2, 3, 4]
+    assert MappedCheckpoint(tmp_path).array("b").tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("module", ["headrace.runner.mapped", "headrace.runner.packed", "headrace.quant.schemes"])
+def test_what_maps_weights_loads_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
+
+
 # ---------------------------------------------------------------------------------------- sizes
 
 
@@ -343,21 +416,19 @@ def test_kv_cache_sizes(tmp_path: Path) -> None:
     assert build(directory, num_gpu_blocks_override=9)[1].num_blocks == 9
     given = build(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=block_bytes * 11 + 5)
     assert given[1].num_blocks == 11
-    assert given[0].kv.shape == (2, 2, 11, 16, 2, 8)
     # Measured: what max_num_seqs sequences fill is far less than the memory.
     assert build(directory, num_gpu_blocks_override=None, max_num_seqs=3)[1].num_blocks == 3 * 8
     assert build(directory, num_gpu_blocks_override=None, max_num_seqs=3, dtype="bfloat16")[1].num_blocks == 3 * 8
 
 
 def test_kv_cache_too_small_for_one_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.backends.torch_ref import TorchRef
-
+    backend = type(make_backend("auto", "cpu", "float32"))
     directory = write_llama(tmp_path)
     with pytest.raises(RequestError, match=r"num_gpu_blocks_override: 7 .* at least 8"):
         build(directory, num_gpu_blocks_override=7)
     with pytest.raises(RequestError, match=r"kv_cache_memory_bytes: 32767 .* at least 32768"):
         build(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=32767)
-    monkeypatch.setattr(TorchRef, "available_memory", lambda self: 4 * 4096 * 3)
+    monkeypatch.setattr(backend, "available_memory", lambda self: 4 * 4096 * 3)
     with pytest.raises(RequestError, match=r"max_model_len: 128 .* at most 48"):
         build(directory, num_gpu_blocks_override=None)  # under 1024 tokens nobody is asked to live with
     assert build(directory, num_gpu_blocks_override=None, max_model_len=48)[1].num_blocks == 3
@@ -367,11 +438,11 @@ def test_a_context_that_nobody_asked_for_is_narrowed_to_the_kv_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Models of 128k positions must start on a machine whose memory holds fewer, and say so."""
-    from headrace.backends.torch_ref import TorchRef
     from headrace.compose import build_engine
 
+    backend = type(make_backend("auto", "cpu", "float32"))
     directory = write_llama(tmp_path, max_position_embeddings=131072)
-    monkeypatch.setattr(TorchRef, "available_memory", lambda self: 4 * 4096 * 100)
+    monkeypatch.setattr(backend, "available_memory", lambda self: 4 * 4096 * 100)
     core = build_engine(EngineConfig(model=str(directory)))
     assert (core.info.num_blocks, core.info.max_model_len) == (100, 1601)
     assert "the context is 1600 tokens" in caplog.text
