@@ -108,14 +108,25 @@ static void finish(const Linear& p, int64_t row, int rows, int64_t panel, const 
 
 HR_INLINE uint8_t* on_line(uint8_t* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
 
-/* Pieces of some panels; each panel is streamed once for every `tile` rows (for all, unless the inputs are so many that
- * fewer rows fit into scratch). What comes next is known before a piece ends, so that prefetching does not stop. */
+/* Where piece i of `panels` begins: each round of as many pieces as there are threads takes three quarters of what is left,
+ * in pieces of at least `least`. Taking a piece costs a fence, which empties the pipes of memory; so few, and small ones
+ * last, for those who are done early. */
+HR_INLINE int64_t begin_of(int64_t i, int64_t panels, int64_t threads, int64_t least) {
+    int64_t begin = 0;
+    for (;; i -= threads) {
+        const int64_t size = at_least(least, (panels - begin) * 3 / (4 * threads));
+        if (i < threads || begin >= panels) return at_most(panels, begin + i * size);
+        begin += threads * size;
+    }
+}
+
+/* Each panel is streamed once. What comes next is known before a piece ends, so that prefetching does not stop. */
 template <class Isa, int mode, bool nibbles>
 static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
-    constexpr int64_t PIECE = 48 << 10, AHEAD = Isa::ahead;
+    constexpr int64_t LEAST = 64 << 10, AHEAD = Isa::ahead;
     const int64_t panels = hr_num_panels(p.num_out);
-    const int64_t piece = at_least(1, at_most(PIECE / p.l.panel_bytes, panels / (4 * task->num_threads)));
-    int64_t next = hr_next(task) * piece;
+    const int64_t least = at_least(1, LEAST / p.l.panel_bytes), threads = task->num_threads;
+    int64_t piece = hr_next(task), next = begin_of(piece, panels, threads, least);
     if (next >= panels) return;
 
     float* acc = (float*)task->scratch;
@@ -127,8 +138,8 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
     const int64_t tail = p.l.group_bytes > 2 * AHEAD ? 0 : at_most(p.l.groups, (AHEAD + p.l.group_bytes - 1) / p.l.group_bytes);
     const int64_t ahead = tail ? tail * p.l.group_bytes : AHEAD;
     while (next < panels) {
-        const int64_t first = next, last = at_most(panels, next + piece);
-        next = hr_next(task) * piece;
+        const int64_t first = next, last = begin_of(piece + 1, panels, threads, least);
+        piece = hr_next(task), next = begin_of(piece, panels, threads, least);
         for (int64_t panel = first; panel < last; panel++) {
             const uint8_t* w = p.weights + panel * p.l.panel_bytes;
             const int64_t jump = panel + 1 < last ? 0 : tail;
