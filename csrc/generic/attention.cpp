@@ -38,20 +38,24 @@ struct Scratch {
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* The sixteen keys from position p on lie in one tile of the cache. */
+/* The tiles of the span that begins at position `begin`, as far as they hold one of the keys first ... last - 1. */
 template <class K>
-void point_at_tile(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t p, int t, Span* span) {
+void point_at_span(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t begin, int64_t first, int64_t last,
+                   Span* span) {
     typedef typename K::E E;
-    int64_t tile = (blocks[p / c.block_size] * c.block_size + p % c.block_size) / 16 * c.kv_heads + kv_head;
-    span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
-    span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
-    if (K::type == HR_I8) {
-        span->k_scale[t] = c.args->k_scale + tile * 16;
-        span->v_scale[t] = c.args->v_scale + tile * 16;
+    for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16) {
+        int64_t t = (p - begin) / 16, slot = blocks[p / c.block_size] * c.block_size + p % c.block_size;
+        int64_t tile = slot / 16 * c.kv_heads + kv_head;
+        span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
+        span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
+        if (K::type == HR_I8) {
+            span->k_scale[t] = c.args->k_scale + tile * 16;
+            span->v_scale[t] = c.args->v_scale + tile * 16;
+        }
     }
 }
 
-/* The same for any block size, by copying; positions outside first ... last - 1 are not looked at. */
+/* Sixteen of its keys for any block size, by copying; positions outside first ... last - 1 are not looked at. */
 template <class K>
 void gather_tile(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t p, int64_t first, int64_t last, int t,
                  void* buffer, Span* span) {
@@ -71,11 +75,14 @@ void gather_tile(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t
 }
 
 template <class K>
-void widen_tile(const Cache& c, int t, float* buffer, Span* span) {
+void widen_tile(const Cache& c, int t, float* buffer, Span* span, const Span& next) {
     typedef typename K::E E;
     float *k = buffer + t * 32 * c.ld_acc, *v = k + 16 * c.ld_acc;
     const E *from_k = (const E*)span->k[t], *from_v = (const E*)span->v[t];
-    for (int64_t d = 0; d < c.head_dim; d++) store(k + d * 16, K::get(from_k + d * 16));
+    for (int64_t d = 0; d < c.head_dim; d++) {
+        store(k + d * 16, K::get(from_k + d * 16));
+        fetch((const E*)next.k[t] + d * 16), fetch((const E*)next.v[t] + d * 16);
+    }
     int64_t whole = c.head_dim / 16 * 16;
     for (int i = 0; i < 16; i++) {
         for (int64_t d = 0; d < whole; d += 16) store(v + i * c.ld_acc + d, K::get(from_v + i * c.head_dim + d));
@@ -91,49 +98,83 @@ struct State {
     int32_t *lo, *hi;
 };
 
-/* Raw scores of one combo -> weights; m, l and alpha with them. For int8 the weights stored hold v_scale too. */
+/* Scores of 16 keys as the softmax takes them; those outside lo ... hi - 1 are as low as can be. */
 template <bool Scaled>
-void softmax(const HrArgs_attention* a, const Span& span, float* s, int lo, int hi, float* m, float* l, float* alpha) {
-    const V low = set1(-__builtin_inff()), factor = set1((float)a->scale), cap = set1((float)a->softcap);
-    int first = lo / 16, last = (hi + 15) / 16;
-    V top = low;
+HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, int t, int lo, int hi) {
+    const V factor = set1((float)a->scale);
+    V x = mul(load(s + t * 16), Scaled ? mul(factor, load(span.k_scale[t])) : factor);
+    if (a->softcap > 0) {
+        const V cap = set1((float)a->softcap);
+        x = mul(cap, tanh(div(x, cap)));
+    }
+    if (t * 16 + 16 > hi) x = select(first_n(hi - t * 16), x, set1(-__builtin_inff()));
+    if (t * 16 < lo) x = select(first_n(lo - t * 16), set1(-__builtin_inff()), x);
+    return x;
+}
+
+/* Scores -> weights (for int8 times v_scale); their sum, and in *best the greatest score so far. */
+template <bool Scaled>
+float weights(const HrArgs_attention* a, const Span& span, float* s, int lo, int hi, float* best) {
+    V top = set1(-__builtin_inff()), sum = zero();
+    if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0)) { /* nearly always: scores stay in registers */
+        V x[SPAN_TILES];
+#pragma GCC unroll 8
+        for (int t = 0; t < SPAN_TILES; t++) x[t] = finished_scores<Scaled>(a, span, s, t, 0, HR_SPAN), top = max(top, x[t]);
+        float highest = hmax(top);
+        *best = *best > highest ? *best : highest;
+        const V mark = set1(*best);
+#pragma GCC unroll 8
+        for (int t = 0; t < SPAN_TILES; t++) {
+            V w = exp_falling(sub(x[t], mark));
+            sum = add(sum, w);
+            store(s + t * 16, Scaled ? mul(w, load(span.v_scale[t])) : w);
+        }
+        return hsum(sum);
+    }
+    const int first = lo / 16, last = (hi + 15) / 16;
     for (int t = first; t < last; t++) {
-        V x = mul(load(s + t * 16), Scaled ? mul(factor, load(span.k_scale[t])) : factor);
-        if (a->softcap > 0) x = mul(cap, tanh(div(x, cap)));
-        if (t * 16 + 16 > hi) x = select(first_n(hi - t * 16), x, low);
-        if (t * 16 < lo) x = select(first_n(lo - t * 16), low, x);
+        V x = finished_scores<Scaled>(a, span, s, t, lo, hi);
         store(s + t * 16, x);
         top = max(top, x);
     }
-    float best = hmax(top);
-    best = *m > best ? *m : best;
-    V sum = zero(), mark = set1(best);
+    float highest = hmax(top);
+    *best = *best > highest ? *best : highest;
+    const V mark = set1(*best);
     for (int t = first; t < last; t++) {
         V w = exp_falling(sub(load(s + t * 16), mark));
         sum = add(sum, w);
         store(s + t * 16, Scaled ? mul(w, load(span.v_scale[t])) : w);
     }
-    float change[16];
-    store(change, exp_falling(set1(*m - best)));
-    *alpha = change[0];
-    *l = *l * change[0] + hsum(sum);
-    *m = best;
+    return hsum(sum);
+}
+
+/* The softmax of a tile of combos; m, l and alpha of those that see keys of the span. */
+template <bool Scaled>
+void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t base, int combos) {
+    float best[16], sums[16], alphas[16], ls[16];
+    for (int i = 0; i < combos; i++) {
+        int64_t n = base + i;
+        best[i] = st.m[n], sums[i] = 0.0f;
+        if (st.lo[n] < st.hi[n]) sums[i] = weights<Scaled>(a, span, st.s + n * LD_S, st.lo[n], st.hi[n], best + i);
+    }
+    V alpha = exp_falling(sub(load_n(st.m + base, combos), load_n(best, combos)));
+    store(alphas, alpha), store(ls, add(mul(load_n(st.l + base, combos), alpha), load_n(sums, combos)));
+    for (int i = 0; i < combos; i++)
+        if (st.lo[base + i] < st.hi[base + i]) st.m[base + i] = best[i], st.l[base + i] = ls[i], st.alpha[base + i] = alphas[i];
 }
 
 /* The second product for keys first ... last - 1 of the span. Keys that all combos see are walked together, those at
  * the ends that only some see one combo at a time: a hidden key's value enters no chain. */
 template <class K>
-void weigh(const Cache& c, const Span& span, State& st, int64_t base, int combos, int first, int last) {
-    int from[MAX_COMBOS], to[MAX_COMBOS], all_from = first, all_to = last;
-    for (int i = 0; i < combos; i++) {
-        from[i] = (int)most(st.lo[base + i], first), to[i] = (int)least(st.hi[base + i], last);
-        all_from = (int)most(all_from, from[i]), all_to = (int)least(all_to, to[i]);
-    }
+void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st, int64_t base, int combos) {
+    const int32_t *from = st.lo + base, *to = st.hi + base;
+    int all_from = 0, all_to = HR_SPAN;
+    for (int i = 0; i < combos; i++) all_from = (int)most(all_from, from[i]), all_to = (int)least(all_to, to[i]);
     int64_t dim = span.ld_v;
     auto alone = [&](int i, int begin, int end) {
         if (begin >= end) return;
         int64_t n = base + i;
-        values<K>(1, st.s + n * LD_S, span.v, begin, end, dim, span.ld_v, st.alpha + n, st.acc + n * c.ld_acc, c.ld_acc);
+        values<K>(1, st.s + n * LD_S, span.v, span.v, begin, end, dim, span.ld_v, st.alpha + n, st.acc + n * c.ld_acc, c.ld_acc);
         st.alpha[n] = 1.0f;
     };
     if (all_from >= all_to) {
@@ -141,14 +182,14 @@ void weigh(const Cache& c, const Span& span, State& st, int64_t base, int combos
         return;
     }
     for (int i = 0; i < combos; i++) alone(i, from[i], all_from);
-    values<K>(combos, st.s + base * LD_S, span.v, all_from, all_to, dim, span.ld_v, st.alpha + base,
+    values<K>(combos, st.s + base * LD_S, span.v, ahead, all_from, all_to, dim, span.ld_v, st.alpha + base,
               st.acc + base * c.ld_acc, c.ld_acc);
     for (int i = 0; i < combos; i++) st.alpha[base + i] = 1.0f;
     for (int i = 0; i < combos; i++) alone(i, all_to, to[i]);
 }
 
 template <class K, class Read>
-void attend_span(const Cache& c, const Span& span, State& st, int64_t num_tiles, int64_t combos) {
+void attend_span(const Cache& c, const Span& span, const Span& next, State& st, int64_t num_tiles, int64_t combos) {
     auto begin = [&](int64_t tile) { return combos * tile / num_tiles; };
     enum { PANEL = 4 }; /* key tiles whose floats stay in L1 while all combos pass */
     for (int panel = 0; panel < SPAN_TILES; panel += PANEL)
@@ -159,14 +200,11 @@ void attend_span(const Cache& c, const Span& span, State& st, int64_t num_tiles,
                 if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
             first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
             if (first < last)
-                scores<Read>((int)(end - base), st.q + base * c.head_dim, span.k, first, last, c.head_dim, st.s + base * LD_S);
+                scores<Read>((int)(end - base), st.q + base * c.head_dim, span.k, i ? span.k : next.k, first, last, c.head_dim,
+                             st.s + base * LD_S);
         }
-    for (int64_t n = 0; n < combos; n++)
-        if (st.lo[n] < st.hi[n])
-            softmax<K::type == HR_I8>(c.args, span, st.s + n * LD_S, st.lo[n], st.hi[n], st.m + n, st.l + n, st.alpha + n);
-    for (int half = 0; half < HR_SPAN; half += HR_SPAN / 2)
-        for (int64_t i = 0; i < num_tiles; i++)
-            weigh<Read>(c, span, st, begin(i), (int)(begin(i + 1) - begin(i)), half, half + HR_SPAN / 2);
+    for (int64_t i = 0; i < num_tiles; i++) softmax<K::type == HR_I8>(c.args, span, st, begin(i), (int)(begin(i + 1) - begin(i)));
+    for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), (int)(begin(i + 1) - begin(i)));
 }
 
 template <class K>
@@ -181,46 +219,50 @@ void attend(const Cache& c, const Piece& piece, void* memory) {
     st.acc = scratch.take<float>(combos * c.ld_acc);
     st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
     st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
-    float* floats = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
+    float* widened = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
     void* gathered = scratch.take<char>(gather ? SPAN_TILES * 32 * (c.head_dim * (int64_t)sizeof(typename K::E) + 4) : 0);
 
     const int32_t* blocks = a->blocks + a->table_begin[piece.chunk];
     int64_t row = a->row_begin[piece.chunk] + piece.row, start = a->start[piece.chunk] + piece.row;
     for (int64_t i = 0; i < num_tiles; i++) {
         int64_t base = combos * i / num_tiles, count = combos * (i + 1) / num_tiles - base;
+        const float* x[MAX_COMBOS];
         for (int64_t n = 0; n < count; n++) {
             int64_t head = piece.kv_head * c.group + piece.head + (base + n) % piece.heads;
-            const float* x = a->x + (row + (base + n) / piece.heads) * a->ld_x + head * c.head_dim;
-            float* q = st.q + base * c.head_dim + n;
-            for (int64_t d = 0; d < c.head_dim; d++) q[d * count] = x[d];
+            x[n] = a->x + (row + (base + n) / piece.heads) * a->ld_x + head * c.head_dim;
         }
+        float* q = st.q + base * c.head_dim;
+        for (int64_t d = 0; d < c.head_dim; d++)
+            for (int64_t n = 0; n < count; n++) *q++ = x[n][d];
     }
     for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = 0.0f;
     memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
 
     auto lowest = [&](int64_t position) { return a->window > 0 ? most(0, position - a->window + 1) : 0; };
     int64_t first = lowest(start), last = start + piece.rows;
+    Span span = {};
+    span.ld_v = c.head_dim;
+    if (!gather) point_at_span<K>(c, blocks, piece.kv_head, first / HR_SPAN * HR_SPAN, first, last, &span);
     for (int64_t begin = first / HR_SPAN * HR_SPAN; begin < last; begin += HR_SPAN) {
         for (int64_t r = 0; r < piece.rows; r++) {
             int32_t lo = (int32_t)most(0, lowest(start + r) - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
             for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
         }
-        Span span = {};
-        span.ld_v = c.head_dim;
-        for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16) {
-            int t = (int)((p - begin) / 16);
-            if (gather)
-                gather_tile<K>(c, blocks, piece.kv_head, p, first, last, t, gathered, &span);
-            else
-                point_at_tile<K>(c, blocks, piece.kv_head, p, t, &span);
-            if (widen) widen_tile<K>(c, t, floats, &span);
-        }
+        if (gather)
+            for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16)
+                gather_tile<K>(c, blocks, piece.kv_head, p, first, last, (int)((p - begin) / 16), gathered, &span);
+        Span next = span;
+        if (!gather) point_at_span<K>(c, blocks, piece.kv_head, begin + HR_SPAN, first, last, &next);
         if (widen) {
-            span.ld_v = c.ld_acc;
-            attend_span<K, F32>(c, span, st, num_tiles, combos);
+            Span floats = span;
+            floats.ld_v = c.ld_acc;
+            for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16)
+                widen_tile<K>(c, (int)((p - begin) / 16), widened, &floats, next);
+            attend_span<K, F32>(c, floats, floats, st, num_tiles, combos);
         } else {
-            attend_span<K, K>(c, span, st, num_tiles, combos);
+            attend_span<K, K>(c, span, next, st, num_tiles, combos);
         }
+        span = next;
     }
 
     for (int64_t n = 0; n < combos; n++) {
