@@ -227,7 +227,8 @@ class Backend(Protocol):
     """float32, bfloat16 or float16: of weights that are not quantised, and of a cache whose dtype is auto."""
     kv_dtypes: tuple[str, ...]
     """What `kv_cache_dtype` may say beside auto."""
-    ops: Ops
+    ops: Any
+    """Its `Ops`."""
 
     def constant(self, values: Array) -> Array:
         """A small array of the checkpoint (norm, bias, rope table; torch or numpy) as the operators take it."""
@@ -235,6 +236,14 @@ class Backend(Protocol):
 
     def table(self, values: Array) -> Array:
         """An embedding table [V, H] as `Ops.embedding` takes it."""
+        ...
+
+    def layouts(self) -> dict[str, str]:
+        """The name of each kind of matrix's layout; empty if matrices can not be kept and mapped (`runner.packed`)."""
+        ...
+
+    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
+        """Size of a packed matrix, for backends with layouts."""
         ...
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:

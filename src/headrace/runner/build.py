@@ -19,7 +19,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.models.config import ModelConfig
 from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.runner.runner import Runner
-from headrace.runner.source import open_weights
+from headrace.runner.source import with_weights
 from headrace.sampling.sampler import Sampler
 from headrace.types import EngineInfo
 
@@ -88,10 +88,15 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     checkpoint = MappedCheckpoint(directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint))
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
-    quantised = values.get("quantization_config")
-    with open_weights(checkpoint, backend, quantised, config.quantization, config.save_packed, progress) as weights:
-        model: models.Model = module.Model(model_config, weights, backend.ops, max_model_len)
-        weights.finish()
+    model: models.Model = with_weights(
+        lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
+        checkpoint,
+        backend,
+        values.get("quantization_config"),
+        config.quantization,
+        config.save_packed,
+        progress,
+    )
     return backend, model, model_config
 
 

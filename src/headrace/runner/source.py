@@ -5,32 +5,55 @@ Torch is imported only if the checkpoint must be read, which is why this is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 from headrace.backends.base import Backend
+from headrace.errors import CheckpointError
 from headrace.quant.schemes import parse
 from headrace.runner.mapped import MappedCheckpoint
+from headrace.runner.packed import Form, PackedWeights, PackedWriter, find
 
-if TYPE_CHECKING:
-    from headrace.runner.loader import Weights
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
-@contextmanager
-def open_weights(
+def with_weights(
+    build: Callable[[Any], T],
     checkpoint: MappedCheckpoint,
     backend: Backend,
     quantization_config: Any,
     quantization: str | None,
     save_packed: bool,
     on_tensor: Callable[[int, int], None],
-) -> Iterator[Weights]:
-    """The weights of `checkpoint` as a model file asks for them, quantised on the way if `quantization` says so.
+) -> T:
+    """`build` given the weights of `checkpoint`, quantised on the way if `quantization` says so.
 
-    Raises `CheckpointError`, or `RequestError` for a quantization that does not exist.
+    A packed file beside the model is used where it fits; one is written if `save_packed` says so and none fits. `build`
+    gets something with the methods of `loader.Weights`, and takes all of it. Raises `CheckpointError`, or
+    `RequestError` for a quantization that does not exist.
     """
+    wanted = None if quantization is None else parse(quantization)
+    layouts = backend.layouts()
+    form = Form(quantization or "", backend.dtype, layouts)
+    if layouts:
+        packed = find(checkpoint, form, backend)
+        if packed is not None:
+            packed.prefetch()
+            try:
+                weights = PackedWeights(packed, checkpoint, backend, on_tensor)
+                made = build(weights)
+                weights.finish()
+                return made
+            except CheckpointError as error:
+                logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
     from headrace.runner.loader import Checkpoint, Weights
 
-    wanted = None if quantization is None else parse(quantization)
-    yield Weights(Checkpoint(checkpoint.directory), backend, quantization_config, on_tensor, quantization=wanted)
+    with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
+        read = Weights(Checkpoint(checkpoint.directory), backend, quantization_config, on_tensor, wanted, writer)
+        made = build(read)
+        read.finish()
+    return made

@@ -259,8 +259,8 @@ def _scatter(view: View) -> dict[str, NDArray[Any]]:
 
 
 def _top_k(view: View) -> dict[str, NDArray[Any]]:
-    ids = np.argsort(-view.x(), axis=1, kind="stable")[:, : view["k"]].astype(np.int32)
-    return {"ids": ids, "values": np.take_along_axis(view.x(), ids.astype(np.int64), axis=1)}
+    order = np.argsort(-view.x(), axis=1, kind="stable")[:, : view["k"]]
+    return {"ids": order.astype(np.int32), "values": np.take_along_axis(view.x(), order, axis=1)}
 
 
 def _select(view: View) -> dict[str, NDArray[Any]]:
@@ -290,6 +290,6 @@ REFERENCE: dict[str, Callable[[View], dict[str, NDArray[Any]]]] = {
     "moe_gather": _gather,
     "moe_scatter": _scatter,
     "zero": lambda view: {"out": np.zeros((view.rows, view["width"]))},
-    "finite": lambda view: {"finite": np.isfinite(view.x()).all(axis=1).astype(np.int32)[:, None]},
+    "finite": lambda view: {"finite": np.isfinite(view.x()).all(axis=1, keepdims=True).astype(np.int32)},
     "top_k": _top_k,
 }
