@@ -82,6 +82,10 @@ class Ops(Protocol):
         """Prepare one linear layer; the weights are asked of `source` some rows at a time."""
         ...
 
+    def packed(self, matrix: Any) -> Matrix:
+        """A linear layer out of a packed file (`runner.packed.PackedMatrix`), for backends with layouts."""
+        ...
+
     def linear(self, x: Array, matrix: Matrix) -> Array:
         """x [R, in] -> [R, out]."""
         ...
@@ -227,8 +231,7 @@ class Backend(Protocol):
     """float32, bfloat16 or float16: of weights that are not quantised, and of a cache whose dtype is auto."""
     kv_dtypes: tuple[str, ...]
     """What `kv_cache_dtype` may say beside auto."""
-    ops: Any
-    """Its `Ops`."""
+    ops: Ops
 
     def constant(self, values: Array) -> Array:
         """A small array of the checkpoint (norm, bias, rope table; torch or numpy) as the operators take it."""

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from headrace import env
 from headrace.backends.base import KVShape
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
@@ -19,9 +20,6 @@ from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
 from headrace.errors import RequestError
-
-SMALL_MODEL_BYTES = 0
-"""Weights below which one thread is faster than two."""
 
 
 class Cpu:
@@ -84,7 +82,8 @@ class Cpu:
         max_rows = min(MAX_ROWS, max_num_batched_tokens)
         max_chunks = min(max_num_seqs, max_rows)
         max_blocks = max_chunks * max_blocks_per_seq
-        return TapedProgram(model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads)
+        check = env.debug_level() >= 3
+        return TapedProgram(model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads, check=check)
 
     def available_memory(self) -> int:
         return int(psutil.virtual_memory().available)

@@ -6,7 +6,9 @@ tables; must not know requests. Called by `runner.runner`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,9 @@ from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Value, aligned
 from headrace.backends.cpu.ops import CpuOps, StepRows
 from headrace.backends.cpu.tape import Tape
+from headrace.backends.cpu.verify import verify
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 512
 """Rows of one native call. A longer step is computed in portions: reading the weights again costs less than the memory
@@ -31,6 +36,7 @@ class TapedProgram:
     Args:
         max_chunks: pieces of sequences in one call, and rows of logits.
         max_blocks: entries of all block tables of one call together.
+        check: compute every step once more beside plain numpy, and log what differs.
     """
 
     def __init__(
@@ -43,11 +49,13 @@ class TapedProgram:
         max_blocks: int,
         num_threads: int,
         isa: str = "",
+        check: bool = False,
     ) -> None:
         self.model = model  # and with it the embedding table, whose address the tape knows
         self.cache, self.num_threads = cache, num_threads
         self.vocab_size: int = model.vocab_size
         self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
+        self._check = check
         self.max_rows, self.max_logits = max_rows, max_chunks
         self.inputs = StepRows(
             token_ids=np.zeros(max_rows, np.int32),
@@ -95,7 +103,11 @@ class TapedProgram:
         num_rows = self.fill(chunks)
         num_chunks = len(chunks.starts)
         self.wanted[: len(rows)] = rows
-        self.tape.run([num_rows, num_chunks, len(rows)], self.num_threads)
+        dims = [num_rows, num_chunks, len(rows)]
+        self.tape.run(dims, self.num_threads)
+        if self._check:
+            for found in verify(self.tape, dims):
+                logger.error("record %d, %s: %s differs by %.2g", *astuple(found))
         if self._finite_rows[:num_rows].all():
             finite = [True] * num_chunks
         else:

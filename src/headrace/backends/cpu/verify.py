@@ -260,7 +260,8 @@ def _scatter(view: View) -> dict[str, NDArray[Any]]:
 
 def _top_k(view: View) -> dict[str, NDArray[Any]]:
     order = np.argsort(-view.x(), axis=1, kind="stable")[:, : view["k"]]
-    return {"ids": order.astype(np.int32), "values": np.take_along_axis(view.x(), order, axis=1)}
+    values: F64 = np.take_along_axis(view.x(), order, axis=1)
+    return {"ids": np.asarray(order, np.int32), "values": values}
 
 
 def _select(view: View) -> dict[str, NDArray[Any]]:

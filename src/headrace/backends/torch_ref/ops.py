@@ -66,6 +66,9 @@ class RefOps:
         self.weight_bytes += num_in * num_out * self.dtype.itemsize
         return RefMatrix(data, None if bias is None else bias.to(self.device, self.dtype).float(), num_in, num_out)
 
+    def packed(self, matrix: object) -> RefMatrix:
+        raise NotImplementedError("torch_ref maps no packed weights")
+
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         if not isinstance(matrix, RefMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
