@@ -259,7 +259,7 @@ def _scatter(view: View) -> dict[str, NDArray[Any]]:
 
 
 def _top_k(view: View) -> dict[str, NDArray[Any]]:
-    order = np.argsort(-view.x(), axis=1, kind="stable")[:, : view["k"]]
+    order: Any = np.argsort(-view.x(), axis=1, kind="stable")[:, : view["k"]]
     values: F64 = np.take_along_axis(view.x(), order, axis=1)
     return {"ids": np.asarray(order, np.int32), "values": values}
 
