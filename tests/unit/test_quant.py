@@ -272,6 +272,22 @@ def test_parts_of_different_forms_are_refused() -> None:
         source_of(parts, "qkv")
 
 
+def test_codes_that_no_kernel_knows_come_as_floats() -> None:
+    codes, scales = torch.randint(0, 16, (6, 64), dtype=torch.int8), torch.rand(6, 2) + 0.5
+    odd = [
+        QWeight(codes, scales, torch.full((6, 2), 7.0), group=32, bits=4),
+        QWeight(codes, scales, group=32, bits=4),
+        QWeight(codes, scales, group=32, bits=3),
+        QWeight(codes, scales, torch.full((6, 2), 8.0), group=32, bits=4, permutation=torch.randperm(64)),
+    ]
+    for weight in odd:
+        source = source_of([weight, weight])
+        assert source.scheme == Scheme("f", dtype="float32")
+        assert source.slab(2, 9).scales is None
+        expected = torch.cat([weight.dequantize()] * 2)[2:9]
+        assert torch.equal(source.slab(2, 9).dequantize(), expected)
+
+
 def test_slabs_cover_all_rows_and_begin_at_panels() -> None:
     for num_out, num_in in ((1, 1), (31, 64), (4096, 4096), (128256, 2048), (5000, 2**23)):
         source = source_of([QWeight(torch.empty(1, 1).expand(num_out, num_in))])

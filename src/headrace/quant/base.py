@@ -138,6 +138,8 @@ class Stacked:
 
     def slab(self, first: int, last: int) -> QWeight:
         found = self.pieces(first, last)
+        if self.scheme.kind == "f" and any(piece.scales is not None for piece in found):
+            found = [QWeight(piece.dequantize()) for piece in found]
         return found[0] if len(found) == 1 else concatenated(found)
 
     def pieces(self, first: int, last: int) -> list[QWeight]:
@@ -162,17 +164,18 @@ def scheme_of(weight: QWeight) -> Scheme:
         wide = weight.codes.dtype == torch.float64
         return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
     if weight.permutation is None and weight.bits == 4:
-        return Scheme("i4", weight.group, weight.mins is not None)
+        if weight.mins is not None and weight.zeros is None:
+            return Scheme("i4", weight.group, True)
+        if weight.mins is None and weight.zeros is not None and bool((weight.zeros == 8).all()):
+            return Scheme("i4", weight.group)
     if weight.permutation is None and weight.bits == 8 and weight.zeros is None and weight.mins is None:
         return Scheme("i8", 0 if weight.scales.shape[1] == 1 else weight.group)
     return Scheme("f", dtype="float32")
 
 
 def concatenated(weights: Sequence[QWeight]) -> QWeight:
-    """Weights of one form, stacked along their outputs; those of different forms as floats."""
+    """Weights of one form, stacked along their outputs."""
     first = weights[0]
-    if len({scheme_of(weight) for weight in weights}) > 1 or first.permutation is not None:
-        return QWeight(torch.cat([weight.dequantize() for weight in weights]))
     made: dict[str, Any] = {}
     for name in ("codes", "scales", "zeros", "mins"):
         parts = [getattr(weight, name) for weight in weights]

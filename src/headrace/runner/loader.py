@@ -35,14 +35,23 @@ STORED = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.uint8,
 }  # fmt: skip
-RELEASE_BYTES = 64 * 2**20
-"""Bytes of the checkpoint that may lie in memory between two slabs."""
+RELEASE_BYTES = 32 * 2**20
+"""Bytes of the checkpoint that may lie in memory beside the slab that is being read."""
 # Buffers that old checkpoints stored and nobody needs, and the second name of tied weights.
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
 
 class Checkpoint(MappedCheckpoint):
     """The tensors of a directory by name, as torch sees them."""
+
+    _read = 0
+
+    def about_to_read(self, num_bytes: int) -> None:
+        """Give pages back now and then, so that the files are never in memory as a whole."""
+        self._read += num_bytes
+        if self._read > RELEASE_BYTES:
+            self.release()
+            self._read = 0
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapping. Nobody may write to it."""
@@ -65,14 +74,13 @@ class CheckpointMatrix(Stacked):
     def __init__(self, name: str, parts: Sequence[QWeight], checkpoint: Checkpoint, scheme: Scheme) -> None:
         super().__init__(name, parts)
         self._checkpoint = checkpoint
-        self._read = 0
         # Codes that the checkpoint brings stay as they are.
         self._convert = self.scheme.kind == "f" and all(part.scales is None for part in parts)
         if self._convert:
             self.scheme = scheme
 
     def slab(self, first: int, last: int) -> QWeight:
-        self._forget(first, last)
+        self._checkpoint.about_to_read((last - first) * self.num_in * self.parts[0].codes.itemsize)
         if not self._convert:
             return super().slab(first, last)
         pieces = [piece.codes for piece in self.pieces(first, last)]
@@ -80,13 +88,6 @@ class CheckpointMatrix(Stacked):
         if self.scheme.kind == "f":
             return QWeight(rows.to(DTYPES[self.scheme.dtype]).contiguous())
         return rtn.quantise(rows, self.scheme, self.name)
-
-    def _forget(self, first: int, last: int) -> None:
-        """Give the pages of earlier slabs back now and then, so that a checkpoint is never in memory as a whole."""
-        self._read += (last - first) * self.num_in * self.parts[0].codes.itemsize
-        if self._read > RELEASE_BYTES:
-            self._checkpoint.release()
-            self._read = 0
 
 
 class Weights:
@@ -209,7 +210,7 @@ class Weights:
     def _matrix(self, name: str, parts: list[QWeight], scheme: Scheme | None, bias: Tensor | None) -> Matrix:
         source = CheckpointMatrix(name, parts, self._checkpoint, scheme or Scheme("f", dtype=self._backend.dtype))
         own = None if bias is None else self._backend.constant(bias)
-        matrix = self._backend.ops.matrix(source, own)
+        matrix: Matrix = self._backend.ops.matrix(source, own)
         if self._writer is not None:
             self._writer.matrix(name, cast("Packable", matrix), None if bias is None else bias.float().numpy())
         return matrix

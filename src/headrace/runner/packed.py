@@ -200,7 +200,7 @@ class PackedFile:
             raise CheckpointError(f"it lacks the matrix {name}")
         kind, num_in, num_out, group, flag = facts
         sane = all(type(size) is int and 0 <= size < 2**31 for size in facts[1:]) and num_in > 0 and num_out > 0
-        if kind not in form.layouts or not sane:
+        if not isinstance(kind, str) or kind not in form.layouts or not sane:
             raise CheckpointError(f"matrix {name} is said to be {facts}")
         # The kernels trust this size: it is what keeps them inside the file.
         num_bytes = backend.packed_bytes(kind, num_out, num_in, group, flag)
