@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.backends import make_backend
+from headrace.backends.base import Heads
 from headrace.backends.torch_ref import rowwise
-from headrace.errors import RequestError
-from headrace.quant.base import QWeight
+from headrace.backends.torch_ref.ops import RefMatrix, RefOps
+from headrace.backends.torch_ref.program import EagerProgram
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant.base import QWeight, source_of
 
-OPS = make_backend("torch_ref", "cpu", torch.float32).ops
+OPS = RefOps(torch.device("cpu"), torch.float32)
 LAW = settings(max_examples=40, deadline=None)
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([16, 64, 128, 256, 688, 1024]))
 num_rows = st.integers(2, 35)
@@ -41,6 +45,10 @@ def randn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def matrix_of(*weights: QWeight, bias: Tensor | None = None) -> RefMatrix:
+    return OPS.matrix(source_of(weights), bias)
+
+
 def assert_rows_independent(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """`function` of rows x [R, ...] gives each row its own bits: alone, permuted, off alignment, by 1 and 2 threads."""
     torch.set_num_threads(1)
@@ -58,7 +66,7 @@ def assert_rows_independent(function: Callable[[Tensor], Tensor], x: Tensor) -> 
 @LAW
 @given(seeds, num_rows, sizes, sizes, st.booleans())
 def test_I_13_linear(seed: int, rows: int, num_in: int, num_out: int, bias: bool) -> None:
-    matrix = OPS.matrix([QWeight(randn(seed, num_out, num_in))], randn(seed + 1, num_out) if bias else None)
+    matrix = matrix_of(QWeight(randn(seed, num_out, num_in)), bias=randn(seed + 1, num_out) if bias else None)
     x = randn(seed + 2, rows, num_in)
     assert_rows_independent(lambda x: OPS.linear(x, matrix), x)
     expected = F.linear(x.double(), matrix.dense().double(), None if matrix.bias is None else matrix.bias.double())
@@ -101,15 +109,12 @@ def test_I_13_rope(seed: int, rows: int, heads: int, half: int, rest: int) -> No
 @LAW
 @given(seeds, num_rows, st.integers(1, 9), st.integers(1, 70), st.integers(1, 70))
 def test_I_13_experts(seed: int, rows: int, num_experts: int, hidden: int, inner: int) -> None:
-    gate_up = [OPS.matrix([QWeight(randn(seed + i, 2 * inner, hidden))]) for i in range(num_experts)]
-    down = [OPS.matrix([QWeight(randn(seed - i, hidden, inner))]) for i in range(num_experts)]
+    gate_up = [matrix_of(QWeight(randn(seed + i, 2 * inner, hidden))) for i in range(num_experts)]
+    down = [matrix_of(QWeight(randn(seed - i, hidden, inner))) for i in range(num_experts)]
+    router = matrix_of(QWeight(randn(seed + 99, num_experts, hidden)))
     top_k = 1 + seed % num_experts
-
-    def mixture(x: Tensor) -> Tensor:
-        weights, ids = OPS.route(x[:, :num_experts], top_k)
-        return OPS.experts(x[:, num_experts:], weights, ids, gate_up, down, "silu")
-
-    assert_rows_independent(mixture, randn(seed, rows, num_experts + hidden))
+    x = randn(seed, rows, hidden)
+    assert_rows_independent(lambda x: OPS.experts(x, router, top_k, gate_up, down, "silu"), x)
 
 
 def test_route_gives_equal_logits_to_the_lower_expert() -> None:
@@ -125,6 +130,7 @@ class Rows:
     starts: list[int]
     lens: list[int]
     block_tables: Tensor
+    slot_mapping: Tensor
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -158,6 +164,7 @@ def attend(
     free = torch.randperm(sum(num_blocks) + 7, generator=generator).tolist()
     tables = [[free.pop() for _ in range(n)] for n in num_blocks]
     kv_heads, size = problems[0].key.shape[1:]
+    heads = Heads(problems[0].query.shape[1], kv_heads, size)
     cache = torch.full((2, sum(num_blocks) + 7, block_size, kv_heads, size), float("nan"))
     done = [0] * len(problems)
     outs: list[list[Tensor]] = [[] for _ in problems]
@@ -173,9 +180,11 @@ def attend(
         taken = [
             [getattr(problems[i], name)[done[i] : done[i] + n] for i, n in step] for name in ("query", "key", "value")
         ]
-        query, key, value = map(torch.cat, taken)
-        OPS.store(key, value, cache, torch.tensor(slots))
-        out = OPS.attention(query, cache, Rows(starts, lens, table), 0.3, window, cap)
+        qkv = torch.cat([torch.cat(parts) for parts in taken], dim=1).flatten(1)
+        rows = Rows(starts, lens, table, torch.tensor(slots))
+        query = OPS.rope_store(qkv, heads, rows, cache)  # type: ignore[arg-type]
+        out = OPS.attention(query, heads, rows, cache, 0.3, window, cap)  # type: ignore[arg-type]
+        out = out.unflatten(1, (heads.num_heads, size))
         for (i, n), part in zip(step, torch.split(out, lens), strict=True):
             outs[i].append(part)
             done[i] += n
@@ -236,7 +245,8 @@ def test_attention_equals_the_plain_formula(window: int | None, cap: float) -> N
 def test_copy_blocks_goes_in_order() -> None:
     cache = torch.arange(2 * 2 * 4 * 3, dtype=torch.float32).view(2, 2, 4, 3, 1, 1).clone()
     first = cache[:, :, 0].clone()
-    OPS.copy_blocks(cache, [(0, 2), (2, 3)])
+    program = EagerProgram(SimpleNamespace(vocab_size=1), OPS, cache, 1)
+    program.copy_blocks([(0, 2), (2, 3)])
     assert torch.equal(cache[:, :, 3], first)
 
 
@@ -324,7 +334,7 @@ def made_up_int8(seed: int, num_out: int, num_in: int, group: int, *, zeros: boo
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("permuted", [False, True])
 def test_linear_takes_a_quantised_weight(zeros: bool, permuted: bool) -> None:
-    weight = made_up_int8(7, 24, 70, 32, zeros=zeros, permuted=permuted)
+    weight, other = (made_up_int8(seed, 24, 70, 32, zeros=zeros, permuted=permuted) for seed in (7, 8))
     x = randn(1, 5, 70)
     expected = torch.zeros(5, 24, dtype=torch.float64)
     for o in range(24):
@@ -332,25 +342,30 @@ def test_linear_takes_a_quantised_weight(zeros: bool, permuted: bool) -> None:
             zero = 0.0 if weight.zeros is None else weight.zeros[o, j // 32]
             w = (weight.codes[o, j].double() - zero) * weight.scales[o, j // 32].double()  # type: ignore[index]
             expected[:, o] += w * x[:, j if weight.permutation is None else weight.permutation[j]].double()
-    plain = QWeight(randn(2, 11, 70))
-    found = OPS.linear(x, OPS.matrix([weight, plain]))
+    found = OPS.linear(x, matrix_of(weight, other))
     assert torch.allclose(found[:, :24].double(), expected, atol=1e-3)
-    assert torch.equal(found[:, 24:], OPS.linear(x, OPS.matrix([plain])))
+    assert torch.equal(found[:, 24:], OPS.linear(x, matrix_of(other)))
+
+
+def test_parts_of_a_layer_in_different_forms_are_refused() -> None:
+    coded, plain = made_up_int8(7, 24, 70, 32, zeros=False, permuted=False), QWeight(randn(2, 11, 70))
+    with pytest.raises(CheckpointError, match="its parts are quantised differently"):
+        source_of([coded, plain], "qkv")
 
 
 def test_backends_are_found_by_folder_name() -> None:
     for name in ("nothing", "../torch_ref", "base", "torch_ref.ops", ""):
         with pytest.raises(RequestError, match=r"backend: .* must be one of auto, .*torch_ref"):
-            make_backend(name, "cpu", torch.float32)
+            make_backend(name, "cpu", "float32")
     with pytest.raises(RequestError, match="device"):
-        make_backend("auto", "tpu", torch.float32)
+        make_backend("auto", "tpu", "float32")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_I_13_linear_on_cuda() -> None:
-    ops = make_backend("torch_ref", "cuda", torch.float32).ops
-    matrix = ops.matrix([QWeight(randn(1, 70, 300))])
+    ops = make_backend("torch_ref", "cuda", "float32").ops
+    matrix = ops.matrix(source_of([QWeight(randn(1, 70, 300))]))
     x = randn(2, 9, 300).cuda()
     together = ops.linear(x, matrix)
     assert torch.equal(together, torch.cat([ops.linear(row, matrix) for row in torch.split(x, 1)]))
