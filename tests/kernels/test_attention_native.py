@@ -70,18 +70,21 @@ class Problem:
         return self.run(isa, [(i, 0, n) for i, n in enumerate(self.lengths)], num_threads)
 
 
+def const(x: float) -> Floats:
+    return np.full(1, x, np.float32)
+
+
 def exp(x: Floats) -> Floats:
     """csrc/generic/math.h"""
-    f32 = np.float32
     with np.errstate(invalid="ignore", over="ignore"):
-        y = np.clip(x, f32(-88), f32(89))
-        n = np.rint(y * f32(1.44269504088896341))
-        r = fma(n, f32(2.12194440e-4), fma(n, f32(-0.693359375), y))
-        p = np.full_like(x, f32(1.9875691500e-4))
+        y = np.clip(x, const(-88), const(89))
+        n = np.rint(y * const(1.44269504088896341))
+        r = fma(n, const(2.12194440e-4), fma(n, const(-0.693359375), y))
+        p = np.full_like(x, 1.9875691500e-4)
         for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = fma(p, r, f32(c))
-        p = fma(p, r * r, r + f32(1)) * np.ldexp(f32(1), np.nan_to_num(n).astype(np.int32))
-    return np.where(x < f32(-87.3), f32(0), p).astype(np.float32)
+            p = fma(p, r, const(c))
+        p = fma(p, r * r, r + const(1)) * np.ldexp(const(1), np.nan_to_num(n).astype(np.int32))
+    return np.where(x < const(-87.3), const(0), p).astype(np.float32)
 
 
 def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: bool = False) -> Floats:
@@ -111,7 +114,8 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
             w = w * v_scale[keys]
         for j in reversed(range(len(keys))) if backwards else range(len(keys)):
             acc = fma(w[j][:, None], v[keys[j]], acc)
-    return (acc / total[:, None]).reshape(-1)
+    out: Floats = acc / total[:, None]
+    return out.reshape(-1)
 
 
 DEFINED = [
