@@ -15,7 +15,12 @@ from headrace.errors import RequestError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = (
+    "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
+    "int8", "int8-channel", "int8-g128",
+)  # fmt: skip
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -25,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tokenizer: str | None = None
     revision: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    save_packed: bool = False
     backend: str = "auto"
     device: str = "auto"
     seed: int | None = None
@@ -32,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
@@ -40,9 +48,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     scheduling_policy: str = "fcfs"
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
+    num_threads: int = 0
 
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _member("quantization", self.quantization, QUANTIZATIONS)
+        _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
+        _at_least("num_threads", self.num_threads, 0)
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)

@@ -29,6 +29,7 @@ def test_human_int_refuses(text: str) -> None:
     ("struct", "field", "value"),
     [
         (EngineConfig, "dtype", "float8"),
+        (EngineConfig, "quantization", "int5"),
         (EngineConfig, "scheduling_policy", "lifo"),
         (EngineConfig, "block_size", 0),
         (EngineConfig, "max_num_seqs", 0),

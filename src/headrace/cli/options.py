@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from headrace.bounds import BOUNDS
-from headrace.config import DTYPES, POLICIES, EngineConfig, ServerConfig, human_int
+from headrace.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
 from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
 
@@ -29,12 +29,17 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "tokenizer": "Directory or hub id of the tokenizer, if not the model's own.",
         "revision": "Branch, tag or commit of a hub model.",
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
-        "backend": "Operators to run on: auto, torch_ref.",
+        "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}.",
+        "save_packed": "Keep the weights as the kernels want them, beside the model or else in ~/.cache/headrace; "
+        "the next start maps them.",
+        "backend": "Operators to run on: auto, cpu (native kernels), torch_ref.",
         "device": "auto, cpu or cuda.",
         "seed": "Makes the seeds of requests without one repeatable; fresh ones are drawn else.",
         "max_model_len": "Context length in tokens; by default the model's own.",
         "block_size": "Tokens in a block of the KV cache.",
         "num_gpu_blocks_override": "Blocks in the KV cache, instead of what fits the memory.",
+        "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; int8 needs the native kernels.",
+        "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
         "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
         "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",
         "max_num_seqs": "Sequences running at once.",
@@ -66,6 +71,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "skip_special_tokens": "Leave special tokens out of the text.",
     },
 }
+
+SHORT = {"quantization": "-q"}
+"""Letters of vLLM's."""
 
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}
 
@@ -116,6 +124,8 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
         settings["parser"] = integer
     # Nobody asks for --no-json.
     decls = [f"{name}/--no-{name[2:]}"] if kind is bool and field.name != "json" else [name]
+    if struct is EngineConfig and field.name in SHORT:
+        decls.append(SHORT[field.name])
     if many:
         kind = list[kind]
     if default is None:
