@@ -261,7 +261,14 @@ def _scatter(view: View) -> dict[str, NDArray[Any]]:
 def _top_k(view: View) -> dict[str, NDArray[Any]]:
     order: Any = np.argsort(-view.x(), axis=1, kind="stable")[:, : view["k"]]
     values: F64 = np.take_along_axis(view.x(), order, axis=1)
-    return {"ids": np.asarray(order, np.int32), "values": values}
+    ids: NDArray[np.int32] = order.astype(np.int32)
+    return {"ids": ids, "values": values}
+
+
+def _finite(view: View) -> dict[str, NDArray[Any]]:
+    found: Any = np.isfinite(view.x()).all(axis=1, keepdims=True)
+    finite: NDArray[np.int32] = found.astype(np.int32)
+    return {"finite": finite}
 
 
 def _select(view: View) -> dict[str, NDArray[Any]]:
@@ -291,6 +298,6 @@ REFERENCE: dict[str, Callable[[View], dict[str, NDArray[Any]]]] = {
     "moe_gather": _gather,
     "moe_scatter": _scatter,
     "zero": lambda view: {"out": np.zeros((view.rows, view["width"]))},
-    "finite": lambda view: {"finite": np.isfinite(view.x()).all(axis=1, keepdims=True).astype(np.int32)},
+    "finite": _finite,
     "top_k": _top_k,
 }
