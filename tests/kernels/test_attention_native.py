@@ -114,7 +114,7 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
             w = w * v_scale[keys]
         for j in reversed(range(len(keys))) if backwards else range(len(keys)):
             acc = fma(w[j][:, None], v[keys[j]], acc)
-    out: Floats = acc / total[:, None]
+    out: Floats = (acc / total[:, None]).astype(np.float32)
     return out.reshape(-1)
 
 
