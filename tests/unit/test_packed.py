@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -280,3 +281,46 @@ def test_a_model_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             asked()
     assert weights.linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16]).num_out == 64
+
+
+# ---------------------------------------------------------------------------------------- with the native kernels
+
+
+@pytest.fixture
+def native() -> None:
+    from headrace.backends.cpu.native import native
+
+    module, reason = native()
+    if module is None:
+        pytest.skip(reason)
+
+
+def model_of(directory: Path, backend: str, quantization: str | None, **options: Any) -> Any:
+    from headrace.config import EngineConfig
+    from headrace.runner.build import load_model
+
+    config = EngineConfig(model=str(directory), backend=backend, quantization=quantization, **options)
+    return load_model(config, directory, lambda done, total: None)[1]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("quantization", [None, *NAMES])
+def test_both_backends_hold_the_same_weights_packed_or_not(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 70}  # no multiple of most groups
+    directory = write_llama(tmp_path, llama_tensors(CONFIG | shape, torch.bfloat16), **shape)
+    ours = model_of(directory, "cpu", quantization, save_packed=True)
+    # From here on the checkpoint is not to be read by torch any more.
+    theirs = model_of(directory, "torch_ref", quantization, dtype="float32")
+    monkeypatch.setattr("headrace.runner.loader.Weights.__init__", None)
+    again = model_of(directory, "cpu", quantization)
+    fresh = leaves(ours)
+    assert fresh == leaves(again)
+    assert sum(isinstance(value, tuple) for value in fresh.values()) == 2 * 4 + 1
+    for layer in range(2):
+        for path in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
+            first, second = path.split(".")
+            a, b = (getattr(getattr(m.layers[layer], first), second).dense() for m in (again, theirs))
+            assert np.array_equal(a, b.numpy()), path
+    assert np.array_equal(again.head.dense(), theirs.head.dense().numpy())
