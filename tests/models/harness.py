@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.backends.base import Chunks
 from headrace.config import EngineConfig
 from headrace.runner.build import build_runner
-from headrace.runner.inputs import make_forward_batch
 from headrace.runner.runner import Runner
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import F32
 from headrace.types import ScheduledBatch, StepResult, TokenLogprob
 
+BACKENDS = ("cpu", "torch_ref")
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
@@ -76,20 +78,22 @@ def make_batch(chunks: list[tuple[int, int, list[int], list[int]]], **columns: A
     return ScheduledBatch(**(fields | columns))
 
 
-@torch.inference_mode()
 def all_logits(runner: Runner, batch: ScheduledBatch) -> Tensor:
     """Logits of every row of `batch`, without the Runner's choice of rows."""
+    program = runner.program
     stops = [sum(batch.lens[: i + 1]) for i in range(len(batch))]
     token_ids = [batch.token_ids[stop - n : stop] for stop, n in zip(stops, batch.lens, strict=True)]
-    forward = make_forward_batch(batch, list(range(len(batch))), token_ids, runner.block_size, runner.backend.device)
-    hidden = runner.model.forward(forward, runner.kv)
-    return runner.model.logits(hidden, torch.arange(len(hidden)))
+    finite, _ = program.forward(Chunks(batch.starts, token_ids, batch.block_tables), [])
+    assert all(finite)
+    most = min(program.max_logits, stops[-1])
+    pieces = [list(range(i, min(i + most, stops[-1]))) for i in range(0, stops[-1], most)]
+    return torch.cat([torch.from_numpy(program.logits(rows).rows.copy()) for rows in pieces])
 
 
 def follow(runner: Runner, token_ids: list[int], sizes: list[int], seed: int = 0) -> Tensor:
     """Logits at every position of one sequence, computed in chunks of `sizes` over scattered blocks."""
     block_size = runner.block_size
-    (table,) = scattered_tables([len(token_ids)], block_size, runner.kv.shape[2], seed)
+    (table,) = scattered_tables([len(token_ids)], block_size, runner.program.num_blocks, seed)
     outs, start = [], 0
     for size in sizes:
         outs.append(all_logits(runner, make_batch([(0, start, token_ids[start : start + size], table)])))
@@ -98,20 +102,21 @@ def follow(runner: Runner, token_ids: list[int], sizes: list[int], seed: int = 0
 
 
 class Recorder:
-    """Stands in for the sampler and keeps the logits it was handed, by (sequence, position) as the test tells."""
+    """Stands in for the sampler and keeps the logits it was handed, in the order in which it was."""
 
     def __init__(self) -> None:
-        self.sampled: list[Tensor] = []
-        self.foretold: list[Tensor] = []
+        self.sampled: list[F32] = []
+        self.foretold: list[F32] = []
 
-    def sample(
-        self, logits: Tensor, params: list[SamplingParams], positions: list[int], num_prompts: list[int]
-    ) -> tuple[list[int], dict[int, TokenLogprob]]:
-        self.sampled += [row.clone() for row in logits]
-        return logits.argmax(-1).tolist(), {}
+    def sample_row(
+        self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None = None
+    ) -> tuple[int, TokenLogprob | None]:
+        self.sampled.append(row.copy())
+        assert best is None or best == int(row.argmax())
+        return int(row.argmax()), None
 
-    def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
-        self.foretold += [row.clone() for row in logits]
+    def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+        self.foretold += [row.copy() for row in logits]
         return [TokenLogprob(token_id=t, logprob=0.0, rank=1, top=[]) for t in next_token_ids]
 
 

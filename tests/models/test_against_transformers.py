@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.harness import (
+    BACKENDS,
     all_logits,
     chunk_sizes,
     follow,
@@ -79,20 +80,26 @@ CASES = [(name, {}) for name in models.names()] + [(name, changes) for _, name, 
 IDS = models.names() + [f"{name}: {title}" for title, name, _ in VARIANTS]
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize(("model_type", "changes"), CASES, ids=IDS)
 def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
     config = models.find(model_type).TINY | changes
     theirs = save_random(config, tmp_path)
-    runner = load(tmp_path, block_size=8)
     token_ids = random_ids(LENGTH, config["vocab_size"], 1)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
-    found = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
-    assert (found - expected).abs().max() <= TOLERANCE
+    for backend in BACKENDS:
+        runner = load(tmp_path, block_size=8, backend=backend)
+        found = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
+        assert (found - expected).abs().max() <= TOLERANCE, backend
     assert expected.std() > 0.3  # lively enough for the comparison to mean something
 
 
-def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path) -> None:
+def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path, backend: str) -> None:
     """There transformers gives each position the base of the sequence up to it, which is our rule at any chunking."""
     config = models.find("llama").TINY | rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 60}
     theirs = save_random(config, tmp_path)
@@ -103,61 +110,63 @@ def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path) -> None:
             out = theirs(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             outs.append(out.logits[0])
-    found = follow(load(tmp_path), token_ids, [100])
+    found = follow(load(tmp_path, backend=backend), token_ids, [100])
     assert (found - torch.cat(outs)).abs().max() <= TOLERANCE
 
 
-def test_longrope_takes_the_short_factors_if_the_context_is_short(tmp_path: Path) -> None:
+def test_longrope_takes_the_short_factors_if_the_context_is_short(tmp_path: Path, backend: str) -> None:
     config = models.find("llama").TINY | rope(**LONGROPE)
     theirs = save_random(config, tmp_path)
     token_ids = random_ids(60, config["vocab_size"], 3)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
-    short = follow(load(tmp_path, max_model_len=64), token_ids, [60])
+    short = follow(load(tmp_path, max_model_len=64, backend=backend), token_ids, [60])
     assert (short - expected).abs().max() <= TOLERANCE
-    long = follow(load(tmp_path), token_ids, [60])
+    long = follow(load(tmp_path, backend=backend), token_ids, [60])
     assert (long - expected).abs().max() > 0.01
 
 
-def test_older_layout_of_rope_settings_is_read_alike(tmp_path: Path) -> None:
+def test_older_layout_of_rope_settings_is_read_alike(tmp_path: Path, backend: str) -> None:
     """rope_theta and rope_scaling with "type", as transformers 4 wrote them."""
     import json
 
     config = models.find("llama").TINY | rope(**(YARN | {"rope_theta": 700.0}))
     save_random(config, tmp_path)
     token_ids = random_ids(40, config["vocab_size"], 4)
-    new = follow(load(tmp_path), token_ids, [40])
+    new = follow(load(tmp_path, backend=backend), token_ids, [40])
     values = json.loads((tmp_path / "config.json").read_text())
     settings = values.pop("rope_parameters")
     values["rope_theta"] = settings.pop("rope_theta")
     values["rope_scaling"] = settings | {"type": settings.pop("rope_type")}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert torch.equal(follow(load(tmp_path), token_ids, [40]), new)
+    assert torch.equal(follow(load(tmp_path, backend=backend), token_ids, [40]), new)
 
 
-def test_control_a_wrong_block_is_noticed(tmp_path: Path) -> None:
+def test_control_a_wrong_block_is_noticed(tmp_path: Path, backend: str) -> None:
     config = models.find("llama").TINY
     theirs = save_random(config, tmp_path)
     token_ids = random_ids(40, config["vocab_size"], 1)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
-    runner = load(tmp_path, block_size=8)
+    runner = load(tmp_path, block_size=8, backend=backend)
     found = follow(runner, token_ids, [40], seed=1)
     assert (found - expected).abs().max() <= TOLERANCE
-    (table,) = scattered_tables([40], 8, runner.kv.shape[2], seed=1)
-    unused = next(block for block in range(runner.kv.shape[2]) if block not in table)
+    (table,) = scattered_tables([40], 8, runner.program.num_blocks, seed=1)
+    unused = next(block for block in range(runner.program.num_blocks) if block not in table)
     last = all_logits(runner, make_batch([(0, 39, token_ids[39:], [table[0], unused, *table[2:]])]))
     assert (last - expected[-1:]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float16", 0.05)])
-def test_half_precision_stays_near(dtype: str, tolerance: float, tmp_path: Path) -> None:
+def test_half_precision_stays_near(dtype: str, tolerance: float, tmp_path: Path, backend: str) -> None:
     config = models.find("llama").TINY
     theirs = save_random(config, tmp_path)
     token_ids = random_ids(50, config["vocab_size"], 1)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
-    runner = load(tmp_path, dtype=dtype)
-    assert runner.kv.dtype == getattr(torch, dtype)
+    runner = load(tmp_path, dtype=dtype, backend=backend)
+    program: Any = runner.program
+    stored = program.cache.layers[0].dtype if backend == "cpu" else str(program.kv.dtype).removeprefix("torch.")
+    assert stored == dtype
     found = follow(runner, token_ids, [50])
     assert 0 < (found - expected).abs().max() <= tolerance

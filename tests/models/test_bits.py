@@ -1,42 +1,66 @@
-"""The determinism law through the whole Runner, for every model_type: the bits of a sequence's logits do not depend on
-company, chunks, physical blocks or threads."""
+"""The determinism law through the whole Runner, for every model_type, backend and form of weights and cache: the bits
+of a sequence's logits do not depend on company, chunks, physical blocks or threads."""
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from tests.models.harness import Recorder, chunk_sizes, load, make_batch, random_ids, run, save_random, scattered_tables
-from torch import Tensor
 
 from headrace import models
+from headrace.backends.base import Chunks, Logits
+from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.cpu.tape import Tape
+from headrace.backends.cpu.verify import View
 from headrace.runner.runner import Runner
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import F32
 
 LENGTH, NUM_PROMPT = 150, 139
 ASKS = SamplingParams(temperature=0.0, max_tokens=1000, seed=1, prompt_logprobs=0)
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "torch_ref": {"backend": "torch_ref"},
+    "cpu": {"backend": "cpu"},
+    "cpu, int4": {"backend": "cpu", "quantization": "int4"},
+    "cpu, int8, cache of int8": {"backend": "cpu", "quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in models.names()}
+    for name, directory in made.items():
+        save_random(models.find(name).TINY, directory)
+    return made
+
+
 @pytest.fixture(scope="module", params=models.names())
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_random(models.find(request.param).TINY, directory)
-    runner = load(directory, block_size=8)
+def model_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def runner(request: pytest.FixtureRequest, model_type: str, directories: dict[str, Path]) -> Runner:
+    runner = load(directories[model_type], block_size=8, **FORMS[request.param])
     runner.sampler = Recorder()  # type: ignore[assignment]
     return runner
 
 
-def logits_of(runner: Runner, lengths: list[int], sizes: list[list[int]], seed: int, blocks: int) -> list[list[Tensor]]:
+def logits_of(runner: Runner, lengths: list[int], sizes: list[list[int]], seed: int, blocks: int) -> list[list[F32]]:
     """Logits of every position of sequences `seed`, `seed` + 1, ...: prompt rows by prompt_logprobs, others sampled.
 
     Step s computes the s-th chunk of each sequence; the order of the sequences in the batch turns from step to step.
     """
-    tokens = [random_ids(n, runner.model.vocab_size, seed + i) for i, n in enumerate(lengths)]
-    tables = scattered_tables(lengths, runner.block_size, runner.kv.shape[2], blocks)
+    tokens = [random_ids(n, runner.program.vocab_size, seed + i) for i, n in enumerate(lengths)]
+    tables = scattered_tables(lengths, runner.block_size, runner.program.num_blocks, blocks)
     starts = [0] * len(lengths)
-    rows: list[list[Tensor]] = [[] for _ in lengths]
+    rows: list[list[F32]] = [[] for _ in lengths]
     recorder = runner.sampler
     assert isinstance(recorder, Recorder)
     for step in range(max(map(len, sizes))):
@@ -64,42 +88,126 @@ def logits_of(runner: Runner, lengths: list[int], sizes: list[list[int]], seed: 
     return rows
 
 
-def assert_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_bits(found: list[F32], expected: list[F32]) -> None:
     assert len(found) == len(expected)
-    wrong = [p for p, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+    wrong = [p for p, (a, b) in enumerate(zip(found, expected, strict=True)) if a.tobytes() != b.tobytes()]
     assert not wrong, f"positions {wrong[:5]} of {len(found)} differ"
 
 
 def test_I_13_bits_through_the_runner(runner: Runner) -> None:
-    runner.num_threads = 1
+    program: Any = runner.program
+    program.num_threads = 1
     decode = [1] * (LENGTH - NUM_PROMPT)
     (whole,) = logits_of(runner, [LENGTH], [[NUM_PROMPT, *decode]], 7, blocks=1)
     assert len(whole) == LENGTH
-    assert not torch.equal(whole[3], whole[4])
+    assert not np.array_equal(whole[3], whole[4])
     for chunk, blocks in ((1, 1), (7, 2), (64, 3), (NUM_PROMPT, 4)):
         sizes = chunk_sizes(NUM_PROMPT, [chunk]) + decode
         assert_bits(logits_of(runner, [LENGTH], [sizes], 7, blocks)[0], whole)
     strangers = [3, 20, 77, 149, 8, 60, 131, 1]
     for threads, seed in ((1, 5), (2, 6)):
-        runner.num_threads = threads
+        program.num_threads = threads
         lengths = [LENGTH, *strangers]
         sizes = [chunk_sizes(NUM_PROMPT, [17, 1, 40]) + decode, *(chunk_sizes(n, [seed, 1, 33]) for n in strangers)]
         assert_bits(logits_of(runner, lengths, sizes, 7, blocks=seed)[0], whole)
 
 
 def test_control_a_logit_that_leans_on_the_batch_is_noticed(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = runner.model.forward
+    program: Any = runner.program
     (whole,) = logits_of(runner, [40], [[40]], 7, blocks=1)
-    monkeypatch.setattr(runner.model, "forward", lambda batch, kv: real(batch, kv) * (1 + 1e-6 * len(batch.lens)))
+    real, num_chunks = program.forward, 1
+
+    def leaning(logits: Logits) -> Logits:
+        return logits._replace(rows=logits.rows * np.float32(1 + 1e-6 * num_chunks))
+
+    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+        nonlocal num_chunks
+        num_chunks = len(chunks.starts)
+        finite, logits = real(chunks, rows)
+        return finite, leaning(logits)
+
+    right = program.logits
+    monkeypatch.setattr(program, "forward", forward)
+    monkeypatch.setattr(program, "logits", lambda rows: leaning(right(rows)))
     found, _ = logits_of(runner, [40, 9], [[40], [9]], 7, blocks=1)
     with pytest.raises(AssertionError, match="differ"):
         assert_bits(found, whole)
 
 
-def test_half_precision_keeps_the_law(tmp_path: Path) -> None:
-    save_random(models.find("gemma2").TINY, tmp_path)
-    runner = load(tmp_path, block_size=8, dtype="bfloat16")
+@pytest.mark.parametrize(
+    "form", [{"backend": "torch_ref"}, {"backend": "cpu"}, {"backend": "cpu", "quantization": "int8"}]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_keeps_the_law(form: dict[str, str], dtype: str, directories: dict[str, Path]) -> None:
+    runner = load(directories["gemma2"], block_size=8, dtype=dtype, **form)
     runner.sampler = Recorder()  # type: ignore[assignment]
     (whole,) = logits_of(runner, [60], [[60]], 7, blocks=1)
     found, *_ = logits_of(runner, [60, 9, 30], [chunk_sizes(60, [7]), [9], [1] * 30], 7, blocks=2)
     assert_bits(found, whole)
+
+
+def company_differs(runner: Runner) -> bool:
+    """Whether 40 positions in one piece alone and in pieces among strangers come out differently."""
+    (whole,) = logits_of(runner, [40], [[40]], 7, blocks=1)
+    found, *_ = logits_of(runner, [40, 9, 30], [chunk_sizes(40, [7]), [9], [11] * 2 + [8]], 7, blocks=2)
+    return any(a.tobytes() != b.tobytes() for a, b in zip(found, whole, strict=True))
+
+
+@pytest.fixture(params=["int4", "int8"])
+def quantised(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Runner:
+    runner = load(directories["qwen3"], block_size=8, backend="cpu", quantization=request.param)
+    runner.sampler = Recorder()  # type: ignore[assignment]
+    assert not company_differs(runner)
+    return runner
+
+
+def test_control_activations_quantised_by_the_whole_batch_are_noticed(
+    quantised: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every record that writes codes, they are written once more with one scale for all rows."""
+
+    spoils = False
+
+    def run(tape: Tape, dims: list[int], num_threads: int = 0) -> None:
+        for node in tape.nodes:
+            tape.run_range(node.index, node.index + 1, dims, num_threads)
+            if spoils and dims[node.dim] and node.fields.get("q") is not None and not node.op.startswith("linear"):
+                scale_by_batch(View(tape, node, dims[node.dim], dims))
+
+    monkeypatch.setattr(Tape, "run", run)
+    assert not company_differs(quantised)
+    spoils = True
+    assert company_differs(quantised)
+
+
+def scale_by_batch(view: View) -> None:
+    codes = view.array("q", np.int8, view.rows, view["ld_q"])
+    scales = view.array("scales", np.float32, view.rows, view["ld_s"])
+    sums = view.array("sums", np.int32, view.rows, view["ld_s"])
+    width = min(codes.shape[1], scales.shape[1] * view["group"])
+    values = codes[:, :width] * np.repeat(scales, view["group"], axis=1)[:, :width]
+    scales[:] = scales.max(axis=0)
+    with np.errstate(invalid="ignore"):
+        codes[:, :width] = np.nan_to_num(np.rint(values / np.repeat(scales, view["group"], axis=1)[:, :width]))
+    padded = np.pad(codes[:, :width].astype(np.int32), ((0, 0), (0, scales.shape[1] * view["group"] - width)))
+    sums[:] = padded.reshape(len(codes), -1, view["group"]).sum(axis=2)
+
+
+@pytest.mark.parametrize("part", ["start", "positions"])
+def test_control_a_row_that_is_placed_by_its_chunk_is_noticed(
+    part: str, quantised: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention from one position too few where a chunk goes on; rotary angles that begin elsewhere among others, which
+    changes nothing but the last bits."""
+    right = TapedProgram.fill
+
+    def fill(program: TapedProgram, chunks: Chunks) -> int:
+        num_rows = right(program, chunks)
+        if part == "positions" and len(chunks.starts) > 1:
+            program.inputs.positions[:num_rows] += 1
+        for i, start in enumerate(chunks.starts if part == "start" else []):
+            program.inputs.start[i] -= start > 0
+        return num_rows
+
+    monkeypatch.setattr(TapedProgram, "fill", fill)
+    assert company_differs(quantised)

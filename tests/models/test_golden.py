@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.harness import DATA, follow, load, make_batch, run, scattered_tables
+from tests.models.harness import BACKENDS, DATA, follow, load, make_batch, run, scattered_tables
 
 MODELS = {
     "TinyStories-656K": (DATA / "models" / "TinyStories-656K", DATA / "models" / "TinyStories-656K" / "golden.json"),
@@ -20,9 +20,10 @@ def cases(name: str) -> Any:
     return json.loads(MODELS[name][1].read_text())["cases"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_golden_logits_and_logprobs(name: str) -> None:
-    runner = load(MODELS[name][0])
+def test_golden_logits_and_logprobs(name: str, backend: str) -> None:
+    runner = load(MODELS[name][0], backend=backend, dtype="float32")
     for case in cases(name):
         logits = follow(runner, case["prompt_ids"], [len(case["prompt_ids"])])
         expected = torch.tensor(case["last_logits"], dtype=torch.float64)
@@ -33,14 +34,15 @@ def test_golden_logits_and_logprobs(name: str) -> None:
                 assert logprobs[i - 1, case["prompt_ids"][i]].item() == pytest.approx(value, abs=1e-4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_golden_greedy_continuations_of_all_prompts_at_once(name: str) -> None:
-    runner = load(MODELS[name][0])
+def test_golden_greedy_continuations_of_all_prompts_at_once(name: str, backend: str) -> None:
+    runner = load(MODELS[name][0], backend=backend, dtype="float32")
     told = cases(name)
     known = [list(case["prompt_ids"]) for case in told]
     done = [0] * len(told)
     lengths = [len(k) + len(case["greedy_ids"]) for k, case in zip(known, told, strict=True)]
-    tables = scattered_tables(lengths, runner.block_size, runner.kv.shape[2], seed=3)
+    tables = scattered_tables(lengths, runner.block_size, runner.program.num_blocks, seed=3)
     while alive := [i for i in range(len(told)) if len(known[i]) < lengths[i]]:
         batch = make_batch([(i, done[i], known[i][done[i] :], tables[i]) for i in alive])
         for i, token_id in zip(alive, run(runner, batch).token_ids, strict=True):
