@@ -32,7 +32,8 @@ class SetupError(Exception):
 @dataclasses.dataclass(frozen=True)
 class Peer:
     """`installs`: arguments of pip install, one after another; `removes`: what they bring along and must not stay.
-    `tokenizer`: whether its converter wants one. `preload`: a library of its environment that it wants first."""
+    `tokenizer`: whether its converter wants one. `preload`: a library of its environment that it wants first.
+    `refresh`: its converter looks itself whether there is something to do, and is asked each time."""
 
     name: str
     module: str
@@ -41,6 +42,7 @@ class Peer:
     removes: tuple[str, ...] = ()
     tokenizer: bool = True
     preload: str = ""
+    refresh: bool = False
     converted: str = "{shape}-{module}-{quant}"
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -50,7 +52,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "headrace_", ("int4", "int8", "none"), tokenizer=False, converted=""),
+        Peer(OURS, "headrace_", ("int4", "int8"), tokenizer=False, refresh=True),
         Peer(
             "llama-cpp-python", "llama_cpp_", ("Q4_0", "Q8_0", "Q4_K_M"),
             (
@@ -172,8 +174,12 @@ class Workshop:
     def convert(self, peer: Peer, shape: Shape, quant: str) -> None:
         """Make the peer's model of the shape, unless it is there. Raises `SetupError`."""
         model = self.model(peer, shape, quant)
+        self.source(shape)
+        if peer.refresh:
+            job = self.job(peer, shape, quant, "convert")
+            self._run(peer, f"convert-{shape.name}-{quant}", self.command(peer, job), self.environment(peer))
+            return
         if model.exists():
-            self.source(shape)
             return
         self._say(f"{peer.name}: converting {shape.name} to {quant} (up to minutes, and some GiB of memory)")
         part = model.with_name("part-" + model.name)

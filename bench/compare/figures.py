@@ -17,7 +17,7 @@ from bench.peers.protocol import NUM_CONTEXT, NUM_DEEP, NUM_NEW, NUM_PROMPT
 Sample = Mapping[str, Any]
 MEMORY_KV_TOKENS = 1024
 MEMORY_ALLOWANCE = 350_000_000
-GROUP = 64  # of our int4 weights, where the engine does not tell its bytes
+GROUP, HEAD_GROUP = 64, 32  # of our int4 weights, where nobody tells their bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def weight_bytes(shape: Shape, figure: Figure) -> int:
     if figure.contender.peer == "vllm":
         return shape.weight_bytes(8, 0, 16)
     bits = figure.contender.bits
-    return shape.weight_bytes(bits, GROUP if bits == 4 else 0)
+    return shape.weight_bytes(bits, GROUP, 0, HEAD_GROUP) if bits == 4 else shape.weight_bytes(bits, 0)
 
 
 def load_on(shape: Shape, work: str, figure: Figure) -> tuple[str, float] | None:

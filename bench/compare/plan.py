@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from bench.compare.environments import OURS
 
 BITS = {
-    "int4": 4, "Q4_0": 4, "Q4_K_M": 4, "int8": 8, "Q8_0": 8, "w8a8": 8, "bf16": 16, "none": 16, "fp32": 32,
+    "int4": 4, "Q4_0": 4, "Q4_K_M": 4, "int8": 8, "Q8_0": 8, "w8a8": 8, "bf16": 16, "fp32": 32,
 }  # fmt: skip
 
 

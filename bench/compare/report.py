@@ -160,13 +160,20 @@ def _panel(axes: Any, shape: Shape, samples: Sequence[Sample], work: str) -> Non
     axes.tick_params(labelsize=7)
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)
-    # With bits alike a limit is one speed for all; decode has other bytes for each, so none is drawn there.
-    most = figures.limit(samples, "int8")
-    load = figures.load_on(shape, work, found[-1])
-    if most and load and load[0] == "int8":
-        speed = most / load[1] * found[-1].value
-        axes.axvline(speed, color="grey", linestyle=":", linewidth=1)
-        axes.text(speed, 0, "int8 peak ", rotation=90, fontsize=6, color="grey", ha="right", va="bottom")
+    for place, found_one in enumerate(found):
+        load = figures.load_on(shape, work, found_one)
+        most = figures.limit(samples, load[0]) if load else None
+        if load is None or most is None:
+            continue
+        speed = most / load[1] * found_one.value
+        if load[0] == "bandwidth":  # everybody's weights have another size, so everybody has a limit of their own
+            axes.plot([speed, speed], [place - 0.4, place + 0.4], color="grey", linewidth=1.5)
+            label = "| what its bytes allow"
+        else:
+            axes.axvline(speed, color="grey", linestyle=":", linewidth=1)
+            label = ": int8 peak"
+        if place == 0:
+            axes.text(0.98, 0.03, label, transform=axes.transAxes, fontsize=6, color="grey", ha="right")
 
 
 def save(folder: Path, shape: Shape, kept: Mapping[str, Any]) -> Path:

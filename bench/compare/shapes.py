@@ -59,16 +59,18 @@ class Shape:
     def head_weights(self) -> int:
         return self.vocab * self.hidden
 
-    def weight_bytes(self, bits: int, group: int, head_bits: int | None = None) -> int:
-        """Bytes that one decoded token reads: codes and f16 scales of the layers and the head. `group` 0 means one
-        scale for each output; norms are left out, and scales at 16 bits and more."""
+    def weight_bytes(self, bits: int, group: int, head_bits: int = 0, head_group: int = 0) -> int:
+        """Bytes that one decoded token reads: codes and f16 scales of the layers and the head, which is like the
+        layers where nothing is said. `group` 0 means one scale for each output; norms are left out, and scales at 16
+        bits and more."""
+        layers = [(*size, bits, group) for size in self.matrices.values()] * self.layers
         found = 0.0
-        for rows, columns, use in [
-            *((rows, columns, bits) for rows, columns in self.matrices.values() for _ in range(self.layers)),
-            (self.vocab, self.hidden, head_bits or bits),
+        for rows, columns, width, inputs in [
+            *layers,
+            (self.vocab, self.hidden, head_bits or bits, head_group or group),
         ]:
-            groups = 0 if use >= 16 else math.ceil(columns / group) if group else 1
-            found += rows * columns * use / 8 + rows * groups * SCALE_BYTES
+            groups = 0 if width >= 16 else math.ceil(columns / inputs) if inputs else 1
+            found += rows * columns * width / 8 + rows * groups * SCALE_BYTES
         return round(found)
 
     def kv_bytes(self, dtype: str) -> int:

@@ -1,11 +1,13 @@
 """headrace itself, measured as the peers are: `LLM.generate` on token ids, greedy, each answer to its full length.
 
-Runs in the environment that started the comparison. The prefix cache is off but for the work that is about it.
+Runs in the environment that started the comparison, on packed weights. The prefix cache is off but for the work that
+is about it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ def fields(job: Job) -> dict[str, Any]:
         "enable_prefix_caching": job.prefix_caching,
         "skip_tokenizer_init": True,
         "kv_cache_memory_bytes": cache_bytes(job),
+        "num_threads": job.threads,
     }
     if job.quant != "none":
         chosen["quantization"] = job.quant
@@ -43,8 +46,7 @@ class Headrace:
 
         self._params = headrace.SamplingParams
         self._llm = headrace.LLM(job.model, **fields(job))
-        told = getattr(self._llm, "weight_bytes", None)
-        self.weight_bytes: int | None = int(told() if callable(told) else told) if told is not None else None
+        self.weight_bytes: int | None = packed_bytes(Path(job.model))
 
     def prepare(self, num_seqs: int, length: int) -> None: ...
 
@@ -61,8 +63,25 @@ class Headrace:
         return output.metrics.decode_time
 
 
+def packed_bytes(folder: Path) -> int | None:
+    """Size of the packed weights, which is what a token reads: the embedding stays in the checkpoint."""
+    found = sorted(folder.glob("headrace-*.packed"), key=lambda path: path.stat().st_mtime)
+    return found[-1].stat().st_size if found else None
+
+
 def convert(job: Job) -> None:
-    """Nothing yet that the engine would not do while it loads."""
+    """Links to the checkpoint, and the packed weights beside them; made anew where the kernels' layout has changed."""
+    import headrace
+
+    folder = Path(job.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ("model.safetensors", "config.json"):
+        link = folder / file
+        if not link.is_symlink():
+            link.symlink_to(os.path.relpath(Path(job.source) / file, folder))
+    headrace.LLM(job.model, **fields(job), save_packed=True).close()
+    if packed_bytes(folder) is None:
+        raise RuntimeError(f"no packed weights came to lie in {folder}")
 
 
 if __name__ == "__main__":

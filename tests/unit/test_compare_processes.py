@@ -1,0 +1,227 @@
+"""The processes of `bench.compare`: what a worker does when asked, how it is watched, and what is made for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from bench.compare import __main__ as command
+from bench.compare import conductor, serve, workers
+from bench.compare.environments import OURS, PEERS, SetupError, Workshop, last_words
+from bench.compare.shapes import SHAPES, Shape, write_checkpoint
+from bench.peers import headrace_, llama_cpp_, protocol
+from bench.peers.protocol import Job, Works
+
+TINY = Shape("tiny", "nothing", "Qwen3ForCausalLM", "qwen3", 2, 32, 4, 2, 16, 48, 320, 1e4, 1e-6, 64, True)
+
+
+class Counting:
+    """An engine whose time is a clock that it turns itself: 10 a prompt token, 100 a step."""
+
+    weight_bytes: int | None = None
+
+    def __init__(self, clock: list[float], lost: int = 0) -> None:
+        self.clock, self.lost = clock, lost
+        self.calls: list[tuple[int, int, int]] = []
+        self.prompts: list[list[int]] = []
+
+    def prepare(self, num_seqs: int, length: int) -> None: ...
+
+    def generate(self, prompts: Sequence[list[int]], num_new: int) -> int:
+        self.calls.append((len(prompts), len(prompts[0]), num_new))
+        self.prompts += prompts
+        self.clock[0] += 10 * sum(map(len, prompts)) + 100 * num_new
+        return len(prompts) * num_new - self.lost
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(protocol.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_works_time_what_they_say(clock: list[float]) -> None:
+    engine = Counting(clock)
+    works = Works(engine, 1000, seed=1)
+    assert works.run("decode")["value"] == pytest.approx(1 / 100), "prompts are taken off by the difference"
+    assert works.run("prefill512")["value"] == pytest.approx(512 / (5120 + 100))
+    assert works.run("batch8")["value"] == pytest.approx(8 * 128 / (8 * 1280 + 12800))
+    assert works.run("step8")["value"] == pytest.approx(1.0)
+    prefix = works.run("prefix")
+    assert prefix["value"] == 1.0
+    assert engine.prompts[-1][:2048] == engine.prompts[-2][:2048]
+    assert engine.prompts[-1][2048:] != engine.prompts[-2][2048:]
+    assert engine.calls[:3] == [(1, 128, 128), (1, 128, 1), (1, 512, 1)]
+    assert len({tuple(prompt) for prompt in engine.prompts}) == len(engine.prompts)
+    with pytest.raises(ValueError, match="nothing"):
+        works.run("nothing")
+
+
+def test_warm_ups_are_short(clock: list[float]) -> None:
+    engine = Counting(clock)
+    works = Works(engine, 1000)
+    for work in ("decode", "prefill2048", "batch32", "step8", "prefix"):
+        works.run(work, warm=True)
+    assert max(num_new for _, _, num_new in engine.calls) <= 8
+    assert max(num_seqs * length for num_seqs, length, _ in engine.calls) <= 8 * 128
+
+
+def test_tokens_that_are_missing_are_an_error(clock: list[float]) -> None:
+    works = Works(Counting(clock, lost=1), 1000)
+    assert "asked for" in protocol.answer(works, {"work": "decode"}, 0)["error"]
+
+
+SCRIPT = """
+import json, os, sys
+print(json.dumps({"load_s": 0.1, "weight_bytes": 7, "versions": {}}), flush=True)
+for line in sys.stdin:
+    work = json.loads(line)["work"]
+    if work == "die":
+        print("RuntimeError: it broke", file=sys.stderr, flush=True)
+        os._exit(3)
+    if work == "sleep":
+        sys.stdin.readline()
+    print(json.dumps({"value": 1.5, "work": work}), flush=True)
+"""
+
+
+def worker(tmp_path: Path) -> workers.Worker:
+    return workers.Worker([sys.executable, "-c", SCRIPT], {}, tmp_path / "log", 30.0)
+
+
+def test_a_worker_answers_and_is_stopped_between_turns(tmp_path: Path) -> None:
+    one = worker(tmp_path)
+    assert one.ready["weight_bytes"] == 7
+    for _ in range(2):
+        assert one.ask(30.0, work="decode") == {"value": 1.5, "work": "decode"}
+        wait_for(lambda: psutil.Process(one.process.pid).status() == psutil.STATUS_STOPPED)
+    one.close()
+    assert one.process.returncode is not None
+
+
+def wait_for(true: Any) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_worker_that_dies_tells_its_last_words(tmp_path: Path) -> None:
+    one = worker(tmp_path)
+    with pytest.raises(workers.WorkerError, match="status 3: RuntimeError: it broke"):
+        one.ask(30.0, work="die")
+    with pytest.raises(workers.WorkerError):
+        one.ask(30.0, work="decode")
+
+
+def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
+    one = worker(tmp_path)
+    with pytest.raises(workers.WorkerError, match="no answer within"):
+        one.ask(0.2, work="sleep")
+    assert one.process.poll() is not None
+
+
+def test_foreign_time_is_that_of_nobody_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, busy, own = iter([0.0, 4.0]), iter([10.0, 13.0]), iter([3.0, 4.0])
+    monkeypatch.setattr(workers.psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(workers.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(workers.Watch, "_busy", staticmethod(lambda: next(busy)))
+    monkeypatch.setattr(workers.Watch, "_own", lambda self: next(own))
+    assert workers.Watch().share() == pytest.approx((3 - 1) / (2 * 4))
+
+
+def test_own_time_is_not_foreign() -> None:
+    """Real clocks: a busy loop of ours must not look like somebody else's, even on a busy machine."""
+    own = workers.Watch._own(workers.Watch())
+    sum(i * i for i in range(3_000_000))
+    assert workers.Watch._own(workers.Watch()) > own
+
+
+def test_a_journal_is_read_again_without_its_torn_end(tmp_path: Path) -> None:
+    journal = conductor.Journal(tmp_path / "j.jsonl")
+    mine = {"shape": "l1b", "work": "decode", "peer": OURS, "quant": "int4", "round": 0, "value": 1.0, "kept": True}
+    journal.add(mine)
+    journal.add({**mine, "peer": "vllm", "kept": False})
+    journal.add({"shape": "l1b", "work": "batch8", "peer": "vllm", "quant": "w8a8", "round": 1, "error": "no"})
+    with journal.path.open("a") as file:
+        file.write('{"shape": "l1b", "wo')
+    again = conductor.Journal(journal.path)
+    assert len(again.samples) == 3
+    assert again.done() == {(0, "l1b", "decode", OURS, "int4"), (1, "l1b", "batch8", "vllm", "w8a8")}
+
+
+# -- what is made ------------------------------------------------------------------------------------------------
+
+
+def test_commands_of_peers_run_in_their_environments(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, lambda line: None)
+    write_checkpoint(TINY, tmp_path / "models" / "tiny-hf")
+    peer = PEERS["openvino-genai"]
+    job = shop.job(peer, TINY, "int4", "work")
+    line = shop.command(peer, job)
+    assert line[:3] == [
+        str(tmp_path / "venvs" / "openvino-genai" / "bin" / "python"),
+        "-m",
+        "bench.peers.openvino_genai_",
+    ]
+    assert Job(**json.loads(line[3])).model.endswith("tiny-openvino_genai-int4")
+    assert shop.environment(peer)["OMP_NUM_THREADS"] == "2"
+    ours = shop.job(PEERS[OURS], TINY, "int4", "work")
+    assert "tokenizer" not in ours["source"]
+    assert shop.command(PEERS[OURS], ours)[2] == "bench.peers.headrace_"
+
+
+def test_torch_comes_first_and_is_always_the_same() -> None:
+    for peer in PEERS.values():
+        pins = [word for words in peer.installs for word in words]
+        if any(name in " ".join(pins) for name in ("transformers", "vllm", "optimum")):
+            assert peer.installs[0] == ("torch==2.13.0",)
+
+
+def test_a_failed_install_tells_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Workshop(tmp_path, lambda line: None)
+    log = shop.log(PEERS["vllm"], "x")
+    with pytest.raises(SetupError, match="status 1: ValueError: because"):
+        shop._run(PEERS["vllm"], "x", [sys.executable, "-c", "raise ValueError('because')"], {})
+    assert last_words(log) == "ValueError: because"
+
+
+def test_gguf_names() -> None:
+    names = [llama_cpp_.gguf_name(name) for name, _ in SHAPES["q06"].tensors()]
+    assert len(set(names)) == len(names)
+    assert names[0] == "token_embd.weight"
+    assert "blk.27.attn_q_norm.weight" in names
+    with pytest.raises(KeyError):
+        llama_cpp_.gguf_name("model.layers.0.mlp.experts.weight")
+
+
+def test_stored_bits_are_read_as_they_lie(tmp_path: Path) -> None:
+    write_checkpoint(TINY, tmp_path)
+    found = dict(llama_cpp_.stored(tmp_path / "model.safetensors"))
+    assert {name: bits.shape for name, bits in found.items()} == dict(TINY.tensors())
+    assert (found["model.norm.weight"] == 0x3F80).all()
+
+
+def test_the_server_is_asked_for_the_same_engine(tmp_path: Path) -> None:
+    write_checkpoint(TINY, tmp_path)
+    job = Job("work", "tiny", TINY.vocab, str(tmp_path), "MODEL", "int4", 2)
+    line = serve.arguments(job, Path("TOK"), 7)
+    assert line[3:9] == ["serve", "MODEL", "--tokenizer", "TOK", "--port", "7"]
+    assert "--no-enable-prefix-caching" in line
+    assert line[line.index("--quantization") + 1] == "int4"
+    assert line[line.index("--kv-cache-memory-bytes") + 1] == str(headrace_.cache_bytes(job))
+    assert not any("skip-tokenizer" in word for word in line)
+
+
+def test_names_on_the_command_line_are_checked() -> None:
+    assert command.names("", ["a", "b"], "--x") == ["a", "b"]
+    assert command.names("b, a", ["a", "b"], "--x") == ["b", "a"]
+    with pytest.raises(SystemExit, match="'c' is none of a, b"):
+        command.names("a,c", ["a", "b"], "--x")
