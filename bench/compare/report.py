@@ -155,25 +155,26 @@ def _panel(axes: Any, shape: Shape, samples: Sequence[Sample], work: str) -> Non
     values = [figure.value for figure in found]
     colours = ["tab:orange" if figure.contender.ours else "tab:blue" for figure in found]
     bars = axes.barh([str(figure.contender) for figure in found], values, color=colours)
-    axes.bar_label(bars, labels=[f"{value:.3g}" for value in values], padding=2, fontsize=7)
+    axes.bar_label(bars, labels=[f"{value:.3g}" for value in values], label_type="center", color="white", fontsize=7)
     axes.set_title(WORKS[work].meaning, fontsize=9)
     axes.tick_params(labelsize=7)
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)
-    for place, found_one in enumerate(found):
-        load = figures.load_on(shape, work, found_one)
+    for place, figure in enumerate(found):
+        load = figures.load_on(shape, work, figure)
         most = figures.limit(samples, load[0]) if load else None
         if load is None or most is None:
             continue
-        speed = most / load[1] * found_one.value
+        speed = most / load[1] * figure.value
         if load[0] == "bandwidth":  # everybody's weights have another size, so everybody has a limit of their own
             axes.plot([speed, speed], [place - 0.4, place + 0.4], color="grey", linewidth=1.5)
-            label = "| what its bytes allow"
+            label = "grey: what its bytes allow at the read bandwidth"
         else:
-            axes.axvline(speed, color="grey", linestyle=":", linewidth=1)
-            label = ": int8 peak"
+            label = "dotted: int8 peak"
+            if place == 0:
+                axes.axvline(speed, color="grey", linestyle=":", linewidth=1)
         if place == 0:
-            axes.text(0.98, 0.03, label, transform=axes.transAxes, fontsize=6, color="grey", ha="right")
+            axes.set_xlabel(f"{label}", fontsize=7, color="grey", loc="right")
 
 
 def save(folder: Path, shape: Shape, kept: Mapping[str, Any]) -> Path:
