@@ -9,6 +9,9 @@ namespace {
 
 enum { PIECE_COMBOS = 96, WIDEN_FROM = 13 };
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 struct Cache {
     const HrArgs_attention* args;
     int64_t kv_heads, head_dim, ld_acc, group, block_size;
@@ -17,6 +20,66 @@ struct Cache {
 struct Piece {
     int64_t chunk, row, rows, kv_head, head, heads; /* `heads` query heads of the kv head's group, from `head` on */
 };
+
+/* Row tiles of a chunk, and about how long one of them takes, as half the bits of the count of its products. */
+struct Share {
+    int64_t tiles, bucket;
+};
+Share share_of(const HrArgs_attention* a, int64_t chunk, int64_t heads) {
+    int64_t rows = a->row_begin[chunk + 1] - a->row_begin[chunk], most_rows = most(1, PIECE_COMBOS / heads);
+    int64_t tiles = (rows + most_rows - 1) / most_rows, keys = a->start[chunk] + rows;
+    if (a->window > 0) keys = least(keys, a->window + rows);
+    return {tiles, (64 - __builtin_clzll((uint64_t)most(1, rows / most(1, tiles) * keys))) / 2};
+}
+
+/* The pieces of a step, those that take longest first. Every thread walks the same list and takes what hr_next gives. */
+struct Work {
+    const HrArgs_attention* args;
+    HrTask* task;
+    int64_t num_chunks, kv_heads, group, parts, heads, bucket, chunk, begun;
+
+    Work(const HrArgs_attention* a, HrTask* t)
+        : args(a), task(t), num_chunks(t->dims[HR_DIM_SEQS]), kv_heads(a->kv_heads), group(a->heads / a->kv_heads),
+          parts((group + PIECE_COMBOS - 1) / PIECE_COMBOS), heads((group + parts - 1) / parts), bucket(0), chunk(0), begun(0) {
+        int64_t total = 0;
+        for (int64_t i = 0; i < num_chunks; i++) total += share_of(a, i, heads).tiles * kv_heads * parts;
+        /* Few pieces: the query heads of a group are shared out too, at the price of reading the cache more than once. */
+        if (total % t->num_threads != 0 && total < 2 * t->num_threads && group % t->num_threads == 0)
+            parts = t->num_threads, heads = group / parts;
+        for (int64_t i = 0; i < num_chunks; i++) bucket = most(bucket, share_of(a, i, heads).bucket);
+    }
+
+    bool take(Piece* piece) {
+        int64_t next = hr_next(task), each = kv_heads * parts;
+        for (; bucket >= 0; bucket--, chunk = 0)
+            for (; chunk < num_chunks; chunk++) {
+                Share share = share_of(args, chunk, heads);
+                if (share.bucket != bucket) continue;
+                if (next < begun + share.tiles * each) {
+                    int64_t rows = args->row_begin[chunk + 1] - args->row_begin[chunk];
+                    int64_t tile = share.tiles - 1 - (next - begun) / each, part = (next - begun) % each;
+                    piece->chunk = chunk, piece->row = rows * tile / share.tiles;
+                    piece->rows = rows * (tile + 1) / share.tiles - piece->row;
+                    piece->kv_head = part / parts, piece->head = part % parts * heads;
+                    piece->heads = least(heads, group - piece->head);
+                    return true;
+                }
+                begun += share.tiles * each;
+            }
+        return false;
+    }
+};
+
+/* The keys that some row of a piece sees: positions first ... last - 1. */
+struct Keys {
+    const int32_t* blocks;
+    int64_t kv_head, first, last;
+};
+Keys keys_of(const HrArgs_attention* a, const Piece& piece) {
+    int64_t start = a->start[piece.chunk] + piece.row;
+    return {a->blocks + a->table_begin[piece.chunk], piece.kv_head, a->window > 0 ? most(0, start - a->window + 1) : 0,
+            start + piece.rows};
+}
 
 /* Keys of one span. tiles[t] holds 16 of them; ld_v is the distance of two values. */
 struct Span {
@@ -35,17 +98,14 @@ struct Scratch {
     }
 };
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* The tiles of the span that begins at position `begin`, as far as they hold one of the keys first ... last - 1. */
+/* The tiles of the span that begins at position `begin`, as far as they hold keys. */
 template <class K>
-void point_at_span(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t begin, int64_t first, int64_t last,
-                   Span* span) {
+void point_at_span(const Cache& c, const Keys& keys, int64_t begin, Span* span) {
     typedef typename K::E E;
-    for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16) {
-        int64_t t = (p - begin) / 16, slot = blocks[p / c.block_size] * c.block_size + p % c.block_size;
-        int64_t tile = slot / 16 * c.kv_heads + kv_head;
+    for (int64_t p = most(begin, keys.first / 16 * 16); p < least(begin + HR_SPAN, keys.last); p += 16) {
+        int64_t t = (p - begin) / 16, slot = keys.blocks[p / c.block_size] * c.block_size + p % c.block_size;
+        int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
         span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
         span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
         if (K::type == HR_I8) {
@@ -55,23 +115,30 @@ void point_at_span(const Cache& c, const int32_t* blocks, int64_t kv_head, int64
     }
 }
 
-/* Sixteen of its keys for any block size, by copying; positions outside first ... last - 1 are not looked at. */
+/* Sixteen of its keys, from position p on, for any block size, by copying. */
 template <class K>
-void gather_tile(const Cache& c, const int32_t* blocks, int64_t kv_head, int64_t p, int64_t first, int64_t last, int t,
-                 void* buffer, Span* span) {
+void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffer, Span* span) {
     typedef typename K::E E;
     int64_t size = c.head_dim * 16;
     E *k = (E*)buffer + t * size * 2, *v = k + size;
     float *ks = (float*)((E*)buffer + SPAN_TILES * size * 2) + t * 32, *vs = ks + 16;
-    for (int64_t j = most(p, first); j < least(p + 16, last); j++) {
-        int64_t slot = blocks[j / c.block_size] * c.block_size + j % c.block_size, lane = slot % 16, i = j - p;
-        int64_t tile = slot / 16 * c.kv_heads + kv_head;
+    for (int64_t j = most(p, keys.first); j < least(p + 16, keys.last); j++) {
+        int64_t slot = keys.blocks[j / c.block_size] * c.block_size + j % c.block_size, lane = slot % 16, i = j - p;
+        int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
         const E* from = (const E*)c.args->k + tile * size + lane;
         for (int64_t d = 0; d < c.head_dim; d++) k[d * 16 + i] = from[d * 16];
         memcpy(v + i * c.head_dim, (const E*)c.args->v + tile * size + lane * c.head_dim, (size_t)c.head_dim * sizeof(E));
         if (K::type == HR_I8) ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
     }
     span->k[t] = k, span->v[t] = v, span->k_scale[t] = ks, span->v_scale[t] = vs;
+}
+
+/* For tiles that no product fetches on its way. */
+template <class K>
+void fetch_tile(const Cache& c, const Span& span, int t) {
+    int64_t bytes = c.head_dim * 16 * (int64_t)sizeof(typename K::E);
+    for (int64_t i = 0; i < bytes; i += 64) fetch((const char*)span.k[t] + i);
+    for (int64_t i = 0; i < bytes; i += 64) fetch((const char*)span.v[t] + i);
 }
 
 template <class K>
@@ -207,8 +274,9 @@ void attend_span(const Cache& c, const Span& span, const Span& next, State& st, 
     for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), (int)(begin(i + 1) - begin(i)));
 }
 
+/* One piece; the next one is taken at the last span, so that its first keys can be fetched by then. */
 template <class K>
-void attend(const Cache& c, const Piece& piece, void* memory) {
+bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, void* memory) {
     const HrArgs_attention* a = c.args;
     int64_t combos = piece.rows * piece.heads, num_tiles = (combos + MAX_COMBOS - 1) / MAX_COMBOS;
     bool widen = K::type != HR_F32 && combos >= WIDEN_FROM, gather = c.block_size % 16 != 0;
@@ -222,7 +290,7 @@ void attend(const Cache& c, const Piece& piece, void* memory) {
     float* widened = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
     void* gathered = scratch.take<char>(gather ? SPAN_TILES * 32 * (c.head_dim * (int64_t)sizeof(typename K::E) + 4) : 0);
 
-    const int32_t* blocks = a->blocks + a->table_begin[piece.chunk];
+    const Keys keys = keys_of(a, piece);
     int64_t row = a->row_begin[piece.chunk] + piece.row, start = a->start[piece.chunk] + piece.row;
     for (int64_t i = 0; i < num_tiles; i++) {
         int64_t base = combos * i / num_tiles, count = combos * (i + 1) / num_tiles - base;
@@ -238,26 +306,39 @@ void attend(const Cache& c, const Piece& piece, void* memory) {
     for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = 0.0f;
     memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
 
-    auto lowest = [&](int64_t position) { return a->window > 0 ? most(0, position - a->window + 1) : 0; };
-    int64_t first = lowest(start), last = start + piece.rows;
+    bool more = false;
     Span span = {};
     span.ld_v = c.head_dim;
-    if (!gather) point_at_span<K>(c, blocks, piece.kv_head, first / HR_SPAN * HR_SPAN, first, last, &span);
-    for (int64_t begin = first / HR_SPAN * HR_SPAN; begin < last; begin += HR_SPAN) {
+    const int64_t origin = keys.first / HR_SPAN * HR_SPAN;
+    if (!gather) point_at_span<K>(c, keys, origin, &span);
+    for (int64_t begin = origin; begin < keys.last; begin += HR_SPAN) {
+        const int first_tile = (int)(most(0, keys.first - begin) / 16);
+        const int last_tile = (int)((least(HR_SPAN, keys.last - begin) + 15) / 16);
         for (int64_t r = 0; r < piece.rows; r++) {
-            int32_t lo = (int32_t)most(0, lowest(start + r) - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
+            int64_t low = a->window > 0 ? start + r - a->window + 1 : 0;
+            int32_t lo = (int32_t)most(0, low - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
             for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
         }
         if (gather)
-            for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16)
-                gather_tile<K>(c, blocks, piece.kv_head, p, first, last, (int)((p - begin) / 16), gathered, &span);
+            for (int t = first_tile; t < last_tile; t++) gather_tile<K>(c, keys, begin + t * 16, t, gathered, &span);
         Span next = span;
-        if (!gather) point_at_span<K>(c, blocks, piece.kv_head, begin + HR_SPAN, first, last, &next);
+        if (begin + HR_SPAN >= keys.last) {
+            more = work->take(next_piece);
+            if (more && !gather) {
+                const Keys then = keys_of(a, *next_piece);
+                point_at_span<K>(c, then, then.first / HR_SPAN * HR_SPAN, &next);
+                for (int t = 0; t < SPAN_TILES; t++)
+                    if (next.k[t] != span.k[t] && (t < first_tile || t >= last_tile)) fetch_tile<K>(c, next, t);
+            }
+        } else if (!gather) {
+            point_at_span<K>(c, keys, begin + HR_SPAN, &next);
+        }
+        if (K::type == HR_I8)
+            for (int t = 0; t < SPAN_TILES; t++) fetch(next.k_scale[t]), fetch(next.v_scale[t]);
         if (widen) {
             Span floats = span;
             floats.ld_v = c.ld_acc;
-            for (int64_t p = most(begin, first / 16 * 16); p < least(begin + HR_SPAN, last); p += 16)
-                widen_tile<K>(c, (int)((p - begin) / 16), widened, &floats, next);
+            for (int t = first_tile; t < last_tile; t++) widen_tile<K>(c, t, widened, &floats, next);
             attend_span<K, F32>(c, floats, floats, st, num_tiles, combos);
         } else {
             attend_span<K, K>(c, span, next, st, num_tiles, combos);
@@ -271,50 +352,20 @@ void attend(const Cache& c, const Piece& piece, void* memory) {
         for (int64_t d = 0; d < c.head_dim; d += 16)
             store_n(out + d, div(load(st.acc + n * c.ld_acc + d), set1(st.l[n])), least(16, c.head_dim - d));
     }
-}
-
-/* Row tiles of a chunk, and about how long one of them takes, as half the bits of the count of its products. */
-struct Share {
-    int64_t tiles, bucket;
-};
-Share share_of(const HrArgs_attention* a, int64_t chunk, int64_t heads) {
-    int64_t rows = a->row_begin[chunk + 1] - a->row_begin[chunk], most_rows = most(1, PIECE_COMBOS / heads);
-    int64_t tiles = (rows + most_rows - 1) / most_rows, keys = a->start[chunk] + rows;
-    if (a->window > 0) keys = least(keys, a->window + rows);
-    return {tiles, (64 - __builtin_clzll((uint64_t)most(1, rows / most(1, tiles) * keys))) / 2};
+    return more;
 }
 
 }  // namespace
 
 void attention(const HrArgs_attention* a, HrTask* task) {
     Cache c = {a, a->kv_heads, a->head_dim, (a->head_dim + 15) / 16 * 16, a->heads / a->kv_heads, a->block_size};
-    int64_t num_chunks = task->dims[HR_DIM_SEQS], total = 0, bucket = 0;
-    int64_t parts = (c.group + PIECE_COMBOS - 1) / PIECE_COMBOS, heads = (c.group + parts - 1) / parts;
-    for (int64_t i = 0; i < num_chunks; i++) total += share_of(a, i, heads).tiles * c.kv_heads * parts;
-    /* Few pieces: the query heads of a group are shared out too, at the price of reading the cache more than once. */
-    if (total % task->num_threads != 0 && total < 2 * task->num_threads && c.group % task->num_threads == 0)
-        parts = task->num_threads, heads = c.group / parts;
-    for (int64_t i = 0; i < num_chunks; i++) bucket = most(bucket, share_of(a, i, heads).bucket);
-
-    int64_t next = hr_next(task), begun = 0;
-    for (; bucket >= 0; bucket--)
-        for (int64_t i = 0; i < num_chunks; i++) {
-            Share share = share_of(a, i, heads);
-            if (share.bucket != bucket) continue;
-            int64_t rows = a->row_begin[i + 1] - a->row_begin[i], pieces = share.tiles * c.kv_heads * parts;
-            for (; next < begun + pieces; next = hr_next(task)) {
-                int64_t tile = share.tiles - 1 - (next - begun) / (c.kv_heads * parts), rest = (next - begun) % (c.kv_heads * parts);
-                Piece piece;
-                piece.chunk = i, piece.row = rows * tile / share.tiles, piece.rows = rows * (tile + 1) / share.tiles - piece.row;
-                piece.kv_head = rest / parts, piece.head = rest % parts * heads, piece.heads = least(heads, c.group - piece.head);
-                switch (a->kv_type) {
-                    case HR_F32: attend<F32>(c, piece, task->scratch); break;
-                    case HR_F16: attend<F16>(c, piece, task->scratch); break;
-                    case HR_BF16: attend<BF16>(c, piece, task->scratch); break;
-                    default: attend<I8>(c, piece, task->scratch); break;
-                }
-            }
-            begun += pieces;
+    Work work(a, task);
+    Piece piece, next;
+    for (bool more = work.take(&piece); more; piece = next) switch (a->kv_type) {
+            case HR_F32: more = attend<F32>(c, piece, &work, &next, task->scratch); break;
+            case HR_F16: more = attend<F16>(c, piece, &work, &next, task->scratch); break;
+            case HR_BF16: more = attend<BF16>(c, piece, &work, &next, task->scratch); break;
+            default: more = attend<I8>(c, piece, &work, &next, task->scratch); break;
         }
 }
 
