@@ -52,6 +52,8 @@ class Runner:
                 pieces = [piece for piece in pieces if piece.chunk_id not in result.errors]
             self._compute_what_fits(batch, pieces, result)
         for i in result.errors:
+            result.token_ids[i] = -1
+            result.logprobs.pop(i, None)
             result.prompt_logprobs.pop(i, None)
         return result
 
@@ -156,20 +158,23 @@ class Runner:
         if first:
             # Before the next call, which overwrites the logits.
             self._draw(batch, samples, logits, result)
+        foretold = []
         for piece, row in asked:
             if piece.chunk_id not in result.errors:
-                self._foretell(batch, piece, row, result)
+                foretold.append((piece.chunk_id, self._foretell(batch, piece, row, result)))
         if rows and not first:
             most = self.program.max_logits
             for i in range(0, len(rows), most):
                 self._draw(batch, samples[i : i + most], self.program.logits(rows[i : i + most]), result)
+        # Last, when memory can not run out any more: pieces that are computed again must not count twice.
+        for i, entries in foretold:
+            if entries:
+                result.prompt_logprobs.setdefault(i, []).extend(entries)
 
-    def _foretell(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> None:
+    def _foretell(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[TokenLogprob]:
         """Log-probabilities of prompt tokens, some rows at a time: a prompt's logits are far larger than its text."""
         i = piece.chunk_id
         num_rows = max(0, min(len(piece.token_ids), batch.num_prompts[i] - 1 - piece.start))
-        if not num_rows:
-            return
         # Of the row after each one: the piece's own tokens, then the token that comes after the piece.
         next_token_ids = piece.token_ids[1 : num_rows + 1]
         if len(next_token_ids) < num_rows:
@@ -181,9 +186,9 @@ class Runner:
             logits = self.program.logits(list(range(row + start, row + start + len(foretold))))
             if not all(logits.finite):
                 result.errors[i] = NOT_FINITE
-                return
+                return []
             found += self.sampler.prompt_logprobs(logits.rows, foretold, batch.params[i].prompt_logprobs or 0)
-        result.prompt_logprobs.setdefault(i, []).extend(found)
+        return found
 
     def _token_after(self, batch: ScheduledBatch, piece: Piece) -> int:
         """The prompt token after `piece`: of the same chunk, or the one that the scheduler told."""
