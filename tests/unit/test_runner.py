@@ -1,25 +1,27 @@
-"""The Runner as an executor: which rows get logits, whose fault is whose, copies, prompt log-probabilities."""
+"""The Runner as an executor, on either backend: which rows get logits, whose fault is whose, how a step is cut, copies,
+prompt log-probabilities."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.unit.checkpoints import write_llama
+from tests.unit.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make_runner, sick
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.config import EngineConfig
-from headrace.runner.build import build_runner
+from headrace.backends.base import Chunks, Logits
+from headrace.backends.cpu.graph import LOGITS
+from headrace.backends.torch_ref.program import EagerProgram
 from headrace.runner.runner import Runner
 from headrace.sampling.params import SamplingParams
-from headrace.types import ScheduledBatch, StepResult
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=100, seed=1, logprobs=1)
-ASKS = SamplingParams(temperature=0.0, max_tokens=100, seed=1, prompt_logprobs=2)
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+from headrace.sampling.sampler import Sampler
+from headrace.types import StepResult
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +29,60 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(params=["cpu", "torch_ref"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def runner(directory: Path) -> Runner:
-    return build_runner(EngineConfig(model=str(directory), num_gpu_blocks_override=40, block_size=4))[0]
+def runner(directory: Path, backend: str) -> Runner:
+    return make_runner(directory, backend)
 
 
-def batch_of(*chunks: tuple[int, list[int], list[int]], **columns: Any) -> ScheduledBatch:
-    """Chunks of (start, token ids, block table)."""
-    fields: dict[str, Any] = {
-        "step_id": 7,
-        "seq_ids": list(range(len(chunks))),
-        "starts": [start for start, _, _ in chunks],
-        "lens": [len(ids) for _, ids, _ in chunks],
-        "token_ids": [t for _, ids, _ in chunks for t in ids],
-        "block_tables": [table for _, _, table in chunks],
-        "samples": [True] * len(chunks),
-        "params": [GREEDY] * len(chunks),
-        "num_prompts": [start + len(ids) for start, ids, _ in chunks],
-        "copies": [],
-    }
-    return ScheduledBatch(**(fields | columns))
+def poison_cache(runner: Runner, block_id: int | None = None) -> None:
+    """NaN in the values of layer 1: at one position of a block, or everywhere (there in the keys, too)."""
+    program: Any = runner.program
+    if isinstance(program, EagerProgram):
+        if block_id is None:
+            program.kv[:] = math.nan
+        else:
+            program.kv[1, 1, block_id, 2] = math.nan
+        return
+    if block_id is None:
+        for layer in program.cache.layers:
+            layer.keys[:] = layer.values[:] = math.nan
+    else:
+        tile, lane = divmod(block_id * runner.block_size + 2, 16)
+        program.cache.layers[1].values[tile, :, lane] = math.nan
 
 
-A, B, C = list(range(5)), list(range(20, 25)), list(range(10, 15))
+def spy_on_head(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows that go through the model's head from now on, call by call; calls with none are left out."""
+    seen: list[list[int]] = []
+    program: Any = runner.program
+    if isinstance(program, EagerProgram):
+        real = program.model.logits
+
+        def logits(hidden: Tensor, rows: Tensor) -> Tensor:
+            seen.append(rows.tolist())
+            return real(hidden, rows)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(program.model, "logits", logits)
+        return seen
+
+    def told(name: str, at: int) -> Callable[..., None]:
+        real = getattr(program.tape, name)
+
+        def call(*args: Any) -> None:
+            if num_rows := args[at][LOGITS]:
+                seen.append(program.wanted[:num_rows].tolist())
+            real(*args)
+
+        return call
+
+    monkeypatch.setattr(program.tape, "run", told("run", 0))
+    monkeypatch.setattr(program.tape, "run_range", told("run_range", 2))
+    return seen
 
 
 def test_a_step_samples_where_it_is_asked_to(runner: Runner) -> None:
@@ -64,18 +97,11 @@ def test_a_step_samples_where_it_is_asked_to(runner: Runner) -> None:
 
 
 def test_only_the_wanted_rows_go_through_the_head(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[int]] = []
-    real = runner.model.logits
-
-    def logits(hidden: Tensor, rows: Tensor) -> Tensor:
-        seen.append(rows.tolist())
-        return real(hidden, rows)
-
-    monkeypatch.setattr(runner.model, "logits", logits)
+    seen = spy_on_head(runner, monkeypatch)
     runner.run(batch_of((0, IDS, A), (0, IDS[:7], B), (0, IDS[:3], C), samples=[True, False, True]))
     runner.run(batch_of((0, IDS, A), samples=[False]))
     runner.run(batch_of((0, IDS, A), (0, IDS[:3], B), params=[GREEDY, ASKS], samples=[False, True]))
-    assert seen == [[19, 29], [20, 21], [22]]
+    assert seen == [[19, 29], [22], [20, 21]]
 
 
 def test_an_empty_step(runner: Runner) -> None:
@@ -103,17 +129,10 @@ def test_prompt_logprobs_are_the_same_however_the_prompt_is_cut(runner: Runner) 
 
 def test_prompt_logits_are_made_some_rows_at_a_time(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = runner.run(batch_of((0, IDS, A), params=[ASKS]))
-    sizes: list[int] = []
-    real = runner.model.logits
-
-    def logits(hidden: Tensor, rows: Tensor) -> Tensor:
-        sizes.append(len(rows))
-        return real(hidden, rows)
-
-    monkeypatch.setattr(runner.model, "logits", logits)
-    monkeypatch.setattr("headrace.runner.runner.MAX_LOGITS", 8 * runner.model.vocab_size)
+    seen = spy_on_head(runner, monkeypatch)
+    monkeypatch.setattr("headrace.runner.runner.MAX_LOGITS", 8 * runner.program.vocab_size)
     assert runner.run(batch_of((0, IDS, A), params=[ASKS])) == whole
-    assert sizes == [8, 8, 3, 1]
+    assert seen == [[19], list(range(8)), list(range(8, 16)), [16, 17, 18]]
 
 
 def test_a_row_of_the_answer_foretells_no_prompt_token(runner: Runner) -> None:
@@ -122,18 +141,15 @@ def test_a_row_of_the_answer_foretells_no_prompt_token(runner: Runner) -> None:
     assert not runner.run(batch_of((12, IDS[12:], A), params=[ASKS], num_prompts=[12])).prompt_logprobs
 
 
-def poison_embedding(runner: Runner, token_id: int, value: float) -> None:
-    with torch.inference_mode():
-        runner.model.embedding[token_id] = value  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_R_17_a_numerical_fault_ends_its_own_chunk_only(runner: Runner, value: float) -> None:
-    chunks = ((0, IDS, A), (0, [*IDS[:6], 49], B), (0, IDS[:9], C))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_R_17_a_numerical_fault_ends_its_own_chunk_only(
+    value: float, runner: Runner, backend: str, tmp_path: Path
+) -> None:
+    chunks = ((0, IDS, A), (0, [*IDS[:6], SICK], B), (0, IDS[:9], C))
     before = runner.run(batch_of(chunks[0])).token_ids + runner.run(batch_of(chunks[2])).token_ids
     logprobs = [runner.run(batch_of(chunk)).logprobs[0] for chunk in (chunks[0], chunks[2])]
-    poison_embedding(runner, 49, value)
-    result = runner.run(batch_of(*chunks))
+    assert not runner.run(batch_of(chunks[1])).errors
+    result = sick(tmp_path, backend, value).run(batch_of(*chunks))
     assert result.errors.keys() == {1}
     assert result.errors[1].startswith("numerical_error: ")
     assert result.token_ids == [before[0], -1, before[1]]
@@ -143,7 +159,7 @@ def test_R_17_a_numerical_fault_ends_its_own_chunk_only(runner: Runner, value: f
 def test_R_17_in_the_cache(runner: Runner) -> None:
     runner.run(batch_of((0, IDS[:8], A), (0, IDS[:8], B)))
     clean = runner.run(batch_of((8, IDS[8:9], A))).logprobs[0]
-    runner.kv[1, 0, B[1], 2] = float("nan")
+    poison_cache(runner, B[1])
     result = runner.run(batch_of((8, IDS[8:9], A), (8, IDS[8:9], B)))
     assert result.errors.keys() == {1}
     assert result.logprobs[0] == clean
@@ -152,14 +168,30 @@ def test_R_17_in_the_cache(runner: Runner) -> None:
 def test_R_17_in_blocks_that_are_used_again(runner: Runner) -> None:
     """What a sick sequence left in its blocks must not reach the next owner of them."""
     clean = runner.run(batch_of((0, IDS[:6], A))).logprobs[0]
-    runner.kv[:] = float("nan")
+    poison_cache(runner)
     assert runner.run(batch_of((0, IDS[:6], A))).logprobs[0] == clean
 
 
-def test_R_17_in_a_prompt_row(runner: Runner) -> None:
-    poison_embedding(runner, 49, float("nan"))
-    result = runner.run(batch_of((0, [1, 49, 2], A), (0, [1, 2], B), params=[ASKS, ASKS]))
+def test_R_17_in_a_prompt_row(backend: str, tmp_path: Path) -> None:
+    result = sick(tmp_path, backend, math.nan).run(batch_of((0, [1, SICK, 2], A), (0, [1, 2], B), params=[ASKS, ASKS]))
     assert result.errors.keys() == {0}
+    assert result.prompt_logprobs.keys() == {1}
+
+
+def test_R_17_in_the_logits_of_a_prompt_row_alone(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states and the sampled row are sound: the chunk fails all the same, and leaves no token behind."""
+    right = runner.program.logits
+
+    def logits(rows: list[int]) -> Logits:
+        made = right(rows)
+        return made._replace(finite=[row != 3 for row in rows])
+
+    monkeypatch.setattr(runner.program, "logits", logits)
+    both = batch_of((0, IDS, A), (0, IDS[:9], B), params=[ASKS, ASKS])
+    result = runner.run(both)
+    assert result.errors == {0: "numerical_error: the model's logits are not finite"}
+    assert result.token_ids[0] == -1
+    assert result.token_ids[1] >= 0
     assert result.prompt_logprobs.keys() == {1}
 
 
@@ -198,10 +230,10 @@ def test_a_sampling_fault_is_its_own_rows(runner: Runner) -> None:
 
 
 def test_a_fault_that_nobody_owns_is_raised(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(batch: object, kv: object) -> Tensor:
+    def broken(chunks: Chunks, rows: list[int]) -> Any:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(runner.model, "forward", broken)
+    monkeypatch.setattr(runner.program, "forward", broken)
     with pytest.raises(RuntimeError, match="the device is gone"):
         runner.run(batch_of((0, IDS, A)))
 
@@ -218,57 +250,8 @@ def test_copies_come_before_writes(runner: Runner) -> None:
 def test_close_may_be_called_twice(runner: Runner) -> None:
     runner.close()
     runner.close()
-    assert runner.kv.numel() == 0
-
-
-OUT_OF_MEMORY = [
-    MemoryError("Unable to allocate 512. TiB"),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
-]
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["numpy", "torch"])
-@pytest.mark.parametrize("most", [0, 8, 12, 21])
-def test_R_25_out_of_memory_shrinks_the_step_and_fails_what_does_not_fit_alone(
-    error: Exception, most: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = [(0, IDS, A), (0, IDS[:7], B), (0, IDS[:3], C), (0, IDS[:9], list(range(15, 20)))]
-    whole = runner.run(batch_of(*chunks))
-    real = runner.model.forward
-
-    def forward(batch: Any, kv: Tensor) -> Tensor:
-        if len(batch.token_ids) > most:
-            raise error
-        return real(batch, kv)
-
-    monkeypatch.setattr(runner.model, "forward", forward)
-    result = runner.run(batch_of(*chunks))
-    failed = {i for i, (_, ids, _) in enumerate(chunks) if len(ids) > most}
-    assert result.errors.keys() == failed
-    assert all(text.startswith("out_of_memory: ") for text in result.errors.values())
-    for i in range(len(chunks)):
-        assert result.token_ids[i] == (-1 if i in failed else whole.token_ids[i])
-        assert result.logprobs.get(i) == (None if i in failed else whole.logprobs[i])
-
-
-@pytest.mark.parametrize("part", ["logits", "sample"])
-def test_R_25_out_of_memory_after_the_forward_pass(part: str, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks = [(0, IDS, A), (0, IDS[:7], B), (0, IDS[:3], C)]
-    params = [ASKS, GREEDY, GREEDY]
-    whole = runner.run(batch_of(*chunks, params=params))
-    owner: Any = runner.model if part == "logits" else runner.sampler
-    real = getattr(owner, part)
-
-    def failing(first: Tensor, second: Any, *rest: Any) -> Any:
-        if len(second) > 1:
-            raise MemoryError
-        return real(first, second, *rest)
-
-    monkeypatch.setattr(owner, part, failing)
-    result = runner.run(batch_of(*chunks, params=params))
-    assert result.errors.keys() == ({0} if part == "logits" else set())
-    assert result.token_ids[1:] == whole.token_ids[1:]
-    assert {i: p for i, p in result.logprobs.items() if i} == {i: p for i, p in whole.logprobs.items() if i}
+    program: Any = runner.program
+    assert (program.kv.numel() if isinstance(program, EagerProgram) else len(program.cache.layers)) == 0
 
 
 def test_R_25_how_torch_tells_that_memory_is_out() -> None:
@@ -276,33 +259,34 @@ def test_R_25_how_torch_tells_that_memory_is_out() -> None:
         torch.empty(2**46)
 
 
-def test_R_17_in_a_chunk_that_samples_nothing(runner: Runner) -> None:
+def test_R_17_in_a_chunk_that_samples_nothing(backend: str, tmp_path: Path) -> None:
     """Its cache entries are of no use to anybody, and would spoil whoever shares the tokens before the bad one."""
-    poison_embedding(runner, 49, float("inf"))
-    result = runner.run(batch_of((0, [*IDS[:9], 49], A), (0, IDS[:7], B), samples=[False, False]))
+    runner = sick(tmp_path, backend, math.inf)
+    result = runner.run(batch_of((0, [*IDS[:9], SICK], A), (0, IDS[:7], B), samples=[False, False]))
     assert result.errors.keys() == {0}
 
 
-def test_the_number_of_threads_is_the_runners_own_while_it_runs(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+def test_the_number_of_threads_reaches_the_kernels(
+    directory: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    real = runner.model.forward
-
-    def forward(*args: Any) -> Tensor:
-        seen.append(torch.get_num_threads())
-        return real(*args)
-
-    monkeypatch.setattr(runner.model, "forward", forward)
     before = torch.get_num_threads()
     for num_threads in (1, 2):
-        monkeypatch.setattr(runner, "num_threads", num_threads)
-        runner.run(batch_of((0, IDS, A)))
+        program: Any = make_runner(directory, backend, num_threads=num_threads).program
+        owner, name = (program.model, "forward") if backend == "torch_ref" else (program.tape, "run")
+        real = getattr(owner, name)
+
+        def call(*args: Any, real: Callable[..., Any] = real) -> Any:
+            seen.append(torch.get_num_threads() if backend == "torch_ref" else args[1])
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, call)
+        Runner(program, Sampler(50, [])).run(batch_of((0, IDS, A)))
         assert torch.get_num_threads() == before
     assert seen == [1, 2]
 
 
 def test_a_small_model_gets_one_thread() -> None:
-    backend = make_backend("auto", "cpu", torch.float32)
+    backend: Any = make_backend("torch_ref", "cpu", "float32")
     assert backend.num_threads(64 * 2**20 - 1) == 1
     assert backend.num_threads(64 * 2**20) == torch.get_num_threads()
