@@ -2,14 +2,14 @@
  *
  * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
  * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the L1
- * cache (int4 is unpacked there, into the layout of int8); all row tiles of the chunk pass over a block, their float sums
+ * cache (int4 is unpacked there, into the layout of int8, where that pays); all row tiles of the chunk pass over a block, their float sums
  * waiting in scratch. Groups of inputs still come in order for each row, so the bits are those of one row alone.
  *
  * Activations are packed before use, [block][tile of rows][group]: R int32 corrections (what the integer sum starts from),
  * R scales, R products of scale and sum (has_min only), then [quad of inputs][row][4] codes.
  *
  * Include after vec.h. An ISA gives a struct with
- *     enum { max_rows }                                   rows of its greatest tile
+ *     enum { max_rows, ahead, unpacks }    rows of its greatest tile; how far to prefetch; whether int4 is unpacked
  *     template <int mode, bool nibbles, bool stream> static void tile(int rows, const Span&)
  *     static void unpack(const uint8_t* from, uint8_t* to, int64_t octs)   int4 octs to int8 ones
  *     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) */
@@ -58,7 +58,19 @@ HR_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 HR_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <int mode>
-HR_INLINE int64_t activation_header() { return mode == HR_MODE_MIN ? 12 : 8; }
+constexpr int64_t activation_header() { return mode == HR_MODE_MIN ? 12 : 8; }
+
+/* Where piece i of `panels` begins: each round of as many pieces as there are threads takes three quarters of what is left,
+ * in pieces of at least `least`. Taking a piece costs a fence, which empties the pipes of memory; so few, and small ones
+ * last, for those who are done early. */
+HR_INLINE int64_t begin_of(int64_t i, int64_t panels, int64_t threads, int64_t least) {
+    int64_t begin = 0;
+    for (;; i -= threads) {
+        const int64_t size = at_least(least, (panels - begin) * 3 / (4 * threads));
+        if (i < threads || begin >= panels) return at_most(panels, begin + i * size);
+        begin += threads * size;
+    }
+}
 
 /* Rows row ... row + n - 1 of groups first ... last - 1, to `to`. Returns the end. */
 template <class Isa, int mode>
@@ -108,18 +120,6 @@ static void finish(const Linear& p, int64_t row, int rows, int64_t panel, const 
 
 HR_INLINE uint8_t* on_line(uint8_t* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
 
-/* Where piece i of `panels` begins: each round of as many pieces as there are threads takes three quarters of what is left,
- * in pieces of at least `least`. Taking a piece costs a fence, which empties the pipes of memory; so few, and small ones
- * last, for those who are done early. */
-HR_INLINE int64_t begin_of(int64_t i, int64_t panels, int64_t threads, int64_t least) {
-    int64_t begin = 0;
-    for (;; i -= threads) {
-        const int64_t size = at_least(least, (panels - begin) * 3 / (4 * threads));
-        if (i < threads || begin >= panels) return at_most(panels, begin + i * size);
-        begin += threads * size;
-    }
-}
-
 /* Each panel is streamed once. What comes next is known before a piece ends, so that prefetching does not stop. */
 template <class Isa, int mode, bool nibbles>
 static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
@@ -160,6 +160,7 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
 template <class Isa, int mode, bool nibbles>
 static void many_rows(const Linear& p, HrTask* task) {
     constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20;
+    constexpr bool unpack = nibbles && Isa::unpacks;
     const int64_t unpacked = p.l.header + p.l.group_octs * 4 * HR_LINE; /* a group as int8 */
     const int64_t block = at_least(1, WEIGHTS / unpacked);
     const int64_t panels = hr_num_panels(p.num_out);
@@ -168,11 +169,19 @@ static void many_rows(const Linear& p, HrTask* task) {
     const int64_t chunks = (p.rows + fit - 1) / fit;
 
     uint8_t* weights = (uint8_t*)task->scratch;
-    float* acc = (float*)on_line(weights + (nibbles ? block * unpacked : 0));
+    float* acc = (float*)on_line(weights + (unpack ? block * unpacked : 0));
     int64_t packed = -1, row = 0, rows = 0, tiles = 0;
     uint8_t* codes = 0;
-    for (int64_t piece = hr_next(task); piece < panels * chunks; piece = hr_next(task)) {
-        const int64_t chunk = piece / panels, panel = piece % panels;
+    /* Neighbours in long runs, also because threads that write beside each other disturb each other. */
+    const int64_t units = panels * chunks, threads = task->num_threads;
+    int64_t unit = 0, last = 0;
+    for (;; unit++) {
+        if (unit == last) {
+            const int64_t piece = hr_next(task);
+            unit = begin_of(piece, units, threads, 1), last = begin_of(piece + 1, units, threads, 1);
+            if (unit == last) break;
+        }
+        const int64_t chunk = unit / panels, panel = unit % panels;
         if (chunk != packed) {
             packed = chunk, row = p.rows * chunk / chunks, rows = p.rows * (chunk + 1) / chunks - row;
             tiles = (rows + Isa::max_rows - 1) / Isa::max_rows;
@@ -194,7 +203,7 @@ static void many_rows(const Linear& p, HrTask* task) {
             const int64_t bytes = groups * p.l.header + octs * p.l.oct_bytes;
             const int64_t last_octs = octs - (groups - 1) * p.l.group_octs;
             const uint8_t* use = w;
-            if (nibbles) {
+            if (unpack) {
                 uint8_t* to = weights;
                 for (int64_t i = 0; i < groups; i++) {
                     const int64_t n = i + 1 < groups ? p.l.group_octs : last_octs;
@@ -215,7 +224,7 @@ static void many_rows(const Linear& p, HrTask* task) {
                 const int n = (int)(rows * (t + 1) / tiles - from);
                 for (int64_t i = 0; i < share; i += HR_LINE) __builtin_prefetch(w + t * share + i, 0, 2);
                 const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, 0};
-                Isa::template tile<mode, false, false>(n, s);
+                Isa::template tile<mode, nibbles && !unpack, false>(n, s);
                 a += n * a_row;
                 if (end) finish<mode>(p, row + from, n, panel, acc + from * HR_PANEL);
             }

@@ -100,7 +100,7 @@ static void tile_of(const Span& s) {
 }
 
 struct Avx512 {
-    enum { max_rows = 12, ahead = 4096 };
+    enum { max_rows = 12, ahead = 4096, unpacks = 1 };
 
     template <int mode, bool nibbles, bool stream>
     static void tile(int rows, const Span& s) {

@@ -1,0 +1,101 @@
+/* The tiles of the int4 and int8 linear layers in AVX2: up to 4 rows by 2 blocks of 16 outputs, one block at a time.
+ *
+ * vpmaddubsw adds two products of unsigned and signed bytes in 16 bits and saturates. Of int4 codes, 2 * 15 * 127 fits twice
+ * over. Of int8 codes the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
+#pragma once
+#include "isa/avx2/vec.h"
+#include "isa/linear_drive.h"
+
+namespace HR_NS {
+
+HR_INLINE __m256i half_line(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+HR_INLINE __m256i all_quad(const uint8_t* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
+
+#define HR_ROWS _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
+#define HR_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
+
+template <int R, int mode, bool nibbles, bool stream>
+static void tile_of(const Span& s) {
+    constexpr int64_t header = mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
+    constexpr int64_t lead = activation_header<mode>() * R;
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
+    const uint8_t *w = s.w, *a = s.a;
+    for (int64_t g = 0; g < s.groups; g++) {
+        const int64_t octs = g + 1 < s.groups ? s.octs : s.last_octs;
+        if (stream) _Pragma("GCC unroll 2") for (int64_t i = 0; i < header; i += 64) __builtin_prefetch(w + s.ahead + i);
+        for (int b = 0; b < 2; b++) {
+            const uint8_t *x = w + header + 64 * b, *y = a + lead;
+            __m256i c[R][2];
+            HR_ROWS HR_HALVES c[r][h] = nibbles ? all_quad(a + 4 * r) : _mm256_setzero_si256();
+            for (int64_t n = 0; n < octs; n++, y += 8 * R) {
+                if (nibbles) {
+                    if (stream) __builtin_prefetch(x + s.ahead);
+                    __m256i first[2], second[2];
+                    HR_HALVES {
+                        const __m256i both = half_line(x + 32 * h);
+                        first[h] = _mm256_and_si256(both, low);
+                        second[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                    }
+                    HR_ROWS {
+                        const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
+                        HR_HALVES {
+                            const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(first[h], p), _mm256_maddubs_epi16(second[h], q));
+                            c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
+                        }
+                    }
+                    x += 128;
+                } else {
+                    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++, x += 128) {
+                        if (stream) __builtin_prefetch(x + s.ahead);
+                        __m256i code[2], size[2];
+                        HR_HALVES {
+                            code[h] = _mm256_xor_si256(half_line(x + 32 * h), flip);
+                            size[h] = _mm256_abs_epi8(code[h]);
+                        }
+                        HR_ROWS {
+                            const __m256i p = all_quad(y + 4 * (R * i + r));
+                            HR_HALVES {
+                                const __m256i sum = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(p, code[h]));
+                                c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
+                            }
+                        }
+                    }
+                }
+            }
+            const uint16_t* d = (const uint16_t*)w + 16 * b;
+            HR_ROWS {
+                float* at = s.acc + r * HR_PANEL + 16 * b;
+                const V isum = to_f32(I{c[r][0], c[r][1]}), sa = set1(*(const float*)(a + 4 * (R + r)));
+                V f = load(at);
+                f = mode == HR_MODE_CHANNEL ? fma(isum, sa, f) : fma(mul(isum, sa), load_f16(d), f);
+                if (mode == HR_MODE_MIN) f = fma(set1(*(const float*)(a + 4 * (2 * R + r))), load_f16(d + 32), f);
+                store(at, f);
+            }
+        }
+        w += header + octs * (nibbles ? 128 : 256);
+        a += lead + octs * 8 * R;
+    }
+}
+
+struct Avx2 {
+    enum { max_rows = 4, ahead = 4096, unpacks = 0 };
+
+    template <int mode, bool nibbles, bool stream>
+    static void tile(int rows, const Span& s) {
+        switch (rows) {
+            case 1: return tile_of<1, mode, nibbles, stream>(s);
+            case 2: return tile_of<2, mode, nibbles, stream>(s);
+            case 3: return tile_of<3, mode, nibbles, stream>(s);
+            case 4: return tile_of<4, mode, nibbles, stream>(s);
+        }
+    }
+
+    static void unpack(const uint8_t*, uint8_t*, int64_t) {}
+
+    static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) {
+        for (int64_t k = 0; k < quads; k++)
+            for (int r = 0; r < rows; r++, to += 4) memcpy(to, from + r * ld + 4 * k, 4);
+    }
+};
+
+}  // namespace HR_NS
