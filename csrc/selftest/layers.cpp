@@ -1,0 +1,195 @@
+/* Problems of the linear layers, and of those that touch the KV cache. */
+#include <limits>
+
+#include "selftest/problem.h"
+
+namespace {
+
+/* Quantised activations and packed weights, as the formats' own packers write them. The flag is the group of the weights
+ * for i8 (0 where they have none), `mins` for i4. */
+template <class Args>
+void integer_linear(Problem& p, Args& a, const HrFormat& format, bool mins, int least, int most, bool grouped) {
+    const int64_t choices[] = {32, 64, 128}, rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
+    a.group = choices[p.random.next() % 3];
+    a.num_in = p.random.whole(1, 300), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
+    if (!grouped && p.random.coin()) a.group = (a.num_in + 63) / 64 * 64;
+    const int64_t groups = (a.num_in + a.group - 1) / a.group, flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : mins;
+    a.ld_q = (a.num_in + 63) / 64 * 64, a.ld_s = groups + (p.random.coin() ? 1 : 0);
+    int8_t* q = p.make<int8_t>(rows * a.ld_q);
+    int32_t* sums = p.make<int32_t>(rows * a.ld_s);
+    memset(q, 0, (size_t)(rows * a.ld_q));
+    memset(sums, 0, (size_t)(rows * a.ld_s) * 4);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t k = 0; k < a.num_in; k++) {
+            q[row * a.ld_q + k] = (int8_t)p.random.whole(-127, 127);
+            sums[row * a.ld_s + k / a.group] += q[row * a.ld_q + k];
+        }
+    a.q = q, a.sums = sums, a.scales = p.floats(rows * a.ld_s);
+
+    std::vector<int8_t> codes((size_t)(a.num_out * a.num_in));
+    for (int8_t& code : codes) code = (int8_t)p.random.whole(least, most);
+    const int64_t per_row = grouped ? groups : 1;
+    std::vector<float> d((size_t)(a.num_out * per_row)), m(d.size());
+    for (float& x : d) x = p.random.number();
+    for (float& x : m) x = p.random.number();
+    const size_t bytes = format.packed_bytes(a.num_out, a.num_in, a.group, flag);
+    char* packed = p.make<char>((int64_t)bytes);
+    const int64_t half = a.num_out / 2 / format.panel * format.panel; /* in two parts, as a loader may */
+    format.pack(codes.data(), d.data(), mins ? m.data() : nullptr, a.num_in, a.group, flag, 0, half, a.num_out, packed);
+    format.pack(codes.data() + half * a.num_in, d.data() + half * per_row, mins ? m.data() + half * per_row : nullptr, a.num_in,
+                a.group, flag, half, a.num_out, a.num_out, packed);
+    a.weights = packed;
+}
+
+/* Bias and residual (perhaps the output itself), each or not. */
+template <class Args>
+void ends(Problem& p, Args& a) {
+    const int64_t rows = p.dims[0];
+    if (p.random.coin()) a.bias = p.floats(a.num_out);
+    a.ld_out = a.num_out + (p.random.coin() ? 5 : 0);
+    a.out = p.floats((rows - 1) * a.ld_out + a.num_out);
+    if (p.random.coin()) {
+        a.ld_res = a.num_out + (p.random.coin() ? 3 : 0), a.residual = p.floats((rows - 1) * a.ld_res + a.num_out);
+    } else if (p.random.coin()) {
+        a.residual = a.out, a.ld_res = a.ld_out;
+    }
+}
+
+void linear_i4(Problem& p) {
+    HrArgs_linear_i4 a = {};
+    a.has_min = p.random.coin();
+    integer_linear(p, a, hr_format_i4, a.has_min, 0, 15, true);
+    ends(p, a);
+    p.take(HR_OP_linear_i4, a);
+}
+
+void linear_i8(Problem& p) {
+    HrArgs_linear_i8 a = {};
+    const bool grouped = p.random.coin();
+    integer_linear(p, a, hr_format_i8, false, -128, 127, grouped);
+    if (grouped) a.weight_group = a.group;
+    ends(p, a);
+    p.take(HR_OP_linear_i8, a);
+}
+
+void linear_f(Problem& p) {
+    HrArgs_linear_f a = {};
+    const int64_t rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
+    a.num_in = p.random.whole(1, 200), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150), a.type = p.random.whole(0, 2);
+    a.ld_x = a.num_in + (p.random.coin() ? 7 : 0), a.x = p.floats((rows - 1) * a.ld_x + a.num_in);
+    const void* codes = stored(p, a.type, a.num_out * a.num_in);
+    char* packed = p.make<char>((int64_t)hr_format_f.packed_bytes(a.num_out, a.num_in, 0, a.type));
+    hr_format_f.pack(codes, nullptr, nullptr, a.num_in, 0, a.type, 0, a.num_out, a.num_out, packed);
+    a.weights = packed;
+    ends(p, a);
+    p.take(HR_OP_linear_f, a);
+}
+
+struct Cache {
+    int64_t type, kv_heads, head_dim, num_slots;
+    void *k, *v;
+    float *k_scale, *v_scale;
+};
+
+/* A cache full of NaN, which nobody may see. */
+Cache cache_of(Problem& p, int64_t num_slots) {
+    Cache c = {p.random.whole(0, 3), p.random.whole(1, 3), p.random.whole(1, 5) * 8, (num_slots + 15) / 16 * 16, nullptr, nullptr, nullptr, nullptr};
+    const int64_t count = c.num_slots * c.kv_heads * c.head_dim;
+    for (void** half : {&c.k, &c.v}) {
+        if (c.type == HR_F32) {
+            float* made = p.make<float>(count);
+            for (int64_t i = 0; i < count; i++) made[i] = std::numeric_limits<float>::quiet_NaN();
+            *half = made;
+        } else if (c.type == HR_I8) {
+            *half = p.make<int8_t>(count);
+        } else {
+            uint16_t* made = p.make<uint16_t>(count);
+            for (int64_t i = 0; i < count; i++) made[i] = c.type == HR_F16 ? 0x7e00 : 0x7fc0;
+            *half = made;
+        }
+    }
+    for (float** half : {&c.k_scale, &c.v_scale}) {
+        *half = p.make<float>(c.num_slots * c.kv_heads);
+        for (int64_t i = 0; i < c.num_slots * c.kv_heads; i++) (*half)[i] = std::numeric_limits<float>::quiet_NaN();
+    }
+    return c;
+}
+
+void store_one(Problem& p, const Cache& c, void* to, int64_t at) {
+    if (c.type == HR_F32) ((float*)to)[at] = p.random.number();
+    else if (c.type == HR_I8) ((int8_t*)to)[at] = (int8_t)p.random.whole(-127, 127);
+    else ((uint16_t*)to)[at] = (uint16_t)((p.random.next() & 0x8000) | (c.type == HR_F16 ? 0x3800 : 0x3f00) | (p.random.next() & 0xff));
+}
+
+/* A token's numbers in one slot. */
+void fill_slot(Problem& p, const Cache& c, int64_t slot) {
+    const int64_t t = slot / 16, i = slot % 16;
+    for (int64_t h = 0; h < c.kv_heads; h++) {
+        const int64_t head = t * c.kv_heads + h;
+        for (int64_t d = 0; d < c.head_dim; d++) {
+            store_one(p, c, c.k, (head * c.head_dim + d) * 16 + i);
+            store_one(p, c, c.v, (head * 16 + i) * c.head_dim + d);
+        }
+        c.k_scale[head * 16 + i] = 0.01f + (float)(p.random.next() % 100) * 1e-3f;
+        c.v_scale[head * 16 + i] = 0.01f + (float)(p.random.next() % 100) * 1e-3f;
+    }
+}
+
+void rope_store(Problem& p) {
+    HrArgs_rope_store a = {};
+    const int64_t rows = p.dims[0] = p.random.whole(1, 9), num_positions = 30;
+    Cache c = cache_of(p, p.random.whole(rows, 60));
+    a.kv_heads = c.kv_heads, a.heads = c.kv_heads * p.random.whole(1, 4), a.head_dim = c.head_dim, a.kv_type = c.type;
+    a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim + (p.random.coin() ? 9 : 0);
+    a.x = p.floats((rows - 1) * a.ld_x + (a.heads + 2 * a.kv_heads) * a.head_dim);
+    if (p.random.coin()) a.q_norm = p.floats(a.head_dim), a.k_norm = p.floats(a.head_dim);
+    a.eps = 1e-6, a.offset = p.random.coin() ? 1.0 : 0.0;
+    a.pairs = p.random.whole(0, 2) * a.head_dim / 4;
+    a.cos = p.floats(num_positions * (a.pairs + 1)), a.sin = p.floats(num_positions * (a.pairs + 1));
+    a.positions = p.wholes(rows, 0, num_positions - 1);
+    int32_t* slots = p.make<int32_t>(rows);
+    const int64_t first = p.random.whole(0, c.num_slots - rows);
+    for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + (row * 7 + 3) % rows);
+    if (rows == 7) for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + row);
+    a.slots = slots, a.k = c.k, a.v = c.v;
+    if (c.type == HR_I8) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
+    p.take(HR_OP_rope_store, a);
+}
+
+void attention(Problem& p) {
+    HrArgs_attention a = {};
+    const int64_t sizes[] = {16, 32, 4, 7}, seqs = p.dims[HR_DIM_SEQS] = p.random.whole(1, 3);
+    a.block_size = sizes[p.random.next() % 4];
+    const int64_t longest = 330, blocks_each = (longest + a.block_size - 1) / a.block_size;
+    Cache c = cache_of(p, seqs * blocks_each * a.block_size);
+    a.kv_heads = c.kv_heads, a.heads = c.kv_heads * p.random.whole(1, 4), a.head_dim = c.head_dim, a.kv_type = c.type;
+    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.whole(1, 200), a.softcap = p.random.coin() ? 0.0 : 5.0;
+    int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs), *table_begin = p.make<int32_t>(seqs);
+    int32_t* blocks = p.make<int32_t>(seqs * blocks_each);
+    row_begin[0] = 0;
+    for (int64_t s = 0; s < seqs; s++) {
+        const int64_t chunk = p.random.coin() ? 1 : p.random.whole(2, 40);
+        start[s] = (int32_t)p.random.whole(0, p.random.coin() ? 20 : longest - chunk);
+        row_begin[s + 1] = row_begin[s] + (int32_t)chunk;
+        table_begin[s] = (int32_t)(s * blocks_each);
+        for (int64_t b = 0; b < blocks_each; b++) blocks[s * blocks_each + b] = (int32_t)((blocks_each - 1 - b) * seqs + s);
+        for (int64_t at = 0; at < start[s] + chunk; at++) {
+            bool seen = a.window == 0 || at > start[s] - a.window; /* by the first row of the chunk, or a later one */
+            const int64_t slot = blocks[s * blocks_each + at / a.block_size] * a.block_size + at % a.block_size;
+            if (seen) fill_slot(p, c, slot);
+        }
+    }
+    const int64_t rows = p.dims[HR_DIM_ROWS] = row_begin[seqs];
+    a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim, a.x = p.floats(rows * a.ld_x);
+    a.ld_out = a.heads * a.head_dim, a.out = p.make<float>(rows * a.ld_out);
+    a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.table_begin = table_begin, a.blocks = blocks;
+    if (c.type == HR_I8) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
+    p.take(HR_OP_attention, a);
+}
+
+}  // namespace
+
+const std::vector<Named> layer_problems = {
+#define LAYER(op) {#op, op},
+    LAYER(linear_i4) LAYER(linear_i8) LAYER(linear_f) LAYER(rope_store) LAYER(attention)
+};

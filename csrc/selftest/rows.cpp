@@ -1,0 +1,235 @@
+/* Problems of the operators that go row by row. */
+#include "selftest/problem.h"
+
+void* stored(Problem& p, int64_t type, int64_t count) {
+    if (type == HR_F32) return p.floats(count);
+    uint16_t* made = p.make<uint16_t>(count);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t sign = p.random.next() & 0x8000, fraction = p.random.next();
+        /* Exponents around that of 1, and now and then a subnormal of f16. */
+        made[i] = (uint16_t)(type == HR_F16 ? sign | (uint32_t)p.random.whole(p.random.next() % 16 ? 10 : 0, 16) << 10 | (fraction & 0x3ff)
+                                            : sign | (uint32_t)p.random.whole(120, 128) << 7 | (fraction & 0x7f));
+    }
+    return made;
+}
+
+namespace {
+
+int64_t rows_of(Problem& p) { return p.dims[HR_DIM_ROWS] = p.random.whole(1, 9); }
+int64_t width_of(Problem& p) { return p.random.whole(1, p.random.coin() ? 40 : 300); }
+
+/* The fields of quantised rows, for any operator that has them. */
+template <class Args>
+void quantised(Problem& p, Args& a, int64_t width) {
+    const int64_t groups[] = {32, 64, 128};
+    a.group = p.random.coin() ? groups[p.random.next() % 3] : width;
+    a.ld_q = (width + 63) / 64 * 64 + (p.random.coin() ? 64 : 0);
+    a.ld_s = (width + a.group - 1) / a.group + (p.random.coin() ? 1 : 0);
+    a.q = p.make<int8_t>(p.dims[0] * a.ld_q);
+    a.scales = p.make<float>(p.dims[0] * a.ld_s);
+    a.sums = p.make<int32_t>(p.dims[0] * a.ld_s);
+}
+
+/* Room for rows of `width` with a gap between them, and none behind the last. */
+int64_t strided(Problem& p, int64_t width) { return width + (p.random.coin() ? p.random.whole(0, 20) : 0); }
+int64_t room(int64_t rows, int64_t ld, int64_t width) { return (rows - 1) * ld + width; }
+
+#define OUT(width)                          \
+    a.ld_out = strided(p, width);           \
+    a.out = p.make<float>(room(rows, a.ld_out, width))
+#define IN(width)              \
+    a.ld_x = strided(p, width); \
+    a.x = p.floats(room(rows, a.ld_x, width))
+
+void embedding(Problem& p) {
+    HrArgs_embedding a = {};
+    int64_t rows = rows_of(p), vocab = p.random.whole(1, 50);
+    a.width = width_of(p), a.type = p.random.whole(0, 2), a.scale = p.random.coin() ? 1.0 : 3.25;
+    a.ids = p.wholes(rows, 0, vocab - 1), a.table = stored(p, a.type, vocab * a.width);
+    OUT(a.width);
+    p.take(HR_OP_embedding, a);
+}
+
+void select_rows(Problem& p) {
+    HrArgs_select_rows a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    IN(a.width);
+    a.dim = HR_DIM_LOGITS, p.dims[HR_DIM_LOGITS] = p.random.whole(1, rows);
+    a.rows = p.wholes(p.dims[HR_DIM_LOGITS], 0, rows - 1);
+    rows = p.dims[HR_DIM_LOGITS];
+    OUT(a.width);
+    p.take(HR_OP_select_rows, a);
+}
+
+void rms_norm(Problem& p) {
+    HrArgs_rms_norm a = {};
+    int64_t rows = rows_of(p);
+    a.heads = p.random.coin() ? 1 : p.random.whole(2, 4), a.width = width_of(p);
+    int64_t wide = a.heads * a.width;
+    a.eps = 1e-6, a.offset = p.random.coin() ? 0.0 : 1.0, a.weight = p.floats(a.width);
+    IN(wide);
+    bool q = a.heads == 1 && p.random.coin();
+    if (q) quantised(p, a, wide);
+    if (!q || p.random.coin()) { OUT(wide); }
+    p.take(HR_OP_rms_norm, a);
+}
+
+void layer_norm(Problem& p) {
+    HrArgs_layer_norm a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.eps = 1e-5, a.weight = p.floats(a.width), a.bias = p.floats(a.width);
+    IN(a.width);
+    bool q = p.random.coin();
+    if (q) quantised(p, a, a.width);
+    if (!q || p.random.coin()) { OUT(a.width); }
+    p.take(HR_OP_layer_norm, a);
+}
+
+void add(Problem& p) {
+    HrArgs_add a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    IN(a.width);
+    a.ld_y = strided(p, a.width), a.y = p.floats(room(rows, a.ld_y, a.width));
+    if (p.random.coin()) a.out = (float*)a.x, a.ld_out = a.ld_x;
+    else { OUT(a.width); }
+    p.take(HR_OP_add, a);
+}
+
+void scale(Problem& p) {
+    HrArgs_scale a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.factor = 0.3;
+    IN(a.width);
+    OUT(a.width);
+    p.take(HR_OP_scale, a);
+}
+
+void softcap(Problem& p) {
+    HrArgs_softcap a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.cap = p.random.coin() ? 1.5 : 30.0;
+    IN(a.width);
+    OUT(a.width);
+    p.take(HR_OP_softcap, a);
+}
+
+void quantize(Problem& p) {
+    HrArgs_quantize a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    IN(a.width);
+    quantised(p, a, a.width);
+    p.take(HR_OP_quantize, a);
+}
+
+void activation(Problem& p) {
+    HrArgs_activation a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.kind = p.random.whole(0, 3);
+    IN(a.width);
+    bool q = p.random.coin();
+    if (q) quantised(p, a, a.width);
+    if (!q || p.random.coin()) { OUT(a.width); }
+    p.take(HR_OP_activation, a);
+}
+
+void gated(Problem& p) {
+    HrArgs_gated a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.kind = p.random.whole(0, 3);
+    IN(2 * a.width);
+    bool q = p.random.coin();
+    if (q) quantised(p, a, a.width);
+    if (!q || p.random.coin()) { OUT(a.width); }
+    p.take(HR_OP_gated, a);
+}
+
+void zero(Problem& p) {
+    HrArgs_zero a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    OUT(a.width);
+    p.take(HR_OP_zero, a);
+}
+
+void finite(Problem& p) {
+    HrArgs_finite a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    IN(a.width);
+    if (p.random.coin()) ((float*)a.x)[p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1)] = __builtin_inff();
+    a.finite = p.make<int32_t>(rows);
+    p.take(HR_OP_finite, a);
+}
+
+void top_k(Problem& p) {
+    HrArgs_top_k a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.k = p.random.whole(1, a.width);
+    IN(a.width);
+    for (int64_t i = 0; i < 5; i++) /* equal ones, and tokens that must never come */
+        ((float*)a.x)[p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1)] = i % 2 ? 2.5f : -__builtin_inff();
+    a.ids = p.make<int32_t>(rows * a.k), a.values = p.make<float>(rows * a.k), a.finite = p.make<int32_t>(rows);
+    p.take(HR_OP_top_k, a);
+}
+
+void route(Problem& p) {
+    HrArgs_route a = {};
+    int64_t rows = rows_of(p);
+    a.num_experts = p.random.whole(1, 70), a.top_k = p.random.whole(1, a.num_experts < 8 ? a.num_experts : 8);
+    IN(a.num_experts);
+    a.ids = p.make<int32_t>(rows * a.top_k), a.weights = p.make<float>(rows * a.top_k);
+    p.take(HR_OP_route, a);
+}
+
+void moe_group(Problem& p) {
+    HrArgs_moe_group a = {};
+    int64_t rows = rows_of(p);
+    a.num_experts = p.random.whole(1, 20), a.top_k = p.random.whole(1, a.num_experts < 4 ? a.num_experts : 4);
+    int32_t* ids = p.make<int32_t>(rows * a.top_k);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t first = p.random.whole(0, a.num_experts - 1);
+        for (int64_t i = 0; i < a.top_k; i++) ids[row * a.top_k + i] = (int32_t)((first + i) % a.num_experts);
+    }
+    a.ids = ids, a.weights = p.floats(rows * a.top_k), a.ld_list = rows, a.first_dim = HR_DIM_FREE + p.random.whole(0, 5);
+    a.lists = p.make<int32_t>(a.num_experts * rows), a.list_weights = p.make<float>(a.num_experts * rows);
+    p.take(HR_OP_moe_group, a);
+}
+
+void moe_gather(Problem& p) {
+    HrArgs_moe_gather a = {};
+    int64_t rows = rows_of(p), from = p.random.whole(rows, 12);
+    a.width = width_of(p), a.list = p.wholes(rows, 0, from - 1);
+    if (p.random.coin()) {
+        a.ld_x = strided(p, a.width), a.x = p.floats(room(from, a.ld_x, a.width));
+        OUT(a.width);
+    } else {
+        a.ld_q = (a.width + 63) / 64 * 64, a.ld_s = (a.width + 63) / 64;
+        a.q = (int8_t*)p.wholes(from * a.ld_q / 4, INT32_MIN / 2, INT32_MAX / 2);
+        a.scales = p.floats(from * a.ld_s), a.sums = p.wholes(from * a.ld_s, -9, 9);
+        a.to_q = p.make<int8_t>(rows * a.ld_q), a.to_scales = p.make<float>(rows * a.ld_s), a.to_sums = p.make<int32_t>(rows * a.ld_s);
+    }
+    p.take(HR_OP_moe_gather, a);
+}
+
+void moe_scatter(Problem& p) {
+    HrArgs_moe_scatter a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    int32_t* list = p.make<int32_t>(rows);
+    for (int64_t i = 0; i < rows; i++) list[i] = (int32_t)(rows - 1 - i);
+    a.list = list, a.list_weights = p.floats(rows);
+    IN(a.width);
+    a.ld_out = strided(p, a.width), a.out = p.floats(room(rows, a.ld_out, a.width));
+    p.take(HR_OP_moe_scatter, a);
+}
+
+}  // namespace
+
+const std::vector<Named> row_problems = {
+#define ROW(op) {#op, op},
+    ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(scale) ROW(softcap) ROW(quantize)
+    ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(route) ROW(moe_group) ROW(moe_gather) ROW(moe_scatter)
+};
