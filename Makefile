@@ -11,7 +11,7 @@ STAMP    := $(VENV)/.installed
 RECORD   := $(BIN)/python -m bench.record
 NATIVE   := build/native
 TESTED   := build/selftest
-TOOLS    := env PATH=$(CURDIR)/$(BIN):$(PATH)
+TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check fix docs bench sim native native-test clean

@@ -6,6 +6,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <map>
 #include <stdexcept>
 
@@ -17,7 +19,6 @@
 namespace nb = nanobind;
 using std::string;
 using std::vector;
-typedef nb::call_guard<nb::gil_scoped_release> NoGil;
 
 extern "C" {
 /* A format whose source is absent is NULL. */
@@ -25,6 +26,20 @@ __attribute__((weak)) extern const HrFormat hr_format_i4, hr_format_i8, hr_forma
 }
 
 namespace {
+
+/* Lets other Python threads run. A daemon thread that wants the GIL back while the interpreter ends is unwound by
+ * Python before 3.14, which C++ answers with std::terminate; it is held here instead, as later versions do. */
+struct WithoutGil {
+    PyThreadState* state = PyEval_SaveThread();
+    ~WithoutGil() {
+        try {
+            PyEval_RestoreThread(state);
+        } catch (...) {
+            for (;;) pause();
+        }
+    }
+};
+typedef nb::call_guard<WithoutGil> NoGil;
 
 const char* const op_names[] = {
 #define HR_NAME(op) #op,
@@ -163,7 +178,7 @@ nb::list limits(int64_t num_threads, double seconds) {
     if (!(seconds > 0 && seconds <= 60)) throw std::invalid_argument("seconds must be above 0 and at most 60");
     vector<hr::Limit> found;
     {
-        nb::gil_scoped_release no_gil;
+        WithoutGil no_gil;
         found = hr::measure_limits(num, seconds);
     }
     nb::list rows;

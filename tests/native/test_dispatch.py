@@ -1,0 +1,108 @@
+"""Which ISA serves: what the processor has counts only if the operating system saves its registers."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from headrace.backends.cpu import native as face
+from headrace.errors import RequestError
+
+# Words of a processor with everything, and of a system that saves all its registers.
+WORDS = {
+    "leaf1_ecx": 1 << 27 | 1 << 28 | 1 << 12 | 1 << 29,  # OSXSAVE, AVX, FMA, F16C
+    "leaf7_ebx": 1 << 5 | 1 << 16 | 1 << 17 | 1 << 30 | 1 << 31,  # AVX2; AVX-512 F, DQ, BW, VL
+    "leaf7_ecx": 1 << 11,  # AVX512_VNNI
+    "leaf7_edx": 1 << 24 | 1 << 25,  # AMX tile, int8
+    "leaf7_1_eax": 1 << 4,  # AVX_VNNI
+    "xcr0": 0x2 | 0x4 | 0xE0 | 0x60000,
+}
+ALL = {"avx2", "avx512", "avx512_vnni", "avx_vnni", "amx_int8"}
+
+
+def found(native: ModuleType, **changes: int) -> set[str]:
+    return {name for name, there in native.decide(**WORDS | changes).items() if there}
+
+
+def test_a_machine_with_everything(native: ModuleType) -> None:
+    assert found(native) == ALL
+
+
+@pytest.mark.parametrize(
+    ("xcr0", "kept"),
+    [
+        (0x6, {"avx2", "avx_vnni"}),  # AVX-512 in CPUID, not in XCR0
+        (0x6 | 0x60000, {"avx2", "avx_vnni", "amx_int8"}),
+        (0xE6, ALL - {"amx_int8"}),
+        (0x6 | 0xC0, {"avx2", "avx_vnni"}),  # the mask registers' state is missing
+        (0xE6 | 0x20000, ALL - {"amx_int8"}),  # tile configuration without tile data
+        (0x2, set()),  # SSE alone: none of the others
+        (0x4, set()),
+        (0x0, set()),
+    ],
+)
+def test_the_system_has_a_say(native: ModuleType, xcr0: int, kept: set[str]) -> None:
+    assert found(native, xcr0=xcr0) == kept
+
+
+def test_without_osxsave_xcr0_says_nothing(native: ModuleType) -> None:
+    assert found(native, leaf1_ecx=WORDS["leaf1_ecx"] & ~(1 << 27)) == set()
+
+
+@pytest.mark.parametrize(
+    ("word", "bit", "lost"),
+    [
+        ("leaf1_ecx", 12, ALL),  # no FMA: no table may be used that was compiled with it
+        ("leaf1_ecx", 29, ALL),  # no F16C
+        ("leaf7_ebx", 5, ALL),
+        ("leaf7_ebx", 30, {"avx512", "avx512_vnni"}),  # no BW
+        ("leaf7_ebx", 31, {"avx512", "avx512_vnni"}),  # no VL
+        ("leaf7_ecx", 11, {"avx512_vnni"}),
+        ("leaf7_edx", 25, {"amx_int8"}),
+        ("leaf7_1_eax", 4, {"avx_vnni"}),
+    ],
+)
+def test_a_missing_bit_takes_what_needs_it(native: ModuleType, word: str, bit: int, lost: set[str]) -> None:
+    assert found(native, **{word: WORDS[word] & ~(1 << bit)}) == ALL - lost
+
+
+def test_scalar_serves_everything(native: ModuleType) -> None:
+    assert native.isas()[0] == "scalar"
+    assert set(native.served("scalar").values()) == {"scalar"}
+    assert set(native.served("scalar")) == set(native.schema())
+
+
+def test_a_ceiling_is_kept(native: ModuleType) -> None:
+    for rank, isa in enumerate(native.isas()):
+        served = set(native.served(isa).values())
+        assert isa in served
+        assert served <= set(native.isas()[: rank + 1])
+
+
+def test_an_unknown_isa_is_told(native: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"avx9000.*scalar"):
+        native.served("avx9000")
+    with pytest.raises(ValueError, match="avx9000"):
+        native.Tape("avx9000")
+    with pytest.raises(ValueError, match="avx9000"):
+        native.set_isa("avx9000")
+
+
+def test_the_environment_forces_an_isa(native: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = native.served()
+    try:
+        for isa in native.isas():
+            monkeypatch.setenv("HEADRACE_ISA", isa)
+            face.native.cache_clear()
+            face.native()
+            assert native.served() == native.served(isa)
+        monkeypatch.setenv("HEADRACE_ISA", "avx9000")
+        face.native.cache_clear()
+        with pytest.raises(RequestError, match=r"HEADRACE_ISA.*avx9000.*scalar"):
+            face.native()
+    finally:
+        monkeypatch.undo()
+        face.native.cache_clear()
+        face.native()
+    assert native.served() == best

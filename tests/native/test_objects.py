@@ -1,0 +1,96 @@
+"""No instruction of one ISA stands in another's code. A function compiled for AVX-512 that the linker keeps for
+everybody ends the process of whoever has an older CPU, so the objects themselves are looked at."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OBJECTS = ROOT / "build" / "native" / "CMakeFiles"
+# Registers that code must not touch. Those from 16 on exist with AVX-512 alone, however short they are.
+HIGH = r"|[xy]mm(?:1[6-9]|2\d|3[01])"
+FORBIDDEN = {
+    "base": rf"%(?:[yz]mm{HIGH})",
+    "_native": rf"%(?:[yz]mm{HIGH})",
+    "isa_scalar": rf"%(?:[yz]mm{HIGH})",
+    "isa_avx2": rf"%(?:zmm{HIGH})",
+}
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name}")
+    return found
+
+
+def objects(target: str) -> list[Path]:
+    found = sorted((OBJECTS / f"{target}.dir").rglob("*.o"))
+    if not found:
+        pytest.skip("no build tree: make native")
+    return found
+
+
+def read(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def alien_instructions(path: Path, forbidden: str) -> list[str]:
+    code = read(tool("objdump"), "-d", "--no-show-raw-insn", path)
+    return [f"{path.name}: {line.strip()}" for line in code.splitlines() if re.search(forbidden, line)][:5]
+
+
+def alien_symbols(path: Path, isa: str) -> list[str]:
+    """Symbols that the linker might take for another unit's, or another unit for its own, and anything of the C++
+    library, whose templates would be compiled with this ISA's flags."""
+    broken = []
+    for line in read(tool("nm"), "-C", path).splitlines():
+        kind, name = re.match(r"[0-9a-f ]{16} (\S) (.*)", line).groups()  # type: ignore[union-attr]
+        own = name.startswith(f"hr_{isa}::") or name == f"hr_kernels_{isa}"
+        if kind in "WVu" or (kind.isupper() and kind != "U" and not own):
+            broken.append(f"{path.name}: {kind} {name}")
+        if kind in "Uw" and re.search(r"\bstd::|operator (?:new|delete)|__cxa|__gxx", name):
+            broken.append(f"{path.name}: uses {name}")
+    return broken
+
+
+@pytest.mark.parametrize("target", list(FORBIDDEN))
+def test_no_register_of_a_higher_isa(target: str) -> None:
+    assert not [line for path in objects(target) for line in alien_instructions(path, FORBIDDEN[target])]
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512_vnni"])
+def test_an_isa_defines_nothing_outside_its_namespace(isa: str) -> None:
+    paths = objects(f"isa_{isa}")
+    assert any(path.name.startswith("table.cpp") for path in paths)
+    assert not [line for path in paths for line in alien_symbols(path, isa)]
+
+
+PLANTED = """
+#include <immintrin.h>
+inline float __attribute__((noinline)) everybodys(const float* x) { return _mm512_reduce_add_ps(_mm512_loadu_ps(x)); }
+struct Box { float* p; Box() : p(new float[16]) {} };
+namespace hr_avx2 { float own(const float* x) { Box box; return everybodys(x) + box.p[0]; } }
+float naked() { return 1; }
+"""
+
+
+def test_a_planted_object_is_noticed(tmp_path: Path) -> None:
+    source, target = tmp_path / "planted.cpp", tmp_path / "planted.o"
+    source.write_text(PLANTED)
+    if subprocess.run(
+        [tool("g++"), "-O2", "-w", "-mavx512f", "-c", source, "-o", target], capture_output=True, timeout=100
+    ).returncode:
+        pytest.skip("g++ here does not compile for AVX-512")
+    for forbidden in FORBIDDEN.values():
+        assert alien_instructions(target, forbidden)
+    broken = "\n".join(alien_symbols(target, "avx2"))
+    assert "W everybodys" in broken
+    assert "T naked" in broken
+    assert "uses operator new" in broken
+    assert "own" not in broken

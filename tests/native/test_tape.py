@@ -1,0 +1,193 @@
+"""The tape: records are checked when they are added, skipped where they have no rows, and see what others wrote."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.backends.cpu.native import fields, pack, record
+
+ROWS, SEQS, LOGITS, FREE = range(4)
+
+
+def add(tape: Any, x: np.ndarray, y: np.ndarray, out: np.ndarray, dim: int = ROWS) -> int:
+    width = x.shape[1]
+    return record(
+        tape, "add", dim=dim, x=x.ctypes.data, ld_x=width, y=y.ctypes.data, ld_y=width, width=width,
+        out=out.ctypes.data, ld_out=width,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def numbers() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((9, 37)).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_records_run_in_order(native: ModuleType, numbers: np.ndarray, num_threads: int) -> None:
+    tape = native.Tape()
+    out = np.zeros_like(numbers)
+    assert [add(tape, numbers, out, out) for _ in range(50)] == list(range(50))
+    assert len(tape) == 50
+    assert tape.ops() == ["add"] * 50
+    expected = np.zeros_like(numbers)
+    for _ in range(50):
+        expected += numbers
+    tape.run([9, 0, 0], num_threads)
+    assert np.array_equal(out, expected)
+    tape.run_range(10, 12, [9, 0, 0], num_threads)
+    assert np.array_equal(out, expected + numbers + numbers)
+
+
+def test_one_tape_serves_any_number_of_rows(native: ModuleType, numbers: np.ndarray) -> None:
+    tape = native.Tape()
+    out = np.zeros_like(numbers)
+    add(tape, numbers, numbers, out)
+    for rows in (0, 1, 5, 9):
+        out[:] = 0
+        tape.run([rows, 0, 0])
+        assert np.array_equal(out[:rows], 2 * numbers[:rows])
+        assert not out[rows:].any()
+
+
+def test_a_record_without_rows_is_left_out(native: ModuleType, numbers: np.ndarray) -> None:
+    tape = native.Tape()
+    out, other = np.zeros_like(numbers), np.zeros_like(numbers)
+    add(tape, numbers, numbers, out, SEQS)
+    add(tape, numbers, numbers, other, LOGITS)
+    tape.run([9, 0, 2], 2)
+    assert not out.any()
+    assert np.array_equal(other[:2], 2 * numbers[:2])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_sizes_that_an_operator_wrote_hold_in_the_same_run(native: ModuleType, num_threads: int) -> None:
+    """Experts: the numbers of their rows come into being on the way, and change from run to run."""
+    rows, experts = 6, 3
+    ids, weights = np.zeros((rows, 1), np.int32), np.ones((rows, 1), np.float32)
+    lists, list_weights = np.zeros((experts, rows), np.int32), np.zeros((experts, rows), np.float32)
+    x = np.ones((rows, 16), np.float32)
+    outs = np.zeros((experts, rows, 16), np.float32)
+    tape = native.Tape()
+    record(
+        tape, "moe_group", dim=ROWS, ids=ids.ctypes.data, weights=weights.ctypes.data, top_k=1, num_experts=experts,
+        lists=lists.ctypes.data, list_weights=list_weights.ctypes.data, ld_list=rows, first_dim=FREE,
+    )  # fmt: skip
+    for expert in range(experts):
+        add(tape, x, x, outs[expert], FREE + expert)
+    for chosen in ([0, 0, 0, 0, 0, 0], [2, 1, 2, 2, 1, 2], [1, 1, 1, 1, 1, 0]):
+        ids[:, 0] = chosen
+        outs[:] = 0
+        tape.run([rows, 0, 0], num_threads)
+        counts = [chosen.count(expert) for expert in range(experts)]
+        assert tape.dims() == [rows, 0, 0, *counts]
+        assert [int(out.sum()) for out in outs] == [count * 32 for count in counts]
+
+
+def test_a_profile_has_a_time_for_each_record(native: ModuleType, numbers: np.ndarray) -> None:
+    tape = native.Tape()
+    out = np.zeros_like(numbers)
+    for dim in (ROWS, SEQS, ROWS):
+        add(tape, numbers, numbers, out, dim)
+    times = tape.profile([9, 0, 0], 2)
+    assert len(times) == 3
+    assert all(time >= 0 for time in times)
+    assert np.array_equal(out, 2 * numbers)
+    assert native.Tape().profile([1, 1, 1]) == []
+
+
+def test_arguments_are_copied(native: ModuleType, numbers: np.ndarray) -> None:
+    tape = native.Tape()
+    out = np.zeros_like(numbers)
+    given = bytearray(pack("zero", dim=0, out=out.ctypes.data, ld_out=37, width=37))
+    tape.add("zero", bytes(given))
+    given[:] = b"\xff" * len(given)
+    out[:] = 1
+    tape.run([9, 0, 0])
+    assert not out.any()
+
+
+def test_what_is_wrong_is_told(native: ModuleType) -> None:
+    tape = native.Tape()
+    right = pack("zero", dim=0, out=0, ld_out=1, width=1)
+    with pytest.raises(ValueError, match="no operator is called 'zreo'"):
+        tape.add("zreo", right)
+    with pytest.raises(ValueError, match="zero takes 32 bytes of arguments, not 31"):
+        tape.add("zero", right[:-1])
+    for dim in (-1, FREE + 8192):
+        with pytest.raises(ValueError, match=r"zero: dim must be 0 \.\.\. 8194"):
+            tape.add("zero", pack("zero", dim=dim, out=0, ld_out=1, width=1))
+    group = dict.fromkeys(fields()["moe_group"][1], 0)
+    for first, experts in ((0, 4), (FREE, 8193), (FREE + 8192, 1), (FREE, 0)):
+        with pytest.raises(ValueError, match="first_dim"):
+            tape.add("moe_group", pack("moe_group", **group | {"first_dim": first, "num_experts": experts}))
+    assert len(tape) == 0
+    tape.add("zero", right)
+    for dims in ([1], [1, 1, 1, 1], [-1, 1, 1]):
+        with pytest.raises(ValueError, match="dims"):
+            tape.run(dims)
+    with pytest.raises(ValueError, match="not on a tape of 1"):
+        tape.run_range(0, 2, [0, 0, 0])
+    with pytest.raises(ValueError, match="num_threads"):
+        tape.run([0, 0, 0], 257)
+    with pytest.raises(TypeError):
+        tape.run(["one", 1, 1])
+
+
+def test_fields_are_packed_by_name(native: ModuleType) -> None:
+    right = {"dim": 0, "x": 0, "ld_x": 8, "width": 8, "factor": 0.5, "out": 0, "ld_out": 8}
+    assert len(pack("scale", **right)) == 8 * len(native.schema()["scale"])
+    with pytest.raises(TypeError, match=r"missing \['factor'\]"):
+        pack("scale", **{name: value for name, value in right.items() if name != "factor"})
+    with pytest.raises(TypeError, match=r"unknown \['fcator'\]"):
+        pack("scale", **right, fcator=1.0)
+    with pytest.raises(TypeError, match="scale"):
+        pack("scale", **right | {"width": 8.5})
+    with pytest.raises(TypeError, match="sclae"):
+        pack("sclae", **right)
+
+
+@pytest.mark.parametrize("format", ["i4", "i8", "f"])
+def test_packing_in_parts_and_at_once_is_the_same(native: ModuleType, format: str) -> None:
+    """Large enough for the team to share it, in parts as a loader may."""
+    random = np.random.default_rng(2)
+    num_out, num_in, group = 1000, 320, 32
+    panel = native.panel(format)
+    assert native.layout(format)
+    codes, flag = {
+        "i4": (random.integers(0, 16, (num_out, num_in), np.int8), 1),
+        "i8": (random.integers(-128, 128, (num_out, num_in), np.int8), group),
+        "f": (random.standard_normal((num_out, num_in)).astype(np.float32), 0),
+    }[format]
+    d = random.standard_normal((num_out, num_in // group)).astype(np.float16).astype(np.float32)
+    m = random.standard_normal((num_out, num_in // group)).astype(np.float16).astype(np.float32)
+    size = native.packed_bytes(format, num_out, num_in, group, flag)
+    whole, parts = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    shape = (num_in, group, flag)
+
+    def pack_rows(first: int, last: int, to: np.ndarray) -> None:
+        at = [array[first:].ctypes.data for array in (codes, d, m)]
+        native.pack(format, *at, *shape, first, last, num_out, to.ctypes.data)
+
+    pack_rows(0, num_out, whole)
+    cut = 7 * panel
+    pack_rows(cut, num_out, parts)
+    pack_rows(0, cut, parts)
+    assert np.array_equal(whole, parts)
+
+    row = np.zeros(num_in, np.float32)
+    for index in (0, 1, panel, num_out - 1):
+        native.unpack_row(format, whole.ctypes.data, num_out, *shape, index, row.ctypes.data)
+        if format == "f":
+            expected = codes[index]
+        else:
+            expected = codes[index].astype(np.float32) * np.repeat(d[index], group)
+            expected += np.repeat(m[index], group) if format == "i4" else 0
+        assert np.array_equal(row, expected)
+    with pytest.raises(ValueError, match="multiple"):
+        native.pack(format, codes.ctypes.data, d.ctypes.data, m.ctypes.data, *shape, 1, 9, num_out, whole.ctypes.data)
+    with pytest.raises(ValueError, match="no format is called 'i5'"):
+        native.layout("i5")
