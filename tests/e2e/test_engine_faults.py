@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.unit.checkpoints import write_llama
+from tests.unit.checkpoints import llama_tensors, write_llama
 
 from headrace import LLM, compose
+from headrace.backends.base import Chunks
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.sampling.params import SamplingParams
@@ -20,14 +20,29 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=6, ignore_eos=True, logprobs=1)
 
 
+SICK = 49
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("llama"))
 
 
-def engine(directory: Path, **options: Any) -> EngineCore:
-    fields: dict[str, Any] = {"model": str(directory), "num_gpu_blocks_override": 64, "block_size": 4} | options
-    return compose.build_engine(EngineConfig(**fields))
+@pytest.fixture(params=["cpu", "torch_ref"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def engine(directory: Path, backend: str = "auto", **options: Any) -> EngineCore:
+    fields: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "backend": backend} | options
+    return compose.build_engine(EngineConfig(model=str(directory), **fields))
+
+
+def sick_engine(directory: Path, backend: str, value: float, token_id: int | None, **options: Any) -> EngineCore:
+    """The same model, with `value` for the embedding of one token or of all."""
+    tensors = llama_tensors()
+    tensors["model.embed_tokens.weight"][slice(None) if token_id is None else token_id] = value
+    return engine(write_llama(directory, tensors), backend, **options)
 
 
 def ask(name: str, prompt: list[int] = PROMPT, **fields: Any) -> Request:
@@ -62,14 +77,14 @@ def fail_at(core: EngineCore, steps: set[int], error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("step", range(1, 7))
-def test_a_step_that_failed_has_not_happened(step: int, directory: Path) -> None:
+def test_a_step_that_failed_has_not_happened(step: int, directory: Path, backend: str) -> None:
     """Siblings share blocks by a copy that belongs to the step: a lost copy would be seen in the tokens."""
-    core = engine(directory, max_num_batched_tokens=9)
+    core = engine(directory, backend, max_num_batched_tokens=9)
     for name in ("a", "b", "c"):
         core.add(ask(name, group="g", params=GREEDY))
     wanted, _ = drain(core)
     core.close()
-    core = engine(directory, max_num_batched_tokens=9)
+    core = engine(directory, backend, max_num_batched_tokens=9)
     fail_at(core, {step}, RuntimeError("the device is gone"))
     for name in ("a", "b", "c"):
         core.add(ask(name, group="g", params=GREEDY))
@@ -141,17 +156,15 @@ def test_streams_and_calls_of_one_llm_may_be_interleaved(directory: Path) -> Non
     llm.close()
 
 
-def test_R_17_what_a_sick_request_computed_reaches_nobody(directory: Path) -> None:
+def test_R_17_what_a_sick_request_computed_reaches_nobody(directory: Path, backend: str, tmp_path: Path) -> None:
     """The sick token comes 3 after a whole block, in a chunk that samples nothing. In the same chunk, it spoils the
     cache entries of the tokens before it; others who share those must not find them."""
-    core = engine(directory, max_num_batched_tokens=12)
+    core = engine(directory, backend, max_num_batched_tokens=12)
     core.add(ask("clean"))
     wanted = drain(core)[0]["clean"]
     core.close()
-    core = engine(directory, max_num_batched_tokens=12)
-    with torch.inference_mode():
-        core.executor.model.embedding[49] = float("nan")  # type: ignore[attr-defined]
-    core.add(ask("sick", [*PROMPT[:7], 49, *PROMPT[8:]]))
+    core = sick_engine(tmp_path, backend, math.nan, SICK, max_num_batched_tokens=12)
+    core.add(ask("sick", [*PROMPT[:7], SICK, *PROMPT[8:]]))
     assert drain(core) == ({}, {"sick": "error"})
     core.add(ask("clean"))
     found, reasons = drain(core)
@@ -160,11 +173,11 @@ def test_R_17_what_a_sick_request_computed_reaches_nobody(directory: Path) -> No
     core.close()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_R_17_a_model_that_is_sick_all_over_fails_requests_and_lives(value: float, directory: Path) -> None:
-    core = engine(directory)
-    with torch.inference_mode():
-        core.executor.model.embedding[:] = value  # type: ignore[attr-defined]
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_R_17_a_model_that_is_sick_all_over_fails_requests_and_lives(
+    value: float, backend: str, tmp_path: Path
+) -> None:
+    core = sick_engine(tmp_path, backend, value, None)
     for name in ("a", "b", "c"):
         core.add(ask(name))
     assert drain(core) == ({}, {"a": "error", "b": "error", "c": "error"})
@@ -174,23 +187,23 @@ def test_R_17_a_model_that_is_sick_all_over_fails_requests_and_lives(value: floa
 
 @pytest.mark.parametrize("most", [1, 5, 20, 30])
 def test_R_25_memory_errors_in_a_step_end_only_what_never_fits(
-    most: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+    most: int, directory: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = {"a": PROMPT, "b": PROMPT[:5], "c": [9, 9], "d": [7]}
-    core = engine(directory)
+    core = engine(directory, backend)
     for name, prompt in prompts.items():
         core.add(ask(name, prompt))
     wanted, _ = drain(core)
     core.reset_prefix_cache()
-    model: Any = core.executor.model  # type: ignore[attr-defined]
-    real: Callable[..., torch.Tensor] = model.forward
+    program: Any = core.executor.program  # type: ignore[attr-defined]
+    real = program.forward
 
-    def forward(batch: Any, kv: torch.Tensor) -> torch.Tensor:
-        if len(batch.token_ids) > most:
+    def forward(chunks: Chunks, rows: list[int]) -> Any:
+        if sum(map(len, chunks.token_ids)) > most:
             raise MemoryError
-        return real(batch, kv)
+        return real(chunks, rows)
 
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(program, "forward", forward)
     for name, prompt in prompts.items():
         core.add(ask(name, prompt))
     found, reasons = drain(core)

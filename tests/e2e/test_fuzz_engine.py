@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from tests.models.harness import make_batch, save_random
 
 from headrace import compose, models
+from headrace.backends.base import Chunks, Logits
 from headrace.config import EngineConfig
 from headrace.core import prefix
 from headrace.core.engine import EngineCore
@@ -28,13 +28,23 @@ from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables
 from headrace.errors import HeadraceError
 from headrace.runner.build import build_runner
-from headrace.runner.inputs import ForwardBatch
 from headrace.sampling.params import SamplingParams
 from headrace.types import Finish, Request, ScheduledBatch, StepResult, TokenLogprob
 
 LONGEST = 64
 EOS = [3, 17]
-MODELS = {"llama": "float32", "gemma2": "bfloat16", "mistral": "float16", "mixtral": "float32"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "gemma2, int4": ("gemma2", {"quantization": "int4", "dtype": "bfloat16"}),
+    "mixtral, int8": ("mixtral", {"quantization": "int8"}),
+    "mistral, int4 of 64 with minima, cache of int8": (
+        "mistral", {"quantization": "int4-g64-asym", "kv_cache_dtype": "int8"}
+    ),
+    "gpt2, cache of bfloat16": ("gpt2", {"kv_cache_dtype": "bfloat16"}),
+    "torch_ref: gemma2 in bfloat16": ("gemma2", {"backend": "torch_ref", "dtype": "bfloat16"}),
+    "torch_ref: mistral in float16": ("mistral", {"backend": "torch_ref", "dtype": "float16"}),
+    "torch_ref: mixtral": ("mixtral", {"backend": "torch_ref"}),
+}  # fmt: skip
 SMALL = {"vocab_size": 61, "eos_token_id": EOS, "max_position_embeddings": LONGEST}
 
 
@@ -53,8 +63,8 @@ def bits(entries: list[TokenLogprob]) -> list[tuple[int, int, bytes, list[int]]]
 class Plain:
     """One request at a time, by the shortest way there is. Its own reading of the finish rules."""
 
-    def __init__(self, directory: Path, dtype: str) -> None:
-        config = EngineConfig(model=str(directory), dtype=dtype, num_gpu_blocks_override=LONGEST // 16)
+    def __init__(self, directory: Path, options: dict[str, Any]) -> None:
+        config = EngineConfig(model=str(directory), num_gpu_blocks_override=LONGEST // 16, **options)
         self.runner, self.info = build_runner(config)
         self.known: dict[bytes, Answer] = {}
 
@@ -127,14 +137,15 @@ def random_requests(rng: random.Random, plain: Plain, num_groups: int) -> list[R
     return made
 
 
-def random_engine(rng: random.Random, directory: Path, dtype: str) -> EngineCore:
+def random_engine(rng: random.Random, directory: Path, options: dict[str, Any]) -> EngineCore:
     block_size = rng.choice([1, 2, 3, 5, 8, 16])
     budget = rng.choice([1, 2, 5, 13, 40, 200])
     chunked = budget < LONGEST or rng.random() < 0.7
     return compose.build_engine(
         EngineConfig(
             model=str(directory),
-            dtype=dtype,
+            num_threads=rng.choice([1, 2]),
+            **options,
             block_size=block_size,
             num_gpu_blocks_override=-(-LONGEST // block_size) * rng.choice([1, 1, 2, 4]) + rng.randrange(3),
             max_num_seqs=rng.choice([1, 2, 7, 32]),
@@ -161,17 +172,20 @@ def run_mixed(rng: random.Random, core: EngineCore, requests: list[Request], pla
         return right(batch)
 
     core.executor.run = run  # type: ignore[method-assign]
-    model: Any = core.executor.model  # type: ignore[attr-defined]
-    right_forward = model.forward
+    program: Any = core.executor.program  # type: ignore[attr-defined]
+    right_forward = program.forward
+    program.max_rows = min(program.max_rows, rng.choice([1000, 1000, 3, 17]))
 
-    def forward(batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
         # A lone chunk always fits, so no request may fail.
-        if len(batch.lens) > 1 and rng.random() < hostile / 2:
+        if len(chunks.starts) > 1 and rng.random() < hostile / 2:
             raise MemoryError
-        hidden: torch.Tensor = right_forward(batch, kv)
-        return hidden
+        done: tuple[list[bool], Logits] = right_forward(chunks, rows)
+        if len(chunks.starts) > 1 and rng.random() < hostile / 4:
+            raise MemoryError
+        return done
 
-    model.forward = forward
+    program.forward = forward
     for _ in range(100_000):
         if not arrivals and not core.has_work():
             break
@@ -227,20 +241,21 @@ def compare(request: Request, found: Answer, plain: Plain, aborted: bool) -> Non
 def make_plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plain]]:
     made: dict[str, tuple[Path, Plain]] = {}
 
-    def make(model_type: str) -> tuple[Path, Plain]:
-        if model_type not in made:
+    def make(name: str) -> tuple[Path, Plain]:
+        if name not in made:
+            model_type, options = MODELS[name]
             directory = tmp_path_factory.mktemp(model_type)
             save_random(models.find(model_type).TINY | SMALL, directory)
-            made[model_type] = directory, Plain(directory, MODELS[model_type])
-        return made[model_type]
+            made[name] = directory, Plain(directory, options)
+        return made[name]
 
     return make
 
 
-def fuzz(seed: int, model_type: str, directory: Path, plain: Plain) -> Counter[str]:
+def fuzz(seed: int, name: str, directory: Path, plain: Plain) -> Counter[str]:
     """One world: an engine, its requests, its events. Returns what happened in it."""
-    rng = random.Random(f"{model_type} {seed}")
-    core = random_engine(rng, directory, MODELS[model_type])
+    rng = random.Random(f"{name} {seed}")
+    core = random_engine(rng, directory, MODELS[name][1])
     requests = random_requests(rng, plain, rng.choice([1, 3, 8]))
     aborted = run_mixed(rng, core, requests, plain)
     stats = core.stats()
@@ -251,17 +266,15 @@ def fuzz(seed: int, model_type: str, directory: Path, plain: Plain) -> Counter[s
     )  # fmt: skip
 
 
-NUM_SEEDS = 12
+NUM_SEEDS = {"cpu": 24, "torch_ref": 6}
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_I_13_random_requests_in_random_worlds(
-    model_type: str, make_plain: Callable[[str], tuple[Path, Plain]]
-) -> None:
-    directory, plain = make_plain(model_type)
+@pytest.mark.parametrize("name", MODELS)
+def test_I_13_random_requests_in_random_worlds(name: str, make_plain: Callable[[str], tuple[Path, Plain]]) -> None:
+    directory, plain = make_plain(name)
     total: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
-        total += fuzz(seed, model_type, directory, plain)
+    for seed in range(NUM_SEEDS[MODELS[name][1].get("backend", "cpu")]):
+        total += fuzz(seed, name, directory, plain)
     # The worlds were hostile indeed.
     assert all(total[name] for name in ("aborted", "preempted", "hits")), total
     generated = {tuple(answer.token_ids) for answer in plain.known.values()}
