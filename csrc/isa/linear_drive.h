@@ -105,13 +105,13 @@ static void finish(const Linear& p, int64_t row, int rows, int64_t panel, const 
             V y = load(acc + r * HR_PANEL + half * 16);
             if (mode == HR_MODE_CHANNEL) y = mul(y, load(channel + half * 16));
             if (p.bias) y = add(y, bias);
-            const float* residual = p.residual + (row + r) * p.ld_res + col;
+            const float* residual = p.residual ? p.residual + (row + r) * p.ld_res + col : nullptr;
             float* out = p.out + (row + r) * p.ld_out + col;
             if (n == 16) {
-                if (p.residual) y = add(y, load(residual));
+                if (residual) y = add(y, load(residual));
                 store(out, y);
             } else {
-                if (p.residual) y = add(y, load_n(residual, n));
+                if (residual) y = add(y, load_n(residual, n));
                 store_n(out, y, n);
             }
         }
