@@ -266,7 +266,7 @@ def fuzz(seed: int, name: str, directory: Path, plain: Plain) -> Counter[str]:
     )  # fmt: skip
 
 
-NUM_SEEDS = {"cpu": 24, "torch_ref": 6}
+NUM_SEEDS = {"cpu": 16, "torch_ref": 10}
 
 
 @pytest.mark.parametrize("name", MODELS)
