@@ -150,15 +150,15 @@ check(made, 3)
 def test_a_fork_beside_a_run_leaves_the_child_a_team() -> None:
     run(
         """
-made, stop = tape(2000), []
+made, stop = tape(), []
 def loop():
     sums = np.zeros_like(x)
-    mine = tape(2000, sums)
+    mine = tape(500, sums)
     while not stop:
         mine.run([8, 0, 0], 2)
 thread = threading.Thread(target=loop)
 thread.start()
-for _ in range(10):
+for _ in range(5):
     child = os.fork()
     if child == 0:
         check(made, 2)

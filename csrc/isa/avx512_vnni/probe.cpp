@@ -16,23 +16,26 @@ static uint64_t read(const void* data, size_t size) {
     return (uint64_t)_mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_add_epi64(a[0], a[1]), _mm512_add_epi64(a[2], a[3])));
 }
 
-/* Assembly keeps the accumulators in registers: gcc 12 copies those of the intrinsics once there are many. */
+/* Accumulators have names and assembly holds them in registers: those of an array, or of gcc 12's intrinsics once there
+ * are many, are copied to memory and back. */
+#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19)
+
 static void int8(int64_t turns) {
-    __m512i a[20], x = _mm512_setzero_si512();
-    for (int j = 0; j < 20; j++) a[j] = x;
-    for (int64_t i = 0; i < turns; i++) {
-#pragma GCC unroll 20
-        for (int j = 0; j < 20; j++) __asm__ volatile("vpdpbusd %1, %1, %0" : "+v"(a[j]) : "v"(x));
-    }
+    __m512i x = _mm512_setzero_si512();
+#define BEGIN(j) __m512i a##j = x;
+#define STEP(j) __asm__ volatile("vpdpbusd %1, %1, %0" : "+v"(a##j) : "v"(x));
+    EACH(BEGIN)
+    for (int64_t i = 0; i < turns; i++) { EACH(STEP) }
+#undef BEGIN
+#undef STEP
 }
 
 static void f32(int64_t turns) {
-    __m512 a[20], x = _mm512_setzero_ps();
-    for (int j = 0; j < 20; j++) a[j] = x;
-    for (int64_t i = 0; i < turns; i++) {
-#pragma GCC unroll 20
-        for (int j = 0; j < 20; j++) __asm__ volatile("vfmadd231ps %1, %1, %0" : "+v"(a[j]) : "v"(x));
-    }
+    __m512 x = _mm512_setzero_ps();
+#define BEGIN(j) __m512 a##j = x;
+#define STEP(j) __asm__ volatile("vfmadd231ps %1, %1, %0" : "+v"(a##j) : "v"(x));
+    EACH(BEGIN)
+    for (int64_t i = 0; i < turns; i++) { EACH(STEP) }
 }
 
 extern const HrProbe probe;
