@@ -31,7 +31,8 @@ static void pack(const void* codes, const float*, const float*, int64_t num_in, 
     pack_as((const uint16_t*)codes, num_in, first, last, num_out, (uint16_t*)packed);
 }
 
-static void unpack_row(const void* packed, int64_t num_out, int64_t num_in, int64_t, int64_t type, int64_t row, float* out) {
+static void unpack_row(const void* packed, int64_t num_out, int64_t num_in, int64_t, int64_t type, int64_t row,
+                       float* out) {
     const int64_t panel = row / HR_PANEL_F, width = hr_width_f(panel, num_out);
     const int64_t at = panel * HR_PANEL_F * num_in + row % HR_PANEL_F;
     for (int64_t k = 0; k < num_in; k++) {

@@ -97,7 +97,8 @@ void finite(const HrArgs_finite* a, HrTask* task) {
         int64_t i = 0;
         for (; i + 64 <= a->width; i += 64)
             for (int j = 0; j < 4; j++) poison[j] = fma(load(x + i + 16 * j), zero(), poison[j]);
-        each_vector(i, a->width, [&](int64_t at, int64_t n) { poison[0] = fma(load_some(x + at, n), zero(), poison[0]); });
+        each_vector(i, a->width,
+                    [&](int64_t at, int64_t n) { poison[0] = fma(load_some(x + at, n), zero(), poison[0]); });
         a->finite[row] = sound(add(add(poison[0], poison[1]), add(poison[2], poison[3])));
     });
 }

@@ -1,5 +1,5 @@
-/* How linear_f's weights lie: panels of 64 outputs, each [num_in][width] numbers of the stored type, width 64 but for the
- * last panel, which is padded with zeros to a multiple of 16 outputs. So a row of x streams a panel from end to end. */
+/* How linear_f's weights lie: panels of 64 outputs, each [num_in][width] numbers of the stored type, width 64 but for
+ * the last panel, which is padded with zeros to a multiple of 16 outputs. So one row of x streams a panel. */
 #pragma once
 #include "include/kernels.h"
 

@@ -1,8 +1,10 @@
 /* Linear layers whose weights are floats: f32, f16 or bf16.
  *
  * An output is one chain of fma over the inputs, and so speed comes from many chains side by side: a tile is up to six
- * rows by 64 outputs. Few rows read the panels as they lie, once, at the memory's pace. Many rows have x packed tile by
- * tile, and the weights widened into the first cache a block of inputs at a time; the chains wait in `sums` meanwhile. */
+ * rows by 64 outputs, or twelve by 32. Few rows read a panel as it lies, from end to end, at the memory's pace. More
+ * rows go through it a block of inputs at a time, while the next block is fetched: x is packed tile by tile (rows a
+ * power of two apart would push each other out of the first cache), and many rows have the block's weights widened once. The
+ * chains wait in `sums` from block to block. */
 #include HR_VEC_H
 #include "generic/layout_f.h"
 #include "generic/ops.h"
@@ -11,15 +13,19 @@
 namespace HR_NS {
 namespace {
 
+constexpr int VECTORS = HR_PANEL_F / HR_LANES;
+/* Rows of a tile at most, and how many vectors of outputs go with so many rows: the sums fill the registers. */
 #ifdef HR_ISA_AVX2
-constexpr int NARROW = 1; /* vectors in a tile of several rows: sixteen registers hold six rows of one */
+constexpr int TILE = 6;
+constexpr int vectors_of(int rows) { return rows == 1 ? VECTORS : 1; }
 #else
-constexpr int NARROW = 4;
+constexpr int TILE = 12;
+constexpr int vectors_of(int rows) { return rows <= TILE / 2 ? VECTORS : VECTORS / 2; }
 #endif
-constexpr int VECTORS = HR_PANEL_F / HR_LANES, TILE = 6;
-constexpr int64_t DIRECT_ROWS = 12;  /* up to so many, widening the weights once is not worth a pass of its own */
+constexpr int64_t DIRECT_ROWS = 6; /* up to so many rows x is read as it lies */
+constexpr int64_t WIDEN_ROWS = 24; /* beyond so many the weights are widened in a pass of their own */
 constexpr int64_t BLOCK_ROWS = 192, BLOCK_IN = 64;
-constexpr int64_t AHEAD = 2048;      /* bytes, of the weights prefetched */
+constexpr int64_t AHEAD = 8192;       /* bytes, of the weights prefetched */
 constexpr int64_t PACKED_X = 4 << 20; /* bytes of scratch */
 
 /* What is in a thread's scratch. */
@@ -37,52 +43,70 @@ HR_INLINE V weights_at(const char* w, int64_t i) {
     return load_bf16((const uint16_t*)w + i);
 }
 
-/* One tile: sums[row][64] goes on by `steps` inputs. x of row r and input k is x[r * row_step + k], or x[k * rows + r] where
- * packed. What lies `ahead` of w is fetched meanwhile. */
+/* One tile: sums[row][64] goes on by `steps` inputs. x of row r and input k is x[r * row_step + k], or x[k * rows + r]
+ * where packed. Meanwhile as many bytes as are used of w are fetched from `fetch` on. */
 template <int type, int rows, bool packed, int vectors>
-HR_INLINE void tile_part(const char* w, int64_t steps, const float* x, int64_t row_step, float* sums, int64_t ahead) {
-    constexpr int64_t size = type == HR_F32 ? 4 : 2, line = HR_PANEL_F * size;
+HR_INLINE void tile_part(const char* w, int64_t steps, const float* x, int64_t row_step, float* sums,
+                         const char* fetch) {
+    constexpr int64_t size = type == HR_F32 ? 4 : 2, line = HR_PANEL_F * size, used = vectors * HR_LANES * size;
     V c[rows][vectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < vectors; v++) c[r][v] = load(sums + r * HR_PANEL_F + v * HR_LANES);
     for (int64_t k = 0; k < steps; k++) {
         V b[vectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < vectors; v++) b[v] = weights_at<type>(w, v * HR_LANES);
-#pragma GCC unroll 8
-        for (int i = 0; i < line; i += 64) __builtin_prefetch(w + ahead + i);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
+        for (int i = 0; i < used; i += 64) __builtin_prefetch(fetch + i);
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const V a = set1(packed ? x[r] : x[r * row_step]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int v = 0; v < vectors; v++) c[r][v] = fma(a, b[v], c[r][v]);
         }
         w += line;
+        fetch += used;
         x += packed ? rows : 1;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < vectors; v++) store(sums + r * HR_PANEL_F + v * HR_LANES, c[r][v]);
 }
 
-using TileFn = void (*)(const char*, int64_t, const float*, int64_t, float*, int64_t);
+using TileFn = void (*)(const char*, int64_t, const float*, int64_t, float*, const char*);
 
 template <int type, int rows, bool packed>
-void tile(const char* w, int64_t steps, const float* x, int64_t row_step, float* sums, int64_t ahead) {
-    constexpr int vectors = rows == 1 ? VECTORS : NARROW, size = type == HR_F32 ? 4 : 2;
-    for (int v = 0; v < VECTORS; v += vectors)
-        tile_part<type, rows, packed, vectors>(w + v * HR_LANES * size, steps, x, row_step, sums + v * HR_LANES, ahead);
+void tile(const char* w, int64_t steps, const float* x, int64_t row_step, float* sums, const char* fetch) {
+    constexpr int vectors = vectors_of(rows), size = type == HR_F32 ? 4 : 2;
+    for (int64_t v = 0; v < VECTORS; v += vectors) {
+        const int64_t at = v * HR_LANES;
+        tile_part<type, rows, packed, vectors>(w + at * size, steps, x, row_step, sums + at, fetch + at * size * steps);
+    }
 }
 
-#define ROWS_OF(type, packed) \
-    {tile<type, 1, packed>, tile<type, 2, packed>, tile<type, 3, packed>, \
-     tile<type, 4, packed>, tile<type, 5, packed>, tile<type, 6, packed>}
-const TileFn direct_tiles[3][TILE] = {ROWS_OF(HR_F32, false), ROWS_OF(HR_F16, false), ROWS_OF(HR_BF16, false)};
-const TileFn packed_tiles[TILE] = ROWS_OF(HR_F32, true);
-#undef ROWS_OF
+/* The tile for each number of rows up to `most`. */
+template <int type, bool packed, int most>
+struct TileFns {
+    TileFn of[most];
+    template <int rows = most>
+    constexpr void fill() {
+        of[rows - 1] = tile<type, rows, packed>;
+        if constexpr (rows > 1) fill<rows - 1>();
+    }
+    constexpr TileFns() : of() { fill(); }
+};
+constexpr TileFns<HR_F32, false, DIRECT_ROWS> direct_f32;
+constexpr TileFns<HR_F16, false, DIRECT_ROWS> direct_f16;
+constexpr TileFns<HR_BF16, false, DIRECT_ROWS> direct_bf16;
+constexpr TileFns<HR_F32, true, TILE> packed_f32;
+constexpr TileFns<HR_F16, true, TILE> packed_f16;
+constexpr TileFns<HR_BF16, true, TILE> packed_bf16;
+static_assert(HR_F32 == 0 && HR_F16 == 1 && HR_BF16 == 2, "order of these");
+const TileFn* const direct_tiles[] = {direct_f32.of, direct_f16.of, direct_bf16.of};
+const TileFn* const packed_tiles[] = {packed_f32.of, packed_f16.of, packed_bf16.of};
 
 /* `steps` rows of `width` weights to floats [steps][64], zeros in what a narrow panel lacks. */
 template <int type>
@@ -93,7 +117,7 @@ void widen(const char* w, int64_t steps, int64_t width, float* to) {
             store(to + k * HR_PANEL_F + i, i < width ? weights_at<type>(w + k * width * size, i) : zero());
 }
 
-/* The rows of a block in tiles of at most six, as even as can be. */
+/* The rows of a block in as few tiles as can be, as even as can be. */
 struct Tiles {
     int64_t count, rows;
     explicit Tiles(int64_t num_rows) : count((num_rows + TILE - 1) / TILE), rows(num_rows) {}
@@ -117,28 +141,27 @@ void pack_x(const float* x, int64_t ld_x, int64_t num_in, const Tiles& tiles, fl
 void multiply(const HrArgs_linear_f* a, const float* x, const Tiles& tiles, int64_t panel, bool packed, Scratch* s) {
     const int64_t size = hr_size_f(a->type), width = hr_width_f(panel, a->num_out);
     const char* w = (const char*)a->weights + panel * HR_PANEL_F * a->num_in * size;
-    const bool wide = width != HR_PANEL_F || (packed && a->type != HR_F32);
-    const bool whole = tiles.count == 1 && !wide && (tiles.rows == 1 || NARROW == VECTORS);
+    const bool wide = width != HR_PANEL_F || (tiles.rows > WIDEN_ROWS && a->type != HR_F32);
+    const bool whole = tiles.count == 1 && !wide && vectors_of((int)tiles.rows) == VECTORS;
     const int64_t block = whole ? a->num_in : BLOCK_IN;
-    const TileFn* fns = packed ? packed_tiles : direct_tiles[wide ? (int64_t)HR_F32 : a->type];
+    const TileFn* fns = (packed ? packed_tiles : direct_tiles)[wide ? (int64_t)HR_F32 : a->type];
     memset(s->sums, 0, sizeof(float) * HR_PANEL_F * (size_t)tiles.rows);
     for (int64_t from = 0; from < a->num_in; from += block) {
         const int64_t steps = from + block < a->num_in ? block : a->num_in - from;
         const char* now = w + from * width * size;
-        /* The first tile fetches: what comes next in the panel, or where that has to be widened, the next block. */
-        int64_t ahead = AHEAD;
+        /* The first tile fetches: the next block, or where there is but one, what comes a little later in it. */
+        const char* fetch = now + (whole ? AHEAD : steps * width * size);
         if (wide) {
             if (a->type == HR_F32) widen<HR_F32>(now, steps, width, s->wide);
             else if (a->type == HR_F16) widen<HR_F16>(now, steps, width, s->wide);
             else widen<HR_BF16>(now, steps, width, s->wide);
-            ahead = 0;
             now = (const char*)s->wide;
         }
         for (int64_t t = 0; t < tiles.count; t++) {
             const int64_t first = tiles.begin(t), rows = tiles.begin(t + 1) - first;
             const float* at = packed ? x + from * tiles.rows + first * steps : x + first * a->ld_x + from;
-            fns[rows - 1](now, steps, at, a->ld_x, s->sums + first * HR_PANEL_F, ahead);
-            ahead = 0;
+            fns[rows - 1](now, steps, at, a->ld_x, s->sums + first * HR_PANEL_F, fetch);
+            fetch = now;
         }
     }
 }

@@ -26,7 +26,9 @@ void route(const HrArgs_route* a, HrTask* task) {
         });
         const V total = set1(hsum(sum)), bad = set1(hsum(poison));
         /* + bad: an expert that was not chosen may be the one that is not finite. Else it is a zero. */
-        each_vector(0, k, [&](int64_t i, int64_t n) { store_n(weights + i, add(div(load_n(weights + i, n), total), bad), n); });
+        each_vector(0, k, [&](int64_t i, int64_t n) {
+            store_n(weights + i, add(div(load_n(weights + i, n), total), bad), n);
+        });
     });
 }
 

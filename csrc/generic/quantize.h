@@ -1,4 +1,4 @@
-/* Rows quantised as they are made: each group of inputs gets its codes, scale and sum while it is in the first cache. */
+/* Rows quantised as they are made: a group of inputs gets its codes, scale and sum while it is in the first cache. */
 #pragma once
 #include "generic/share.h"
 
@@ -35,8 +35,8 @@ HR_INLINE void quantize_group(const float* x, int64_t n, V amax, V poison, int8_
     *sum = ihsum(total);
 }
 
-/* Columns begin ... end-1 of row `row`, value(i, n) giving those from i on: to out (row's first column; may be NULL) and,
- * where there is a q, quantised. `begin` is a multiple of the group. `scratch` holds a group. */
+/* Columns begin ... end-1 of row `row`, value(i, n) giving those from i on: to `out` (the row's first column; may be
+ * NULL) and, where there is a q, quantised. `begin` is a multiple of the group. `scratch` holds a group. */
 template <class F>
 HR_INLINE void emit(const Quant& to, int64_t row, int64_t begin, int64_t end, int64_t width, float* out, float* scratch,
                     F value) {

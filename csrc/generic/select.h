@@ -25,8 +25,8 @@ HR_INLINE void sink(Ranked* heap, int64_t size, int64_t at, Ranked x) {
     heap[at] = x;
 }
 
-/* heap[0 ... k-1] become the k greatest of x, greatest first, equal ones by lower index; k <= width. Returns the lanes of x * 0:
- * NaN if anything is not finite. With a NaN in x what is selected is unspecified, but k different indices of x. */
+/* heap[0 ... k-1] become the k greatest of x, greatest first, equal ones by lower index; k <= width. Returns lanes of
+ * x * 0: NaN if anything is not finite. With a NaN in x what is selected is unspecified, but k different indices. */
 HR_INLINE V select_greatest(const float* x, int64_t width, int64_t k, Ranked* heap) {
     V poison[4] = {zero(), zero(), zero(), zero()};
     for (int64_t i = 0; i < k; i++) heap[i] = {x[i], (int32_t)i};

@@ -4,9 +4,9 @@
 
 namespace HR_NS {
 
-/* Calls f(row, begin, end) until every column of every row has been in one [begin, end). Columns are cut at multiples of
- * `step` only, and never if step >= width. `cost` is what an element takes, a plain addition being 1: little work stays
- * with one thread, because a second one would cost more than it brings. */
+/* Calls f(row, begin, end) until every column of every row has been in one [begin, end). Columns are cut at multiples
+ * of `step` only, and never if step >= width. `cost` is what an element takes, a plain addition being 1: little work
+ * stays with one thread, because a second one would cost more than it brings. */
 template <class F>
 HR_INLINE void share(HrTask* task, int64_t rows, int64_t width, int64_t step, int64_t cost, F f) {
     const int64_t total = rows * width, least = 4096 / cost;

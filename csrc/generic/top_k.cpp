@@ -8,7 +8,8 @@ namespace HR_NS {
 /* True if x is free of NaN and +infinity. */
 static bool usable(const float* x, int64_t width) {
     M good = first_n(16);
-    each_vector(0, width, [&](int64_t i, int64_t n) { good = both(good, lt(load_some(x + i, n), set1(__builtin_inff()))); });
+    const V infinity = set1(__builtin_inff());
+    each_vector(0, width, [&](int64_t i, int64_t n) { good = both(good, lt(load_some(x + i, n), infinity)); });
     return bits(good) == 0xffff;
 }
 

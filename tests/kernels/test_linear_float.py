@@ -12,9 +12,9 @@ from tests.kernels.calls import BF16, F16, F32, FAST, ISAS, Array, Floats, call,
 from headrace import _native
 
 TYPES = {"f32": F32, "f16": F16, "bf16": BF16}
-# Below, at and past the edges of a tile (6 rows), of direct reading (12), of a block (192), of a panel (64 outputs).
+# Below, at and past the edges of tiles (6 and 12 rows), of widening (24), of a block (192), of a panel (64 outputs).
 SHAPES = [(1, 1, 1), (1, 70, 64), (2, 33, 65), (5, 64, 130), (6, 100, 16), (7, 65, 63), (12, 128, 80), (13, 129, 150)]
-LARGE = [(31, 200, 129), (191, 70, 64), (193, 140, 77), (400, 65, 70)]
+LARGE = [(24, 130, 64), (25, 130, 64), (31, 200, 129), (191, 70, 64), (193, 140, 77), (400, 65, 70)]
 
 
 def stored(weights: Floats, kind: str) -> tuple[Array, Floats]:
