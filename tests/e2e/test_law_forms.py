@@ -1,0 +1,116 @@
+"""The determinism law for every form of weights and cache, on the reference backend, and across threads and ISAs.
+
+What `test_law` does with all requests in all ways for the default, this does with some of them in the ways that can
+differ: in company, in chunks, preempted, with prefixes from the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
+
+from headrace.backends.cpu.native import require_native
+from headrace.backends.torch_ref.ops import RefMatrix, RefOps
+from headrace.types import Request
+
+ROOT = Path(__file__).parents[2]
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "int4": {"quantization": "int4"},
+    "int4-g128-asym": {"quantization": "int4-g128-asym", "kv_cache_dtype": "float16"},
+    "int8": {"quantization": "int8"},
+    "int8-channel": {"quantization": "int8-channel", "kv_cache_dtype": "float32"},
+    "int8, cache of int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "cache of int8": {"kv_cache_dtype": "int8"},
+    "torch_ref": {"backend": "torch_ref", "num_threads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return make_requests()[::4]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FORMS[request.param]
+
+
+@pytest.fixture(scope="module")
+def reference(requests: list[Request], form: dict[str, Any]) -> dict[str, Bits]:
+    found = run_alone(requests, **form)
+    assert len({tuple(ids) for ids, _ in found.values()}) > len(found) / 2
+    return found
+
+
+def test_I_13_in_company(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
+    core = make_core(**form)
+    assert_same(run(core, groups_of(requests, len(requests))[0]), reference)
+    before = core.stats().prefix_cache_hits
+    for group in groups_of(requests, 9):
+        assert_same(run(core, group), reference)
+    assert core.stats().prefix_cache_hits > before
+    core.close()
+
+
+def test_I_13_in_chunks(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
+    core = make_core(max_num_batched_tokens=7, max_num_seqs=6, enable_prefix_caching=False, **form)
+    assert_same(run(core, requests[::2]), reference)
+    core.close()
+
+
+def test_I_13_preempted_in_a_small_pool(
+    requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]
+) -> None:
+    core = make_core(num_gpu_blocks_override=70, max_model_len=512, block_size=8, **form)
+    assert_same(run(core, requests, preempt_every=3), reference)
+    assert core.stats().num_preemptions > 3
+    core.close()
+
+
+def test_the_forms_do_differ(requests: list[Request]) -> None:
+    found = [run_alone(requests[:2], **form) for form in FORMS.values()]
+    assert len({str(bits) for bits in found}) == len(FORMS)
+
+
+def test_control_torch_ref_with_a_product_over_all_rows_is_noticed(
+    requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = FORMS["torch_ref"]
+    reference = run_alone(requests[::2], **form)
+
+    def linear(self: RefOps, x: torch.Tensor, matrix: RefMatrix) -> torch.Tensor:
+        out = (x.float() @ matrix.data[: matrix.num_in])[:, : matrix.num_out]
+        return (out if matrix.bias is None else out + matrix.bias).to(self.dtype)
+
+    monkeypatch.setattr(RefOps, "linear", linear)
+    core = make_core(**form)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(run(core, requests[::2]), reference)
+    core.close()
+
+
+def test_I_13_every_isa_and_number_of_threads_gives_the_same_bits() -> None:
+    """In processes of their own: the ISA is chosen once. Lines are forms, by one thread and by two."""
+    forms = [form | {"num_threads": n} for form in FORMS.values() if "backend" not in form for n in (1, 2)]
+    told = {}
+    for isa in require_native().isas():
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.e2e.law", json.dumps(forms)],
+            cwd=ROOT, env=os.environ | {"HEADRACE_ISA": isa}, capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told[isa] = done.stdout.split()
+    assert {len(lines) for lines in told.values()} == {len(forms)}
+    first = next(iter(told.values()))
+    assert all(lines == first for lines in told.values()), told
+    assert first[::2] == first[1::2], "threads"
+    assert len(set(first)) == len(forms) // 2
