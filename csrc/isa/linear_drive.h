@@ -2,8 +2,10 @@
  *
  * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
  * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the L1
- * cache (int4 is unpacked there, into the layout of int8, where that pays); all row tiles of the chunk pass over a block, their float sums
- * waiting in scratch. Groups of inputs still come in order for each row, so the bits are those of one row alone.
+ * cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than FEW tiles int4 is
+ * unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while all tiles are at
+ * work; with fewer the first tile fetches as it goes. Groups of inputs come in order for each row all the same, so the bits
+ * are those of one row alone.
  *
  * Activations are packed before use, [block][tile of rows][group]: R int32 corrections (what the integer sum starts from),
  * R scales, R products of scale and sum (has_min only), then [quad of inputs][row][4] codes.
@@ -159,7 +161,7 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
 
 template <class Isa, int mode, bool nibbles>
 static void many_rows(const Linear& p, HrTask* task) {
-    constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20;
+    constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20, FEW = 4;
     constexpr bool unpack = nibbles && Isa::unpacks;
     const int64_t unpacked = p.l.header + p.l.group_octs * 4 * HR_LINE; /* a group as int8 */
     const int64_t block = at_least(1, WEIGHTS / unpacked);
@@ -203,7 +205,7 @@ static void many_rows(const Linear& p, HrTask* task) {
             const int64_t bytes = groups * p.l.header + octs * p.l.oct_bytes;
             const int64_t last_octs = octs - (groups - 1) * p.l.group_octs;
             const uint8_t* use = w;
-            if (unpack) {
+            if (unpack && tiles > FEW) {
                 uint8_t* to = weights;
                 for (int64_t i = 0; i < groups; i++) {
                     const int64_t n = i + 1 < groups ? p.l.group_octs : last_octs;
@@ -217,14 +219,15 @@ static void many_rows(const Linear& p, HrTask* task) {
             w += bytes;
             const bool end = g + block >= p.l.groups;
             /* What comes next is fetched little by little, so that the fetches do not wait for each other. */
-            const int64_t share = (bytes / HR_LINE + tiles - 1) / tiles * HR_LINE;
+            const int64_t share = tiles > FEW ? (bytes / HR_LINE + tiles - 1) / tiles * HR_LINE : 0;
             const int64_t a_row = groups * activation_header<mode>() + 8 * octs;
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t from = rows * t / tiles;
                 const int n = (int)(rows * (t + 1) / tiles - from);
                 for (int64_t i = 0; i < share; i += HR_LINE) __builtin_prefetch(w + t * share + i, 0, 2);
-                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, 0};
-                Isa::template tile<mode, nibbles && !unpack, false>(n, s);
+                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, Isa::ahead};
+                if (tiles > FEW) Isa::template tile<mode, nibbles && !unpack, false>(n, s);
+                else Isa::template tile<mode, nibbles, true>(n, s);
                 a += n * a_row;
                 if (end) finish<mode>(p, row + from, n, panel, acc + from * HR_PANEL);
             }

@@ -99,6 +99,24 @@ static void tile_of(const Span& s) {
     if (held) HR_ROWS HR_BLOCKS _mm512_store_ps(acc + r * 32 + b * 16, f[r][b]);
 }
 
+HR_INLINE void transpose(__m512i* x) {
+    __m512i y[16];
+    _Pragma("GCC unroll 8") for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < 16; i += 4) _Pragma("GCC unroll 2") for (int j = 0; j < 2; j++) {
+        x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
+        x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88), x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
 struct Avx512 {
     enum { max_rows = 12, ahead = 4096, unpacks = 1 };
 
@@ -129,8 +147,14 @@ struct Avx512 {
             memcpy(to, from, (size_t)(4 * quads));
             return;
         }
-        for (int64_t k = 0; k < quads; k++)
-            for (int r = 0; r < rows; r++, to += 4) memcpy(to, from + r * ld + 4 * k, 4);
+        for (int64_t k = 0; k < quads; k += 16) {
+            const int64_t n = at_most(16, quads - k);
+            __m512i x[16];
+            for (int r = 0; r < 16; r++)
+                x[r] = r < rows ? _mm512_maskz_loadu_epi32(first_n(n).m, from + r * ld + 4 * k) : _mm512_setzero_si512();
+            transpose(x);
+            for (int64_t i = 0; i < n; i++, to += 4 * rows) _mm512_mask_storeu_epi32(to, first_n(rows).m, x[i]);
+        }
     }
 };
 
