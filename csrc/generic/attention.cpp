@@ -7,7 +7,7 @@
 namespace HR_NS {
 namespace {
 
-enum { PIECE_COMBOS = 96, WIDEN_FROM = 13 };
+enum { PIECE_COMBOS = 192, WIDEN_FROM = 13 };
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -292,6 +292,10 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
 
     const Keys keys = keys_of(a, piece);
     int64_t row = a->row_begin[piece.chunk] + piece.row, start = a->start[piece.chunk] + piece.row;
+    for (int64_t r = 0; r < piece.rows; r++) {
+        const float* x = a->x + (row + r) * a->ld_x + (piece.kv_head * c.group + piece.head) * c.head_dim;
+        for (int64_t d = 0; d < piece.heads * c.head_dim; d += 16) fetch(x + d);
+    }
     for (int64_t i = 0; i < num_tiles; i++) {
         int64_t base = combos * i / num_tiles, count = combos * (i + 1) / num_tiles - base;
         const float* x[MAX_COMBOS];
