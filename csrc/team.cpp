@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <mutex>
 #include <vector>
 
 #include "include/kernels.h"
@@ -102,8 +101,8 @@ struct Worker {
 
 struct Team {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    std::vector<Place> places; /* one for each core first, then the others */
-    int default_num = 0, wanted_num = 0;
+    std::vector<Place> places; /* one for each core first, then the others; found at the first run */
+    std::atomic<int> default_num{0}, wanted_num{0};
     Worker* workers[MAX_THREADS] = {};
     int num_started = 1; /* the caller counts */
     void* scratch[MAX_THREADS] = {};
@@ -122,8 +121,9 @@ struct Team {
     Gate joined;
 };
 
-Team* team = nullptr;
-std::once_flag team_made;
+Team* make_team();
+/* Made while the library is loaded: a fork must find the handlers below, whatever other threads are about to run. */
+Team* const team = make_team();
 
 int core_of(int cpu) {
     int core = cpu;
@@ -205,17 +205,18 @@ void child_after_fork() {
     pthread_mutex_init(&team->lock, nullptr);
 }
 
-void make_team() {
-    team = new Team; /* never deleted: a thread of Python's may still be in a run while the process ends */
-    team->places = find_places();
-    team->default_num = find_default(team->places);
+Team* make_team() {
+    Team* made = new Team; /* never deleted: a thread of Python's may still be in a run while the process ends */
     pthread_atfork(before_fork, parent_after_fork, child_after_fork);
     atexit(close_team);
+    return made;
 }
 
-Team* get_team() {
-    std::call_once(team_made, make_team);
-    return team;
+/* With the lock held. */
+void look_around() {
+    if (team->default_num) return;
+    team->places = find_places();
+    team->default_num = find_default(team->places);
 }
 
 bool add_scratch(int tid) {
@@ -284,11 +285,16 @@ void place(int num) {
 }  // namespace
 
 int num_threads() {
-    Team* t = get_team();
-    return t->wanted_num ? t->wanted_num : t->default_num;
+    if (team->wanted_num) return team->wanted_num;
+    if (!team->default_num) {
+        pthread_mutex_lock(&team->lock);
+        look_around();
+        pthread_mutex_unlock(&team->lock);
+    }
+    return team->default_num;
 }
 
-void set_num_threads(int num) { get_team()->wanted_num = num; }
+void set_num_threads(int num) { team->wanted_num = num; }
 
 Work* team_work() { return &team->work; }
 void* team_scratch(int tid) { return team->scratch[tid]; }
@@ -309,30 +315,30 @@ void team_barrier(int num) {
 }
 
 int team_run(int num, TeamFn fn, void* context) {
-    Team* t = get_team();
     if (num <= 0) num = num_threads();
     if (num > MAX_THREADS) num = MAX_THREADS;
-    pthread_mutex_lock(&t->lock);
+    pthread_mutex_lock(&team->lock);
+    look_around();
     if (!add_scratch(0)) abort(); /* 8 MiB of address space */
-    if (num > t->num_started) grow(num);
-    if (num > t->num_started) num = t->num_started;
-    t->fn = fn;
-    t->context = context;
-    t->num = num;
-    t->work.counter = 0;
+    if (num > team->num_started) grow(num);
+    if (num > team->num_started) num = team->num_started;
+    team->fn = fn;
+    team->context = context;
+    team->num = num;
+    team->work.counter = 0;
     if (num > 1) {
         place(num);
         /* Where threads outnumber CPUs, a spinning one keeps the one it waits for from running. */
-        t->spin_ns = !t->places.empty() && num > (int)t->places.size() ? 0 : SPIN_NS;
-        t->running.store(num - 1);
-        uint32_t seen = t->joined.turn;
-        for (int tid = 1; tid < num; tid++) t->workers[tid]->go.open();
+        team->spin_ns = !team->places.empty() && num > (int)team->places.size() ? 0 : SPIN_NS;
+        team->running.store(num - 1);
+        uint32_t seen = team->joined.turn;
+        for (int tid = 1; tid < num; tid++) team->workers[tid]->go.open();
         fn(context, 0, num);
-        t->joined.wait(seen, t->spin_ns, YIELD_NS);
+        team->joined.wait(seen, team->spin_ns, YIELD_NS);
     } else {
         fn(context, 0, 1);
     }
-    pthread_mutex_unlock(&t->lock);
+    pthread_mutex_unlock(&team->lock);
     return num;
 }
 
