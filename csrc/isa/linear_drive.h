@@ -2,13 +2,15 @@
  *
  * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
  * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the L1
- * cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than FEW tiles int4 is
+ * cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than a few tiles int4 is
  * unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while all tiles are at
  * work; with fewer the first tile fetches as it goes. Groups of inputs come in order for each row all the same, so the bits
  * are those of one row alone.
  *
  * Activations are packed before use, [block][tile of rows][group]: R int32 corrections (what the integer sum starts from),
  * R scales, R products of scale and sum (has_min only), then [quad of inputs][row][4] codes.
+ *
+ * Scratch holds a tile of rows of 2^18 inputs and more.
  *
  * Include after vec.h. An ISA gives a struct with
  *     enum { max_rows, ahead, unpacks }    rows of its greatest tile; how far to prefetch; whether int4 is unpacked
@@ -161,9 +163,10 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
 
 template <class Isa, int mode, bool nibbles>
 static void many_rows(const Linear& p, HrTask* task) {
-    constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20, FEW = 4;
+    constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20;
     constexpr bool unpack = nibbles && Isa::unpacks;
     const int64_t unpacked = p.l.header + p.l.group_octs * 4 * HR_LINE; /* a group as int8 */
+    const int64_t few = unpack && unpacked > 1 << 20 ? INT64_MAX : 4;
     const int64_t block = at_least(1, WEIGHTS / unpacked);
     const int64_t panels = hr_num_panels(p.num_out);
     const int64_t row_bytes = p.l.groups * activation_header<mode>() + 8 * p.l.octs + 4 * HR_PANEL;
@@ -171,7 +174,7 @@ static void many_rows(const Linear& p, HrTask* task) {
     const int64_t chunks = (p.rows + fit - 1) / fit;
 
     uint8_t* weights = (uint8_t*)task->scratch;
-    float* acc = (float*)on_line(weights + (unpack ? block * unpacked : 0));
+    float* acc = (float*)on_line(weights + (unpack && few < INT64_MAX ? block * unpacked : 0));
     int64_t packed = -1, row = 0, rows = 0, tiles = 0;
     uint8_t* codes = 0;
     /* Neighbours in long runs, also because threads that write beside each other disturb each other. */
@@ -205,7 +208,7 @@ static void many_rows(const Linear& p, HrTask* task) {
             const int64_t bytes = groups * p.l.header + octs * p.l.oct_bytes;
             const int64_t last_octs = octs - (groups - 1) * p.l.group_octs;
             const uint8_t* use = w;
-            if (unpack && tiles > FEW) {
+            if (unpack && tiles > few) {
                 uint8_t* to = weights;
                 for (int64_t i = 0; i < groups; i++) {
                     const int64_t n = i + 1 < groups ? p.l.group_octs : last_octs;
@@ -219,14 +222,14 @@ static void many_rows(const Linear& p, HrTask* task) {
             w += bytes;
             const bool end = g + block >= p.l.groups;
             /* What comes next is fetched little by little, so that the fetches do not wait for each other. */
-            const int64_t share = tiles > FEW ? (bytes / HR_LINE + tiles - 1) / tiles * HR_LINE : 0;
+            const int64_t share = tiles > few ? (bytes / HR_LINE + tiles - 1) / tiles * HR_LINE : 0;
             const int64_t a_row = groups * activation_header<mode>() + 8 * octs;
             for (int64_t t = 0; t < tiles; t++) {
                 const int64_t from = rows * t / tiles;
                 const int n = (int)(rows * (t + 1) / tiles - from);
                 for (int64_t i = 0; i < share; i += HR_LINE) __builtin_prefetch(w + t * share + i, 0, 2);
                 const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, Isa::ahead};
-                if (tiles > FEW) Isa::template tile<mode, nibbles && !unpack, false>(n, s);
+                if (tiles > few) Isa::template tile<mode, nibbles && !unpack, false>(n, s);
                 else Isa::template tile<mode, nibbles, true>(n, s);
                 a += n * a_row;
                 if (end) finish<mode>(p, row + from, n, panel, acc + from * HR_PANEL);
