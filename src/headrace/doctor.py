@@ -1,4 +1,4 @@
-"""What this machine and this installation are: versions, CPU, memory, backends, model, hub. Printed by
+"""What this machine and this installation are: versions, CPU, memory, kernels, backends, model, hub. Printed by
 `headrace doctor`, and meant to be pasted into a bug report.
 
 Every section is found out by itself; a part that can not be had says why instead of hiding the rest. Changes nothing,
@@ -31,6 +31,9 @@ CPU_FLAGS = (
 ).split()
 PROBE_BYTES = 2**30  # well above any last-level cache
 
+# What is measured of the machine: its unit for people, and how many of the plain unit (bytes, operations) that is.
+LIMITS = {"read": ("GB/s", 1e9), "int8": ("TOPS", 1e12), "f32": ("GFLOPS", 1e9)}
+
 Section = dict[str, Any]
 
 
@@ -45,6 +48,7 @@ def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[s
         "versions": versions(),
         "cpu": cpu(),
         "memory": memory(probe_bytes),
+        "native": native_state(),
         "torch": torch_state(),
         "backends": backends(),
         "model": model_state(model),
@@ -132,6 +136,45 @@ def torch_state() -> Section:
     return found
 
 
+def native_state() -> Section:
+    """The native kernels: instruction sets of build and machine, and which of them serves each operator."""
+    from headrace.backends.cpu.native import native
+
+    try:
+        module, reason = native()
+    except HeadraceError as error:
+        return {"problem": str(error)}
+    if module is None:
+        return {"problem": f"no native kernels, {reason}"}
+    served: dict[str, str] = module.served()
+    by_isa = {f"served_by_{isa}": sorted(op for op, by in served.items() if by == isa) for isa in module.isas()}
+    return {
+        "isas": module.isas(),
+        "threads": module.num_threads(),
+        "layouts": [module.layout(kind) for kind in ("i4", "i8", "f")],
+        **{name: ops for name, ops in by_isa.items() if ops},
+    }
+
+
+def limits(seconds: float = 0.5) -> list[Section]:
+    """What the machine can do at most, to hold rates against: one entry for each thing measured, on one thread and on
+    all of the team. `rate` is the median of nine pieces (`least` and `most` their range) in `unit`, 1e9 or 1e12 a
+    second; a multiply-add counts as two operations. Takes about `seconds` for each.
+
+    Raises `NativeMissingError` where the native kernels are not there.
+    """
+    from headrace.backends.cpu.native import require_native
+
+    module = require_native()
+    rows: list[Section] = []
+    for threads in sorted({1, module.num_threads()}):
+        for row in module.limits(threads, seconds):
+            unit, scale = LIMITS[row["what"]]
+            rates = {name: round(row[name] / scale, 3) for name in ("rate", "least", "most")}
+            rows.append({"what": row["what"], "isa": row["isa"], "threads": threads, **rates, "unit": unit})
+    return rows
+
+
 def backends() -> Section:
     """The folders and files that operators, models and formats live in, by name."""
     from headrace import backends as operators
@@ -196,7 +239,11 @@ def hub_state() -> Section:
 
 
 def environment() -> Section:
-    return {"HEADRACE_DEBUG": env.debug_level(), "HEADRACE_API_KEY": "set" if env.api_key() else "not set"}
+    return {
+        "HEADRACE_DEBUG": env.debug_level(),
+        "HEADRACE_API_KEY": "set" if env.api_key() else "not set",
+        "HEADRACE_ISA": env.isa() or "not set",
+    }
 
 
 def shown(name: str, value: Any) -> str:
@@ -231,4 +278,27 @@ def show(report: dict[str, Section]) -> None:
             first = section if index == 0 else ""
             table.add_row(first, label, shown(name, value), style="red" if name == "problem" else None)
         table.add_section()
+    Console(highlight=False).print(table)
+
+
+def show_limits(rows: list[Section]) -> None:
+    """Print the limits as a table: what was measured, by which instructions, and the rates by number of threads."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    threads = sorted({row["threads"] for row in rows})
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for title in ("limit", "instructions"):
+        table.add_column(title, no_wrap=True)
+    for num in threads:
+        table.add_column(f"{num} thread{'s' if num > 1 else ''} (range)", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    found = {(row["what"], row["isa"], row["threads"]): row for row in rows}
+    for what, isa in dict.fromkeys((row["what"], row["isa"]) for row in rows):
+        cells = [
+            f"{row['rate']:.3g} ({row['least']:.3g}-{row['most']:.3g})"
+            for row in (found[what, isa, num] for num in threads)
+        ]
+        table.add_row(what, isa, *cells, LIMITS[what][0])
     Console(highlight=False).print(table)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 
 import pytest
 
 from headrace import doctor
+from headrace.backends.cpu import native
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +20,7 @@ def report() -> dict[str, doctor.Section]:
 
 def test_report_is_json_with_all_sections(report: dict[str, doctor.Section]) -> None:
     assert set(json.loads(json.dumps(report))) == {
-        *("versions", "cpu", "memory", "torch", "backends", "model", "hub", "environment"),
+        *("versions", "cpu", "memory", "native", "torch", "backends", "model", "hub", "environment"),
     }
     assert report["cpu"]["cores_logical"] >= report["cpu"]["cores_allowed"] >= 1
     assert report["memory"]["total_bytes"] >= report["memory"]["available_bytes"] > 0
@@ -65,3 +67,53 @@ def test_values_are_shown_for_people() -> None:
     assert doctor.shown("offline", False) == "no"
     assert doctor.shown("gpus", []) == "-"
     assert doctor.shown("features", ["a", "b"]) == "a, b"
+
+
+def test_who_serves_each_operator_is_listed(report: dict[str, doctor.Section]) -> None:
+    module, reason = native.native()
+    if module is None:
+        assert reason in report["native"]["problem"]
+        return
+    found = report["native"]
+    assert found["isas"] == module.isas()
+    assert found["threads"] >= 1
+    listed = {op: isa for isa in module.isas() for op in found.get(f"served_by_{isa}", [])}
+    assert listed == module.served()
+
+
+def test_without_the_native_kernels_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "headrace._native", None)
+    monkeypatch.delattr("headrace._native", raising=False)
+    native.native.cache_clear()
+    try:
+        assert "install a C++17 compiler" in doctor.native_state()["problem"]
+        with pytest.raises(native.NativeMissingError):
+            doctor.limits()
+    finally:
+        monkeypatch.undo()
+        native.native.cache_clear()
+
+
+def test_an_unknown_isa_is_a_line_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.native()[0] is None:
+        pytest.skip("no native core")
+    monkeypatch.setenv("HEADRACE_ISA", "sse9")
+    native.native.cache_clear()
+    try:
+        assert "sse9" in doctor.native_state()["problem"]
+    finally:
+        native.native.cache_clear()
+
+
+def test_the_limits_are_measured_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    module = native.native()[0]
+    if module is None:
+        pytest.skip("no native core")
+    rows = doctor.limits(seconds=0.01)
+    assert {(row["what"], row["isa"]) for row in rows} >= {("read", isa) for isa in module.isas()}
+    assert {row["threads"] for row in rows} == {1, module.num_threads()}
+    assert all(row["least"] <= row["rate"] <= row["most"] and row["rate"] > 0 for row in rows)
+    doctor.show_limits(rows)
+    printed = capsys.readouterr().out
+    for word in ("read", "GB/s", "scalar"):
+        assert word in printed
