@@ -103,6 +103,9 @@ class Conductor:
         place = 0
         try:
             for turns in listed:
+                if self._left() <= 0:
+                    self._say(f"time is over, {len(everything) - place} turns are left out")
+                    break
                 self._limits()
                 for turn in turns:
                     place += 1
@@ -166,9 +169,13 @@ class Conductor:
             for _ in range(self._tries):
                 begin = time.monotonic()
                 found.append(self._measure(turn, shape, coming))
-                if found[-1]["foreign"] <= FOREIGN_LIMIT or time.monotonic() - begin > self._left():
+                took = time.monotonic() - begin
+                dear = self._budget is not None and took > min(0.03 * self._budget, self._left())
+                if found[-1]["foreign"] <= FOREIGN_LIMIT or dear:
                     break
         except WorkerError as error:
+            if not found and self._left() <= 0:
+                return "left out, time is over"
             if not found:
                 self._broken.setdefault((*turn.worker, turn.work), str(error))
                 self._journal.add({**base, "error": str(error)})
@@ -183,7 +190,7 @@ class Conductor:
 
     def _measure(self, turn: Turn, shape: Shape, coming: Sequence[Turn]) -> dict[str, Any]:
         kind = WORKS[turn.work].kind
-        seconds = min(self._measure_seconds, max(self._left(), 30.0))
+        seconds = min(self._measure_seconds, max(self._left(), 1.0))
         if kind == "serve":
             self._make_room(float(3 * 2 * (shape.layer_weights + shape.head_weights)), coming)
             wait_until_quiet(self._quiet_seconds)
@@ -230,10 +237,12 @@ class Conductor:
         self._make_room(self._peaks.get(key, plain), coming)
         job = self._workshop.job(peer, shape, turn.contender.quant, "work") | dict(KINDS.get(key[1], {}))
         log = self._workshop.log(peer, f"{shape.name}-{turn.contender.quant}")
+        patience = min(LOAD_SECONDS, max(self._left(), 1.0))
         try:
-            worker = Worker(self._workshop.command(peer, job), self._workshop.environment(peer), log, LOAD_SECONDS)
+            worker = Worker(self._workshop.command(peer, job), self._workshop.environment(peer), log, patience)
         except WorkerError as error:
-            self._broken[key] = str(error)
+            if self._left() > 0:
+                self._broken[key] = str(error)
             raise
         self._workers[key] = worker
         return worker

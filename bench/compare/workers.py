@@ -169,11 +169,11 @@ class Watch:
 
 
 def wait_until_quiet(seconds: float) -> bool:
-    """Wait, `seconds` at most, for a second in which others leave the machine alone; whether it came."""
+    """Wait, `seconds` at most, for half a second in which others leave the machine alone; whether it came."""
     end = time.monotonic() + seconds
     while True:
         watch = Watch()
-        time.sleep(min(1.0, max(seconds, 0.05)))
+        time.sleep(min(0.5, max(seconds, 0.05)))
         if watch.share() < FOREIGN_LIMIT:
             return True
         if time.monotonic() >= end:

@@ -123,7 +123,8 @@ def test_everybody_in_the_tables_exists() -> None:
                 assert any(c.ours for c in who), (shape, work)
     for shape, goals in figures.GOALS.items():
         assert {goal.work for goal in goals} <= FULL[shape].keys()
-        assert {goal.work for goal in goals} <= QUICK[shape].keys(), "a quick run has every row of the table"
+        asked = {goal.work for goal in goals if goal.ratio or goal.share or goal.bound is not None}
+        assert asked <= QUICK[shape].keys(), "a quick run has every row that asks for something"
 
 
 def test_a_plan_is_interleaved_and_begins_elsewhere_each_round() -> None:

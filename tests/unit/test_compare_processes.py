@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import psutil
 import pytest
 from bench.compare import __main__ as command
 from bench.compare import conductor, serve, workers
-from bench.compare.environments import OURS, PEERS, SetupError, Workshop, last_words
+from bench.compare.environments import OURS, PEERS, ROOT, SetupError, Workshop, last_words
 from bench.compare.shapes import SHAPES, Shape, write_checkpoint
 from bench.peers import headrace_, llama_cpp_, protocol
 from bench.peers.protocol import Job, Works
@@ -119,6 +120,29 @@ def test_a_worker_that_dies_tells_its_last_words(tmp_path: Path) -> None:
         one.ask(30.0, work="die")
     with pytest.raises(workers.WorkerError):
         one.ask(30.0, work="decode")
+
+
+ORPHAN = """
+import subprocess, sys
+code = "from bench.peers import protocol; protocol.die_with_parent(); print(1, flush=True); input()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+child.send_signal(19)
+print(child.pid, flush=True)
+input()
+"""
+
+
+def test_a_stopped_worker_goes_with_whoever_started_it() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    wait_for(lambda: child.status() == psutil.STATUS_STOPPED)
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
