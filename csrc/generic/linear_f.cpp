@@ -3,8 +3,8 @@
  * An output is one chain of fma over the inputs, and so speed comes from many chains side by side: a tile is up to six
  * rows by 64 outputs, or twelve by 32. Few rows read a panel as it lies, from end to end, at the memory's pace. More
  * rows go through it a block of inputs at a time, while the next block is fetched: x is packed tile by tile (rows a
- * power of two apart would push each other out of the first cache), and many rows have the block's weights widened once. The
- * chains wait in `sums` from block to block. */
+ * power of two apart would push each other out of the first cache), and many rows have the block's weights widened
+ * once. The chains wait in `sums` from block to block. */
 #include HR_VEC_H
 #include "generic/layout_f.h"
 #include "generic/ops.h"

@@ -28,8 +28,8 @@ HR_INLINE V exp(V x) {
 /* 1 - 2 / (1 + exp(2x)); absolute error below 2e-7, which is what soft caps ask for. */
 HR_INLINE V tanh(V x) { return sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp(add(x, x))))); }
 
-/* erf within 6e-8, by two polynomials: up to |x| = 475/512 in x * x, beyond that of log(1 - erf |x|). (N. Juffa, "Efficient
- * faithfully rounded implementation of error function erff()", Stack Overflow question 35148198.) */
+/* erf within 6e-8, by two polynomials: up to |x| = 475/512 in x * x, beyond that of log(1 - erf |x|). (N. Juffa,
+ * "Efficient faithfully rounded implementation of error function erff()", Stack Overflow question 35148198.) */
 HR_INLINE V erf(V x) {
     const V t = abs(x), s = mul(x, x);
     V far = fma(set1(-1.72853470e-5f), t, set1(3.83197126e-4f));
