@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace, workshop: Workshop, say: Any) -> Journal:
         workshop,
         journal,
         say,
-        measure_seconds=120.0 if args.quick else 400.0,
+        measure_seconds=120.0 if args.quick else 600.0,
         tries=2 if args.quick else 3,
         quiet_seconds=3.0 if args.quick else 60.0,
         budget_seconds=None if minutes is None else minutes * 60,
