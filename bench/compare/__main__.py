@@ -40,7 +40,7 @@ def names(text: str, known: Iterable[str], what: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
-    made.add_argument("--work", type=Path, default=Path("~/.cache/headrace/compare"), help="work folder, some 25 GB")
+    made.add_argument("--work", type=Path, default=Path("~/.cache/headrace/compare"), help="work folder, some 30 GB")
     made.add_argument("--peers", default="", help=f"comma list of {', '.join(PEERS)} (default: all)")
     made.add_argument("--models", default="", help=f"comma list of {', '.join(SHAPES)} (default: all)")
     made.add_argument("--works", default="", help=f"comma list of {', '.join(WORKS)} (default: all)")

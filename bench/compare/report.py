@@ -78,7 +78,12 @@ def everybody(shape: Shape, samples: Sequence[Sample]) -> Table:
         for figure in figures.figures(samples, shape.name, work):
             text = number(figure.value, WORKS[work].unit).removesuffix(" tok/s")
             cells.setdefault(figure.contender, {})[work] = text + (f" (n={figure.count})" if figure.count < 3 else "")
-    made = Table(title=f"{shape.name}: medians (tok/s unless said)", title_justify="left")
+            if figure.others > figures.FOREIGN_LIMIT:
+                cells[figure.contender][work] += "*"
+    made = Table(
+        title=f"{shape.name}: medians (tok/s unless said; *: others took over {figures.FOREIGN_LIMIT:.0%} of the CPU)",
+        title_justify="left",
+    )
     made.add_column("")
     for work in works:
         made.add_column(work, justify="right")

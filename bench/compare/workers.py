@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 from bench.compare.environments import ROOT, last_words
-
-FOREIGN_LIMIT = 0.04
+from bench.compare.figures import FOREIGN_LIMIT
 
 
 class WorkerError(Exception):

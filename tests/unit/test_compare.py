@@ -264,6 +264,12 @@ def test_without_limits_there_are_no_shares() -> None:
     assert figures.limit(samples, "bandwidth") is None
 
 
+def test_a_disturbed_limit_does_not_count() -> None:
+    samples = [{"work": "limits", "bandwidth": b, "foreign": f} for b, f in ((20.0, 0.0), (24.0, 0.01), (9.0, 0.5))]
+    assert figures.limit(samples, "bandwidth") == 22.0
+    assert figures.limit([{**s, "foreign": 0.5} for s in samples], "bandwidth") == 24.0
+
+
 def test_failures_are_those_that_never_came_good() -> None:
     samples = [
         {"shape": "l1b", "work": "decode", "peer": "vllm", "quant": "w8a8", "error": "boom"},
@@ -299,7 +305,7 @@ def test_the_table_tells_figures_ratios_and_failures() -> None:
     samples = [
         LIMITS,
         sample(PEER4, "decode", 20.0),
-        sample(OURS4, "decode", 30.0),
+        sample(OURS4, "decode", 30.0, foreign=0.2),
         {"shape": "l1b", "work": "decode", "peer": "vllm", "quant": "w8a8", "error": "no [wheel]"},
     ]
     text = printed(samples)
@@ -309,7 +315,8 @@ def test_the_table_tells_figures_ratios_and_failures() -> None:
     assert "not measured" in next(line for line in text.splitlines() if "prefill 512" in line)
     assert "failed: vllm w8a8 at decode: no [wheel]" in text
     assert "limit, bandwidth: 24 GB/s read" in text
-    assert "(n=1)" in text
+    assert "20.0 (n=1) " in text
+    assert "30.0 (n=1)*" in text, "disturbed"
 
 
 def test_numbers_keep_three_digits() -> None:
