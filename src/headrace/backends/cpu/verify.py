@@ -25,6 +25,22 @@ F64 = NDArray[np.float64]
 SPARE = 1e-12
 """Keeps a row of zeros from being compared relatively."""
 
+CODE_STEP = 0.51
+"""How far a code may be from the quotient that it rounds: a half, and what float32 adds to it."""
+
+CACHE_TYPES = {code: name for name, code in TYPE_CODES.items()}
+CACHE_STEPS = {TYPE_CODES[name]: step for name, step in
+               (("float32", 0.0), ("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("int8", 1 / 254))}  # fmt: skip
+"""What rounding to a type may cost, of the greatest number of a row."""
+
+BEYOND = -1
+"""In an expected list: beyond its end, where anything may lie."""
+
+CODES = ("q", "to_q")
+LDS = {"scales": "ld_s", "sums": "ld_s", "to_scales": "ld_s", "to_sums": "ld_s", "out": "ld_out", "x": "ld_x",
+       "lists": "ld_list", "list_weights": "ld_list"}  # fmt: skip
+"""The field that tells how far apart rows of a field lie; without one they are dense."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -39,7 +55,8 @@ class Difference:
 def verify(tape: Tape, dims: list[int], tolerance: float = 2e-5) -> list[Difference]:
     """Run the step with the inputs as they are; -> records whose results differ by more than `tolerance`, in order.
 
-    Int8 codes may differ by one where a quotient lies between two, and what follows from codes is compared given them.
+    Each record is compared given what the records before it wrote. Codes, and a cache narrower than float32, may be off
+    by the half step that rounding to them costs.
     """
     found = []
     for node in tape.nodes:
@@ -88,30 +105,53 @@ class View:
 
     def error(self, name: str, wanted: NDArray[Any]) -> float:
         """Of what field `name` holds now, relative to the greatest number of each row."""
-        if name == "q":
-            got: NDArray[Any] = self.array("q", np.int8, self.rows, self["ld_q"])[:, : wanted.shape[1]]
-            return float(np.abs(got.astype(np.float64) - wanted).max() > 1)
-        if wanted.dtype == np.int32:
-            return float((self.array(name, np.int32, *wanted.shape) != wanted).any())
-        lds = {"scales": "ld_s", "out": "ld_out", "x": "ld_x"}
-        ld = self[lds[name]] if name in lds else wanted.shape[1]
-        got = self.array(name, np.float32, len(wanted), ld)[:, : wanted.shape[1]].astype(np.float64)
+        if name in ("k", "v"):
+            got: NDArray[Any] = self.stored(name).reshape(wanted.shape)
+            return self._relative(got, wanted, CACHE_STEPS[self["kv_type"]])
+        if name in CODES:
+            got = self.array(name, np.int8, self.rows, self["ld_q"])[:, : wanted.shape[1]].astype(np.float64)
+            return float(np.abs(got - wanted).max() > CODE_STEP)
+        if name == "sums":  # of the codes as they are
+            codes = self.array("q", np.int8, self.rows, self["ld_q"])[:, : self["width"]].astype(np.int32)
+            wanted = _grouped(codes, self["group"]).sum(axis=2, dtype=np.int32)
+        kind = np.int32 if wanted.dtype == np.int32 else np.float32
+        ld = self.tape.resolve(self[LDS[name]]) if name in LDS else wanted.shape[1]
+        got = self.array(name, kind, len(wanted), ld)[:, : wanted.shape[1]]
+        if name.startswith("list"):
+            got = np.where(wanted == BEYOND, wanted, got)
+        if kind == np.int32:
+            return float((got != wanted).any())
+        return self._relative(got.astype(np.float64), wanted, 0.0)
+
+    def stored(self, name: str) -> F64:
+        """What lies at the rows' slots of the cache, "k" or "v" -> [rows, kv_heads, head_dim]."""
+        tile, lane = np.divmod(self.ints("slots", self.rows), 16)
+        at = (tile, slice(None), slice(None), lane) if name == "k" else (tile, slice(None), lane)
+        found = widened(self[name][at], CACHE_TYPES[self["kv_type"]])
+        scales = self[f"{name}_scale"]
+        return found if scales is None else found * scales[tile, :, lane][..., None]
+
+    def _relative(self, got: F64, wanted: F64, step: float) -> float:
         if (np.isnan(got) != np.isnan(wanted)).any():
             return math.inf
         greatest = np.nanmax(np.abs(wanted), axis=1, keepdims=True, initial=SPARE)
-        return float(np.nanmax(np.abs(got - wanted) / greatest, initial=0.0))
+        return max(0.0, float(np.nanmax(np.abs(got - wanted) / greatest, initial=0.0)) - step)
+
+
+def _grouped(x: NDArray[Any], group: int) -> NDArray[Any]:
+    """[rows, width] -> [rows, groups, group], the last group filled up with zeros."""
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % group))).reshape(len(x), -1, group)
 
 
 def _with_codes(view: View, y: F64) -> dict[str, NDArray[Any]]:
-    """Results of an operator that may write floats, codes, or both."""
+    """Results of an operator that may write floats, codes, or both. Codes are expected before they are rounded."""
     if view["q"] is None:
         return {"out": y}
-    group = view["group"]
-    padded = np.pad(y, ((0, 0), (0, -y.shape[1] % group))).reshape(len(y), -1, group)
-    amax = np.abs(padded).max(axis=2)
+    grouped = _grouped(y, view["group"])
+    amax = np.abs(grouped).max(axis=2)
+    codes = grouped * np.divide(127.0, amax, out=np.zeros_like(amax), where=amax > 0)[:, :, None]
     scales = amax / 127
-    codes = padded * np.divide(127.0, amax, out=np.zeros_like(amax), where=amax > 0)[:, :, None]
-    return {"out": y, "q": np.rint(codes).reshape(len(y), -1)[:, : y.shape[1]], "scales": scales}
+    return {"out": y, "q": codes.reshape(len(y), -1)[:, : y.shape[1]], "scales": scales, "sums": scales}
 
 
 def _act(x: F64, kind: int) -> F64:
@@ -145,14 +185,13 @@ def _layer_norm(view: View) -> dict[str, NDArray[Any]]:
 
 
 def _embedding(view: View) -> dict[str, NDArray[Any]]:
-    types = {code: name for name, code in TYPE_CODES.items()}
-    dtype, width = STORED[types[view["type"]]], view["width"]
+    dtype, width = STORED[CACHE_TYPES[view["type"]]], view["width"]
     ids = view.ints("ids", view.rows)
     rows = []
     for token_id in ids.tolist():
         size = width * np.dtype(dtype).itemsize
         raw = np.frombuffer(ctypes.string_at(view["table"] + token_id * size, size), dtype)
-        rows.append(widened(raw, types[view["type"]]))
+        rows.append(widened(raw, CACHE_TYPES[view["type"]]))
     return {"out": np.stack(rows) * view["scale"]}
 
 
@@ -170,23 +209,32 @@ def _gated(view: View) -> dict[str, NDArray[Any]]:
 
 def _rope_store(view: View) -> dict[str, NDArray[Any]]:
     heads, kv_heads, size, pairs = view["heads"], view["kv_heads"], view["head_dim"], view["pairs"]
-    x = view.x((heads + 2 * kv_heads) * size).reshape(view.rows, -1, size)[:, :heads]
-    if view["q_norm"] is not None:
-        x = _norm(x, view["q_norm"], view["eps"], view["offset"])
-    if pairs:
-        at = view.ints("positions", view.rows)
+    x = view.x((heads + 2 * kv_heads) * size).reshape(view.rows, -1, size)
+    query, key, value = np.split(x, [heads, heads + kv_heads], axis=1)
+    at = view.ints("positions", view.rows)
+
+    def turned(part: F64, norm: NDArray[np.float32] | None) -> F64:
+        if norm is not None:
+            part = _norm(part, norm, view["eps"], view["offset"])
+        if not pairs:
+            return part.reshape(view.rows, -1)
         cos, sin = (view[name][at].astype(np.float64)[:, None, :] for name in ("cos", "sin"))
-        left, right = x[..., :pairs], x[..., pairs : 2 * pairs]
-        x = np.concatenate([left * cos - right * sin, right * cos + left * sin, x[..., 2 * pairs :]], axis=2)
-    return {"x": x.reshape(view.rows, -1)}
+        left, right = part[..., :pairs], part[..., pairs : 2 * pairs]
+        made = [left * cos - right * sin, right * cos + left * sin, part[..., 2 * pairs :]]
+        return np.concatenate(made, axis=2).reshape(view.rows, -1)
+
+    return {
+        "x": turned(query, view["q_norm"]),
+        "k": turned(key, view["k_norm"]),
+        "v": value.reshape(view.rows, -1),
+    }
 
 
 def _attention(view: View) -> dict[str, NDArray[Any]]:
     heads, kv_heads, size = view["heads"], view["kv_heads"], view["head_dim"]
     block_size, num_chunks = view["block_size"], view.sizes[1]
     begin, start, tables = view["row_begin"], view["start"], view["table_begin"]
-    types = {code: name for name, code in TYPE_CODES.items()}
-    dtype = types[view["kv_type"]]
+    dtype = CACHE_TYPES[view["kv_type"]]
     query = view.x(heads * size).reshape(view.rows, heads, size)
     out = np.zeros_like(query)
     for chunk in range(num_chunks):
@@ -220,7 +268,8 @@ def _linear(view: View) -> dict[str, NDArray[Any]]:
     else:
         ld_s, group = view["ld_s"], view["group"]
         codes = view.array("q", np.int8, view.rows, view["ld_q"])[:, :num_in].astype(np.float64)
-        scales = view.array("scales", np.float32, view.rows, ld_s).astype(np.float64)
+        # What lies beyond the last group of a row nobody has written.
+        scales = view.array("scales", np.float32, view.rows, ld_s)[:, : -(-num_in // group)].astype(np.float64)
         x = codes * np.repeat(scales, group, axis=1)[:, :num_in]
         flag = view["has_min"] if kind == "i4" else view["weight_group"]
         group = group if kind == "i4" else flag
@@ -241,12 +290,28 @@ def _route(view: View) -> dict[str, NDArray[Any]]:
     return {"ids": ids, "weights": weights / weights.sum(axis=1, keepdims=True)}
 
 
+def _group(view: View) -> dict[str, NDArray[Any]]:
+    shape = view["num_experts"], view.tape.resolve(view["ld_list"])
+    ids, weights = (view.array(name, kind, view.rows, view["top_k"])
+                    for name, kind in (("ids", np.int32), ("weights", np.float32)))  # fmt: skip
+    lists, list_weights = np.full(shape, BEYOND, np.int32), np.full(shape, BEYOND, np.float64)
+    for expert_id in range(view["num_experts"]):
+        rows, place = np.nonzero(ids == expert_id)
+        lists[expert_id, : len(rows)] = rows
+        list_weights[expert_id, : len(rows)] = weights[rows, place]
+    return {"lists": lists, "list_weights": list_weights}
+
+
 def _gather(view: View) -> dict[str, NDArray[Any]]:
     rows = view.array("list", np.int32, 1, view.rows)[0]
-    if view["x"] is None:
-        return {}  # codes are copied as they are; the linear layer after it would show a wrong row
-    found = view.array("x", np.float32, int(rows.max()) + 1, view["ld_x"])[rows][:, : view["width"]]
-    return {"out": found.astype(np.float64)}
+    height, width = int(rows.max()) + 1, view["width"]
+    if view["x"] is not None:
+        return {"out": view.array("x", np.float32, height, view["ld_x"])[rows][:, :width].astype(np.float64)}
+    # The bits of the scales: a row of them is copied with what lies beyond the last group, which may be anything.
+    found: dict[str, NDArray[Any]] = {
+        f"to_{name}": view.array(name, np.int32, height, view["ld_s"])[rows] for name in ("scales", "sums")
+    }
+    return found | {"to_q": view.array("q", np.int8, height, view["ld_q"])[rows][:, :width].astype(np.float64)}
 
 
 def _scatter(view: View) -> dict[str, NDArray[Any]]:
@@ -294,7 +359,7 @@ REFERENCE: dict[str, Callable[[View], dict[str, NDArray[Any]]]] = {
     "linear_i8": _linear,
     "linear_f": _linear,
     "route": _route,
-    "moe_group": lambda view: {},
+    "moe_group": _group,
     "moe_gather": _gather,
     "moe_scatter": _scatter,
     "zero": lambda view: {"out": np.zeros((view.rows, view["width"]))},
