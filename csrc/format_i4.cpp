@@ -12,8 +12,8 @@ size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t group, int64_t has_
     return (size_t)(hr_num_panels(num_out) * hr_layout_i4(num_in, group, has_min).panel_bytes);
 }
 
-void pack(const void* codes, const float* d, const float* m, int64_t num_in, int64_t group, int64_t has_min, int64_t first,
-          int64_t last, int64_t num_out, void* packed) {
+void pack(const void* codes, const float* d, const float* m, int64_t num_in, int64_t group, int64_t has_min,
+          int64_t first, int64_t last, int64_t num_out, void* packed) {
     const HrLayout l = hr_layout_i4(num_in, group, has_min);
     if (last > num_out) last = num_out;
     for (int64_t out = first; out < last; out++) {

@@ -9,7 +9,9 @@
 namespace {
 
 /* With one scale for each output the group of the activations leaves no trace, so any will do. */
-HrLayout layout(int64_t num_in, int64_t weight_group) { return hr_layout_i8(num_in, num_in > 8 ? num_in : 8, weight_group); }
+HrLayout layout(int64_t num_in, int64_t weight_group) {
+    return hr_layout_i8(num_in, num_in > 8 ? num_in : 8, weight_group);
+}
 
 size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t, int64_t weight_group) {
     return (size_t)(hr_num_panels(num_out) * layout(num_in, weight_group).panel_bytes);

@@ -1,14 +1,14 @@
-/* How the int4 and int8 linear layers go through memory: shared by the ISAs with vectors, each of which brings its tiles.
+/* How the int4 and int8 linear layers go through memory: shared by the ISAs with vectors, each of which brings tiles.
  *
  * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
- * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the L1
- * cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than a few tiles int4 is
- * unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while all tiles are at
- * work; with fewer the first tile fetches as it goes. Groups of inputs come in order for each row all the same, so the bits
- * are those of one row alone.
+ * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the
+ * L1 cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than a few
+ * tiles int4 is unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while
+ * all tiles are at work; with fewer the first tile fetches as it goes. Groups of inputs come in order for each row all
+ * the same, so the bits are those of one row alone.
  *
- * Activations are packed before use, [block][tile of rows][group]: R int32 corrections (what the integer sum starts from),
- * R scales, R products of scale and sum (has_min only), then [quad of inputs][row][4] codes.
+ * Activations are packed before use, [block][tile of rows][group]: R int32 corrections (what the integer sum starts
+ * from), R scales, R products of scale and sum (has_min only), then [quad of inputs][row][4] codes.
  *
  * Scratch holds a tile of rows of 2^18 inputs and more.
  *
@@ -64,9 +64,9 @@ HR_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 template <int mode>
 constexpr int64_t activation_header() { return mode == HR_MODE_MIN ? 12 : 8; }
 
-/* Where piece i of `panels` begins: each round of as many pieces as there are threads takes three quarters of what is left,
- * in pieces of at least `least`. Taking a piece costs a fence, which empties the pipes of memory; so few, and small ones
- * last, for those who are done early. */
+/* Where piece i of `panels` begins: each round of as many pieces as there are threads takes three quarters of what is
+ * left, in pieces of at least `least`. Taking a piece costs a fence, which empties the pipes of memory; so few, and
+ * small ones last, for those who are done early. */
 HR_INLINE int64_t begin_of(int64_t i, int64_t panels, int64_t threads, int64_t least) {
     int64_t begin = 0;
     for (;; i -= threads) {
@@ -82,7 +82,8 @@ static uint8_t* pack_tile(const Linear& p, int64_t row, int n, int64_t first, in
     for (int64_t g = first; g < last; g++) {
         for (int r = 0; r < n; r++) {
             const float sa = p.scales[(row + r) * p.ld_s + g];
-            const int32_t sum = p.sums[(row + r) * p.ld_s + g], from = (int32_t)(0u - (uint32_t)p.offset * (uint32_t)sum);
+            const int32_t sum = p.sums[(row + r) * p.ld_s + g];
+            const int32_t from = (int32_t)(0u - (uint32_t)p.offset * (uint32_t)sum);
             memcpy(to + 4 * r, &from, 4), memcpy(to + 4 * (n + r), &sa, 4);
             if (mode == HR_MODE_MIN) {
                 const float product = (float)sum * sa;
@@ -139,8 +140,9 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
     const int64_t last_octs = p.l.octs - (p.l.groups - 1) * p.l.group_octs;
     const int64_t a_group = rows * (activation_header<mode>() + 8 * p.l.group_octs);
     /* The groups at the end of a piece, while which the beginning of the next is fetched. */
-    const int64_t tail = p.l.group_bytes > 2 * AHEAD ? 0 : at_most(p.l.groups, (AHEAD + p.l.group_bytes - 1) / p.l.group_bytes);
-    const int64_t ahead = tail ? tail * p.l.group_bytes : AHEAD;
+    const int64_t bytes = p.l.group_bytes;
+    const int64_t tail = bytes > 2 * AHEAD ? 0 : at_most(p.l.groups, (AHEAD + bytes - 1) / bytes);
+    const int64_t ahead = tail ? tail * bytes : AHEAD;
     while (next < panels) {
         const int64_t first = next, last = begin_of(piece + 1, panels, threads, least);
         piece = hr_next(task), next = begin_of(piece, panels, threads, least);
@@ -151,7 +153,7 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
             memset(acc, 0, (size_t)rows * HR_PANEL * 4);
             if (s.groups) Isa::template tile<mode, nibbles, true>(rows, s);
             if (jump) {
-                s.w += s.groups * p.l.group_bytes, s.a += s.groups * a_group;
+                s.w += s.groups * bytes, s.a += s.groups * a_group;
                 s.groups = jump, s.last_octs = last_octs;
                 s.ahead = next < panels ? p.weights + next * p.l.panel_bytes - s.w : 0;
                 Isa::template tile<mode, nibbles, true>(rows, s);

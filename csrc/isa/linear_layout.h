@@ -5,10 +5,11 @@
  *                                m   [32] f16               one line (i4 with has_min only)
  *                                oct [inputs / 8, rounded up]
  *     at the end:                d   [32] f32               i8 with weight_group 0 only
- * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128. i4: [block][output][input of
- * the quad], the low nibble from the first quad and the high one from the second. Inputs and outputs that do not exist
- * hold anything: they meet zeros, or are not written. So a line of 64 bytes is 16 outputs by 4 inputs, or
- * two such lines after one `and` and one shift: what the dot product instructions take. */
+ * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128. i4:
+ * [block][output][input of the quad], the low nibble from the first quad and the high one from the second. Inputs and
+ * outputs that do not exist hold anything: they meet zeros, or are not written. So a line of 64 bytes is 16 outputs by
+ * 4 inputs, or two such lines after one `and` and one shift: what the dot product instructions take. Groups are
+ * multiples of 8 inputs. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
 /* The tiles of the int4 and int8 linear layers in AVX2: up to 4 rows by 2 blocks of 16 outputs, one block at a time.
  *
- * vpmaddubsw adds two products of unsigned and signed bytes in 16 bits and saturates. Of int4 codes, 2 * 15 * 127 fits twice
- * over. Of int8 codes the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
+ * vpmaddubsw adds two products of unsigned and signed bytes in 16 bits and saturates. Of int4 codes, 2 * 15 * 127 fits
+ * twice over. Of int8 codes the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
 #pragma once
 #include "isa/avx2/vec.h"
 #include "isa/linear_drive.h"
@@ -22,7 +22,7 @@ static void tile_of(const Span& s) {
     const uint8_t *w = s.w, *a = s.a;
     for (int64_t g = 0; g < s.groups; g++) {
         const int64_t octs = g + 1 < s.groups ? s.octs : s.last_octs;
-        if (stream) _Pragma("GCC unroll 2") for (int64_t i = 0; i < header; i += 64) __builtin_prefetch(w + s.ahead + i);
+        for (int64_t i = 0; stream && i < header; i += 64) __builtin_prefetch(w + s.ahead + i);
         for (int b = 0; b < 2; b++) {
             const uint8_t *x = w + header + 64 * b, *y = a + lead;
             __m256i c[R][2];
@@ -39,7 +39,8 @@ static void tile_of(const Span& s) {
                     HR_ROWS {
                         const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
                         HR_HALVES {
-                            const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(first[h], p), _mm256_maddubs_epi16(second[h], q));
+                            const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(first[h], p),
+                                                                 _mm256_maddubs_epi16(second[h], q));
                             c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
                         }
                     }

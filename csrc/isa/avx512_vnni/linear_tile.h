@@ -39,7 +39,7 @@ static void tile_of(const Span& s) {
     if (held) HR_ROWS HR_BLOCKS f[r][b] = _mm512_load_ps(acc + r * 32 + b * 16);
     for (int64_t g = 0; g < s.groups; g++) {
         const uint8_t *header = w, *rows = a;
-        if (!held) asm volatile("" ::: "memory"); /* the sums are too many to be carried in registers from group to group */
+        if (!held) asm volatile("" ::: "memory"); /* else gcc carries all sums in registers, and spills */
         w += mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
         a += (mode == HR_MODE_MIN ? 12 : 8) * R;
         __m512i c[R][2];
@@ -89,7 +89,8 @@ static void tile_of(const Span& s) {
                 float* at = acc + r * 32 + b * 16;
                 __m512 y = held ? f[r][b] : _mm512_load_ps(at);
                 const __m512 isum = _mm512_cvtepi32_ps(c[r][b]);
-                y = mode == HR_MODE_CHANNEL ? _mm512_fmadd_ps(isum, sa, y) : _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[b], y);
+                if (mode == HR_MODE_CHANNEL) y = _mm512_fmadd_ps(isum, sa, y);
+                else y = _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[b], y);
                 if (mode == HR_MODE_MIN) y = _mm512_fmadd_ps(all_float(rows + 4 * (2 * R + r)), m[b], y);
                 if (held) f[r][b] = y;
                 else _mm512_store_ps(at, y);
@@ -110,7 +111,8 @@ HR_INLINE void transpose(__m512i* x) {
     }
     _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {
         y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
     }
     _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) {
         x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88), x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
@@ -150,8 +152,8 @@ struct Avx512 {
         for (int64_t k = 0; k < quads; k += 16) {
             const int64_t n = at_most(16, quads - k);
             __m512i x[16];
-            for (int r = 0; r < 16; r++)
-                x[r] = r < rows ? _mm512_maskz_loadu_epi32(first_n(n).m, from + r * ld + 4 * k) : _mm512_setzero_si512();
+            for (int r = 0; r < rows; r++) x[r] = _mm512_maskz_loadu_epi32(first_n(n).m, from + r * ld + 4 * k);
+            for (int r = rows; r < 16; r++) x[r] = _mm512_setzero_si512();
             transpose(x);
             for (int64_t i = 0; i < n; i++, to += 4 * rows) _mm512_mask_storeu_epi32(to, first_n(rows).m, x[i]);
         }
