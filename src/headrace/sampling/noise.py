@@ -44,8 +44,8 @@ def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[int, int]) -> tupl
 def _words(seed: int, position: int, blocks: U64, purpose: int) -> tuple[U64, U64]:
     """The 64-bit words of the even and of the odd token id of every block (token id // 2)."""
     key = (seed & 0xFFFFFFFF, seed >> 32)
-    c1, c2, c3 = (np.array([word], np.uint64) for word in (position & 0xFFFFFFFF, position >> 32, purpose))
-    even, odd = np.empty_like(blocks), np.empty_like(blocks)
+    c1, c2, c3 = np.array([[position & 0xFFFFFFFF], [position >> 32], [purpose]], np.uint64)
+    even, odd = np.empty((2, len(blocks)), np.uint64)
     for start in range(0, len(blocks), _SPAN):
         span = slice(start, start + _SPAN)
         w0, w1, w2, w3 = philox4x32((blocks[span], c1, c2, c3), key)
@@ -66,7 +66,9 @@ def bits(seed: int, position: int, token_ids: NDArray[np.int64], purpose: int = 
 def bits_of_all(seed: int, position: int, num_tokens: int, purpose: int = SAMPLE) -> U64:
     """`bits` of the token ids 0 to num_tokens - 1, at half the cost: a block of Philox serves two token ids."""
     even, odd = _words(seed, position, np.arange((num_tokens + 1) // 2, dtype=np.uint64), purpose)
-    return np.stack((even, odd), axis=1).reshape(-1)[:num_tokens]
+    words = np.empty(2 * len(even), np.uint64)
+    words[::2], words[1::2] = even, odd
+    return words[:num_tokens]
 
 
 def gumbel(words: U64) -> F64:
