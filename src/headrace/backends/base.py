@@ -241,6 +241,10 @@ class Backend(Protocol):
         """An embedding table [V, H] as `Ops.embedding` takes it."""
         ...
 
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory for packed matrices, for backends with layouts. Raises MemoryError."""
+        ...
+
     def layouts(self) -> dict[str, str]:
         """The name of each kind of matrix's layout; empty if matrices can not be kept and mapped (`runner.packed`)."""
         ...

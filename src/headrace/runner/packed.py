@@ -14,10 +14,10 @@ import logging
 import mmap
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol
@@ -37,8 +37,7 @@ CONTAINER = 1
 PAGE, LINE = 4096, 64
 LEFTOVER_SECONDS = 3600
 """A temporary file as old as this was left by a process that was killed."""
-PREFETCH_BYTES = 4 * 2**20
-POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python has no name for it
+PIECE_BYTES = 16 * 2**20
 
 
 class Form(NamedTuple):
@@ -102,6 +101,10 @@ class PackedBackend(Protocol):
 
     def table(self, values: Any) -> Any: ...
 
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory that is read fast, starting on a page."""
+        ...
+
     def layouts(self) -> dict[str, str]:
         """Name of the layout of each kind of matrix; changes when the bytes do."""
         ...
@@ -164,21 +167,39 @@ class PackedFile:
             if name.startswith("tensor/")
         }
 
-    def prefetch(self) -> threading.Thread:
-        """Map all pages on a thread of its own, in the order in which they will be read. -> the thread, started."""
-        thread = threading.Thread(target=self._populate, name="prefetch", daemon=True)
-        thread.start()
-        return thread
+    def read(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Copy the matrices into memory of `allocate`, by two threads; the mapping's small pages are slower to read.
 
-    def _populate(self) -> None:
-        buffer = self._file.buffer
+        Raises MemoryError, and `CheckpointError` for a file that ends early.
+        """
+        size = self.path.stat().st_size
+        memory = allocate(size)
+        pieces = iter(range(0, size, PIECE_BYTES))
+        view = memory.data
+
+        def copy() -> None:
+            # Each of the two takes the next piece; the interpreter is free while the kernel copies.
+            for begin in pieces:
+                end = min(begin + PIECE_BYTES, size)
+                while begin < end:
+                    num_read = os.preadv(descriptor, [view[begin:end]], begin)
+                    if num_read == 0:
+                        raise CheckpointError("it ends early")
+                    begin += num_read
+
+        descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            buffer.madvise(mmap.MADV_WILLNEED)
-            # In pieces: the interpreter is held while the kernel works on one.
-            for begin in range(0, len(buffer), PREFETCH_BYTES):
-                buffer.madvise(POPULATE_READ, begin, min(PREFETCH_BYTES, len(buffer) - begin))
-        except OSError as error:  # an older kernel: pages are mapped as they are touched
-            logger.debug("%s: %s", self.path, error)
+            with ThreadPoolExecutor(2) as threads:
+                for done in [threads.submit(copy), threads.submit(copy)]:
+                    done.result()
+        except OSError as error:
+            raise CheckpointError(f"it can not be read: {error}") from error
+        finally:
+            os.close(descriptor)
+        for name, matrix in self.matrices.items():
+            begin = self._file.entries[f"matrix/{name}"].begin
+            self.matrices[name] = replace(matrix, data=memory[begin : begin + matrix.data.nbytes])
+        self._file.release()
 
     def _facts(self) -> dict[str, Any]:
         entry = self._file.entries.get("digest")

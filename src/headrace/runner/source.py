@@ -42,8 +42,8 @@ def with_weights(
     if layouts:
         packed = find(checkpoint, form, backend)
         if packed is not None:
-            packed.prefetch()
             try:
+                packed.read(backend.allocate)
                 weights = PackedWeights(packed, checkpoint, backend, on_tensor)
                 made = build(weights)
                 weights.finish()

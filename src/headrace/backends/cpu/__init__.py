@@ -16,6 +16,7 @@ from headrace import env
 from headrace.backends.base import KVShape
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
+from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
@@ -55,6 +56,10 @@ class Cpu:
         if dtype not in TYPE_CODES or not values.is_contiguous():
             values, dtype = values.float().contiguous(), "float32"
         return Table(values.data_ptr(), TYPE_CODES[dtype], height, width, values)
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory that is read fast. Raises MemoryError."""
+        return aligned(num_bytes)
 
     def layouts(self) -> dict[str, str]:
         """The name of each format's layout: a packed file with other names is of no use here."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import ITEM_BYTES, KVShape
+from headrace.backends.cpu.memory import aligned
 
 TILE = 16
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
@@ -63,11 +64,7 @@ class KVCache:
         heads, size = shape.num_kv_heads, shape.head_dim
 
         def zeros(*dims: int, item: Any) -> NDArray[Any]:
-            # np.zeros leaves its pages to the system until they are touched, but not on a cache line.
-            count = int(np.prod(dims))
-            raw = np.zeros(count * np.dtype(item).itemsize + 64, np.uint8)
-            skip = -raw.ctypes.data % 64
-            made: NDArray[Any] = raw[skip : skip + count * np.dtype(item).itemsize].view(item).reshape(dims)
+            made: NDArray[Any] = aligned(int(np.prod(dims)) * np.dtype(item).itemsize).view(item).reshape(dims)
             return made
 
         self.layers = []

@@ -10,9 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 ROWS, SEQS, LOGITS, FREE = 0, 1, 2, 3
 """Dimensions that change from step to step, as csrc/include/kernels.h numbers them; experts count from FREE on."""
 
@@ -201,10 +198,3 @@ class Graph:
             placed.append((offset, offset + size, buffer))
             total = max(total, offset + size)
         return total
-
-
-def aligned(num_bytes: int, alignment: int = 4096) -> NDArray[np.uint8]:
-    """Bytes that nobody has written, starting on a multiple of `alignment`; pages are taken as they are touched."""
-    raw = np.empty(num_bytes + alignment, np.uint8)
-    skip = -raw.ctypes.data % alignment
-    return raw[skip : skip + num_bytes]

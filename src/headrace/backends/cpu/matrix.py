@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.cpu.graph import aligned
+from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.native import require_native
 
 if TYPE_CHECKING:

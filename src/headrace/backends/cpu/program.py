@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Chunks, Logits
 from headrace.backends.cpu.cache import KVCache
-from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Value, aligned
+from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Value
+from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps, StepRows
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import verify

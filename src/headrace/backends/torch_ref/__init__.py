@@ -37,6 +37,9 @@ class TorchRef:
 
     table = constant
 
+    def allocate(self, num_bytes: int) -> Any:
+        raise NotImplementedError("torch_ref packs no weights")
+
     def layouts(self) -> dict[str, str]:
         return {}
 

@@ -1,0 +1,34 @@
+"""Memory for weights, caches and buffers, in huge pages where the system has them.
+
+In a virtual machine every miss of the address cache costs two walks: with pages of 2 MiB two threads were seen to read
+53 GB/s, with pages of 4 KiB 37 (docs/performance.md). Called by the parts of this backend, and by `runner.packed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+HUGE = 2 * 2**20
+
+
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed bytes that start on a page, a huge one if they fill several. Pages are taken as they are touched.
+
+    Raises MemoryError.
+    """
+    large = num_bytes >= 2 * HUGE
+    try:
+        mapping = mmap.mmap(-1, num_bytes + (HUGE if large else mmap.PAGESIZE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes: {error}") from error
+    raw = np.frombuffer(mapping, np.uint8)
+    skip = -raw.ctypes.data % HUGE if large else 0
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without them refuses; small pages do the same, more slowly.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return raw[skip : skip + num_bytes]
