@@ -32,7 +32,7 @@ Share share_of(const HrArgs_attention* a, int64_t chunk, int64_t heads) {
     return {tiles, (64 - __builtin_clzll((uint64_t)most(1, rows / most(1, tiles) * keys))) / 2};
 }
 
-/* The pieces of a step, those that take longest first. Every thread walks the same list and takes what hr_next gives. */
+/* The pieces of a step, those that take longest first. Every thread walks the same list and takes what hr_next says. */
 struct Work {
     const HrArgs_attention* args;
     HrTask* task;
@@ -40,10 +40,11 @@ struct Work {
 
     Work(const HrArgs_attention* a, HrTask* t)
         : args(a), task(t), num_chunks(t->dims[HR_DIM_SEQS]), kv_heads(a->kv_heads), group(a->heads / a->kv_heads),
-          parts((group + PIECE_COMBOS - 1) / PIECE_COMBOS), heads((group + parts - 1) / parts), bucket(0), chunk(0), begun(0) {
+          parts((group + PIECE_COMBOS - 1) / PIECE_COMBOS), heads((group + parts - 1) / parts), bucket(0), chunk(0),
+          begun(0) {
         int64_t total = 0;
         for (int64_t i = 0; i < num_chunks; i++) total += share_of(a, i, heads).tiles * kv_heads * parts;
-        /* Few pieces: the query heads of a group are shared out too, at the price of reading the cache more than once. */
+        /* Few pieces: the query heads of a group are shared out too, though the cache is then read more than once. */
         if (total % t->num_threads != 0 && total < 2 * t->num_threads && group % t->num_threads == 0)
             parts = t->num_threads, heads = group / parts;
         for (int64_t i = 0; i < num_chunks; i++) bucket = most(bucket, share_of(a, i, heads).bucket);
@@ -127,7 +128,8 @@ void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffe
         int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
         const E* from = (const E*)c.args->k + tile * size + lane;
         for (int64_t d = 0; d < c.head_dim; d++) k[d * 16 + i] = from[d * 16];
-        memcpy(v + i * c.head_dim, (const E*)c.args->v + tile * size + lane * c.head_dim, (size_t)c.head_dim * sizeof(E));
+        const E* value = (const E*)c.args->v + tile * size + lane * c.head_dim;
+        memcpy(v + i * c.head_dim, value, (size_t)c.head_dim * sizeof(E));
         if (K::type == HR_I8) ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
     }
     span->k[t] = k, span->v[t] = v, span->k_scale[t] = ks, span->v_scale[t] = vs;
@@ -186,7 +188,10 @@ float weights(const HrArgs_attention* a, const Span& span, float* s, int lo, int
     if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0)) { /* nearly always: scores stay in registers */
         V x[SPAN_TILES];
 #pragma GCC unroll 8
-        for (int t = 0; t < SPAN_TILES; t++) x[t] = finished_scores<Scaled>(a, span, s, t, 0, HR_SPAN), top = max(top, x[t]);
+        for (int t = 0; t < SPAN_TILES; t++) {
+            x[t] = finished_scores<Scaled>(a, span, s, t, 0, HR_SPAN);
+            top = max(top, x[t]);
+        }
         float highest = hmax(top);
         *best = *best > highest ? *best : highest;
         const V mark = set1(*best);
@@ -227,7 +232,8 @@ void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t bas
     V alpha = exp_falling(sub(load_n(st.m + base, combos), load_n(best, combos)));
     store(alphas, alpha), store(ls, add(mul(load_n(st.l + base, combos), alpha), load_n(sums, combos)));
     for (int i = 0; i < combos; i++)
-        if (st.lo[base + i] < st.hi[base + i]) st.m[base + i] = best[i], st.l[base + i] = ls[i], st.alpha[base + i] = alphas[i];
+        if (st.lo[base + i] < st.hi[base + i])
+            st.m[base + i] = best[i], st.l[base + i] = ls[i], st.alpha[base + i] = alphas[i];
 }
 
 /* The second product for keys first ... last - 1 of the span. Keys that all combos see are walked together, those at
@@ -241,7 +247,8 @@ void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st
     auto alone = [&](int i, int begin, int end) {
         if (begin >= end) return;
         int64_t n = base + i;
-        values<K>(1, st.s + n * LD_S, span.v, span.v, begin, end, dim, span.ld_v, st.alpha + n, st.acc + n * c.ld_acc, c.ld_acc);
+        values<K>(1, st.s + n * LD_S, span.v, span.v, begin, end, dim, span.ld_v, st.alpha + n, st.acc + n * c.ld_acc,
+                  c.ld_acc);
         st.alpha[n] = 1.0f;
     };
     if (all_from >= all_to) {
@@ -258,6 +265,7 @@ void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st
 template <class K, class Read>
 void attend_span(const Cache& c, const Span& span, const Span& next, State& st, int64_t num_tiles, int64_t combos) {
     auto begin = [&](int64_t tile) { return combos * tile / num_tiles; };
+    auto count = [&](int64_t tile) { return (int)(begin(tile + 1) - begin(tile)); };
     enum { PANEL = 4 }; /* key tiles whose floats stay in L1 while all combos pass */
     for (int panel = 0; panel < SPAN_TILES; panel += PANEL)
         for (int64_t i = 0; i < num_tiles; i++) {
@@ -267,11 +275,11 @@ void attend_span(const Cache& c, const Span& span, const Span& next, State& st, 
                 if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
             first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
             if (first < last)
-                scores<Read>((int)(end - base), st.q + base * c.head_dim, span.k, i ? span.k : next.k, first, last, c.head_dim,
-                             st.s + base * LD_S);
+                scores<Read>((int)(end - base), st.q + base * c.head_dim, span.k, i ? span.k : next.k, first, last,
+                             c.head_dim, st.s + base * LD_S);
         }
-    for (int64_t i = 0; i < num_tiles; i++) softmax<K::type == HR_I8>(c.args, span, st, begin(i), (int)(begin(i + 1) - begin(i)));
-    for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), (int)(begin(i + 1) - begin(i)));
+    for (int64_t i = 0; i < num_tiles; i++) softmax<K::type == HR_I8>(c.args, span, st, begin(i), count(i));
+    for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
 }
 
 /* One piece; the next one is taken at the last span, so that its first keys can be fetched by then. */
@@ -288,7 +296,8 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
     st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
     st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
     float* widened = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
-    void* gathered = scratch.take<char>(gather ? SPAN_TILES * 32 * (c.head_dim * (int64_t)sizeof(typename K::E) + 4) : 0);
+    const int64_t key_bytes = c.head_dim * (int64_t)sizeof(typename K::E) + 4;
+    void* gathered = scratch.take<char>(gather ? SPAN_TILES * 32 * key_bytes : 0);
 
     const Keys keys = keys_of(a, piece);
     int64_t row = a->row_begin[piece.chunk] + piece.row, start = a->start[piece.chunk] + piece.row;

@@ -12,7 +12,8 @@
 namespace HR_NS {
 namespace {
 
-enum { MAX_COMBOS = 6, SPAN_TILES = HR_SPAN / HR_LANES, LD_S = HR_SPAN + 16 /* rows of scores, kept off one another */ };
+enum { MAX_COMBOS = 6, SPAN_TILES = HR_SPAN / HR_LANES };
+enum { LD_S = HR_SPAN + 16 }; /* rows of scores, kept off one another's cache lines */
 
 struct F32 {
     typedef float E;
@@ -56,7 +57,8 @@ HR_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 /* s[c][t * 16 + i] = chain over d of q[d][c] * k[t][d][i] */
 template <class K, int C, int T>
-static void scores_tile(const float* q, const void* const* tiles, const void* const* ahead, int64_t head_dim, float* s) {
+static void scores_tile(const float* q, const void* const* tiles, const void* const* ahead, int64_t head_dim,
+                        float* s) {
     V a[C][T];
     const typename K::E *k[T], *next[T];
 #pragma GCC unroll 8
@@ -81,8 +83,8 @@ static void scores_tile(const float* q, const void* const* tiles, const void* co
 }
 
 template <class K, int C>
-static void scores(const float* q, const void* const* tiles, const void* const* ahead, int first, int last, int64_t head_dim,
-                   float* s) {
+static void scores(const float* q, const void* const* tiles, const void* const* ahead, int first, int last,
+                   int64_t head_dim, float* s) {
     constexpr int W = tile_width(C);
     int t = first;
     for (; last - t >= W; t += W) scores_tile<K, C, W>(q, tiles + t, ahead + t, head_dim, s + t * 16);
@@ -97,8 +99,8 @@ static void scores(const float* q, const void* const* tiles, const void* const* 
 /* acc[c][d0 ...] = acc * alpha[c], then the chain over keys first ... last - 1 of w[c][j] * v[j][d]. Keys are counted
  * within the span; n < 16 marks the ragged end of head_dim. */
 template <class K, int C, int D, bool Ragged>
-static void values_tile(const float* w, const void* const* tiles, const void* const* ahead, int first, int last, int64_t ld_v,
-                        int64_t d0, int64_t n, const float* alpha, float* acc, int64_t ld_acc) {
+static void values_tile(const float* w, const void* const* tiles, const void* const* ahead, int first, int last,
+                        int64_t ld_v, int64_t d0, int64_t n, const float* alpha, float* acc, int64_t ld_acc) {
     V a[C][D];
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++)
@@ -126,19 +128,21 @@ static void values_tile(const float* w, const void* const* tiles, const void* co
 }
 
 template <class K, int C>
-static void values(const float* w, const void* const* tiles, const void* const* ahead, int first, int last, int64_t head_dim,
-                   int64_t ld_v, const float* alpha, float* acc, int64_t ld_acc) {
+static void values(const float* w, const void* const* tiles, const void* const* ahead, int first, int last,
+                   int64_t head_dim, int64_t ld_v, const float* alpha, float* acc, int64_t ld_acc) {
     constexpr int W = tile_width(C);
     int64_t d = 0;
-    for (; head_dim - d >= 16 * W; d += 16 * W)
-        values_tile<K, C, W, false>(w, tiles, ahead, first, last, ld_v, d, 16, alpha, acc, ld_acc);
+#define HR_CALL(width, ragged, n) \
+    values_tile<K, C, width, ragged>(w, tiles, ahead, first, last, ld_v, d, n, alpha, acc, ld_acc)
+    for (; head_dim - d >= 16 * W; d += 16 * W) HR_CALL(W, false, 16);
     if constexpr (W > 4)
-        if (head_dim - d >= 64) values_tile<K, C, 4, false>(w, tiles, ahead, first, last, ld_v, d, 16, alpha, acc, ld_acc), d += 64;
+        if (head_dim - d >= 64) HR_CALL(4, false, 16), d += 64;
     if constexpr (W > 2)
-        if (head_dim - d >= 32) values_tile<K, C, 2, false>(w, tiles, ahead, first, last, ld_v, d, 16, alpha, acc, ld_acc), d += 32;
+        if (head_dim - d >= 32) HR_CALL(2, false, 16), d += 32;
     if constexpr (W > 1)
-        if (head_dim - d >= 16) values_tile<K, C, 1, false>(w, tiles, ahead, first, last, ld_v, d, 16, alpha, acc, ld_acc), d += 16;
-    if (d < head_dim) values_tile<K, C, 1, true>(w, tiles, ahead, first, last, ld_v, d, head_dim - d, alpha, acc, ld_acc);
+        if (head_dim - d >= 16) HR_CALL(1, false, 16), d += 16;
+    if (d < head_dim) HR_CALL(1, true, head_dim - d);
+#undef HR_CALL
 }
 
 #define HR_BY_COMBOS(call)          \

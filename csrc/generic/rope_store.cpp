@@ -75,11 +75,11 @@ void rope_store(const HrArgs_rope_store* a, HrTask* task) {
     for (int64_t next = hr_next(task); next * ROWS < rows; next = hr_next(task))
         for (int64_t r = next * ROWS; r < rows && r < next * ROWS + ROWS; r++) {
             float *x = a->x + r * a->ld_x, *keys = x + a->heads * size, *values = keys + a->kv_heads * size;
+            const int64_t angles = a->pairs ? a->positions[r] * a->pairs : 0;
             for (int64_t h = 0; h < a->heads + a->kv_heads; h++) {
                 const float* weight = h < a->heads ? a->q_norm : a->k_norm;
                 if (weight) norm_head(x + h * size, weight, size, (float)a->eps, (float)a->offset);
-                if (a->pairs)
-                    turn_head(x + h * size, a->cos + a->positions[r] * a->pairs, a->sin + a->positions[r] * a->pairs, a->pairs);
+                if (a->pairs) turn_head(x + h * size, a->cos + angles, a->sin + angles, a->pairs);
             }
             for (int64_t h = 0; h < a->kv_heads; h++) {
                 int64_t tile = a->slots[r] / 16 * a->kv_heads + h, i = a->slots[r] % 16;
