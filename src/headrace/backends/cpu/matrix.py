@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.cpu.memory import aligned
+from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.native import require_native
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ class PackedRecord(Protocol):
     bias: NDArray[np.float32] | None
 
 
-def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None) -> CpuMatrix:
-    """Pack `source`, some rows at a time."""
+def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Pool) -> CpuMatrix:
+    """Pack `source`, some rows at a time, into memory of `pool`."""
     native = require_native()
     scheme = source.scheme
     kind, group = scheme.kind, scheme.group
     flag = TYPE_CODES[scheme.dtype] if kind == "f" else int(scheme.has_min) if kind == "i4" else group
     num_out, num_in = source.num_out, source.num_in
     act_group = group or ACT_GROUP
-    data = aligned(native.packed_bytes(kind, num_out, num_in, act_group, flag))
+    data = pool.take(native.packed_bytes(kind, num_out, num_in, act_group, flag))
     panel = native.panel(kind)
     step = max(panel, SLAB_NUMBERS // num_in // panel * panel)
     for first in range(0, num_out, step):

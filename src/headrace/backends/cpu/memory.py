@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HUGE = 2 * 2**20
+POOL_BYTES = 64 * 2**20
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
@@ -32,3 +33,19 @@ def aligned(num_bytes: int) -> NDArray[np.uint8]:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return raw[skip : skip + num_bytes]
+
+
+class Pool:
+    """Pieces of large allocations, for matrices that would not fill huge pages alone. A piece lives as long as its
+    array does; the memory goes back when the last one of an allocation is gone."""
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """`num_bytes` that start on a page. Raises MemoryError."""
+        whole = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if whole > len(self._free):
+            self._free = aligned(max(POOL_BYTES, whole))
+        taken, self._free = self._free[:num_bytes], self._free[whole:]
+        return taken

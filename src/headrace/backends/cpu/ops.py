@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.cpu.graph import FREE, LOGITS, Graph, Quantised, Value
 from headrace.backends.cpu.matrix import CpuMatrix, make_matrix
+from headrace.backends.cpu.memory import Pool
 
 if TYPE_CHECKING:
     from headrace.backends.cpu.cache import LayerCache
@@ -51,12 +52,13 @@ class CpuOps:
         self.graph = Graph()
         self.values: list[Value] = []
         self.weight_bytes = 0
+        self.pool = Pool()
 
     def begin(self) -> None:
         self.graph, self.values = Graph(), []
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
-        made = make_matrix(source, bias)
+        made = make_matrix(source, bias, self.pool)
         self.weight_bytes += made.data.nbytes
         return made
 
