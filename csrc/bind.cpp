@@ -1,4 +1,4 @@
-/* The binding: lists, numbers and bytes in, native calls out. Checks names and sizes; pointers are the caller's word. */
+/* The binding: lists, numbers and bytes in, native calls out. Checks names and sizes; takes pointers on trust. */
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -127,8 +127,11 @@ vector<int64_t> profile(hr::Tape& tape, const vector<int64_t>& dims, int64_t num
 }
 
 const HrFormat& format_of(const string& name) {
-    const HrFormat* found = name == "i4" ? &hr_format_i4 : name == "i8" ? &hr_format_i8 : name == "f" ? &hr_format_f : nullptr;
-    if (!found) throw std::invalid_argument("no format is called '" + name + "': it must be i4, i8 or f, and in this build");
+    const HrFormat* found = nullptr;
+    if (name == "i4") found = &hr_format_i4;
+    if (name == "i8") found = &hr_format_i8;
+    if (name == "f") found = &hr_format_f;
+    if (!found) throw std::invalid_argument("no format is called '" + name + "': i4, i8 or f, and in this build");
     return *found;
 }
 
@@ -148,7 +151,8 @@ void pack_panels(void* context, int, int) {
         if (first >= p.last) return;
         int64_t last = first + panel < p.last ? first + panel : p.last, offset = first - p.first;
         p.format->pack(p.codes + offset * p.num_in * p.code_bytes, p.d ? p.d + offset * p.scales : nullptr,
-                       p.m ? p.m + offset * p.scales : nullptr, p.num_in, p.group, p.flag, first, last, p.num_out, p.packed);
+                       p.m ? p.m + offset * p.scales : nullptr, p.num_in, p.group, p.flag, first, last, p.num_out,
+                       p.packed);
     }
 }
 

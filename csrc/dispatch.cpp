@@ -25,8 +25,8 @@ uint64_t decide(const CpuWords& words) {
     bool os_amx = xsave && (words.xcr0 & 0x60000) == 0x60000;
 
     uint64_t found = 0;
-    if (os_avx && all(words.leaf1_ecx, bit(28) | bit(12) | bit(29)) && all(words.leaf7_ebx, bit(5))) found |= HR_CPU_AVX2;
-    if (!(found & HR_CPU_AVX2)) return 0;
+    if (!os_avx || !all(words.leaf1_ecx, bit(28) | bit(12) | bit(29)) || !all(words.leaf7_ebx, bit(5))) return 0;
+    found |= HR_CPU_AVX2;
     if (os_avx512 && all(words.leaf7_ebx, bit(16) | bit(17) | bit(30) | bit(31))) found |= HR_CPU_AVX512;
     if ((found & HR_CPU_AVX512) && all(words.leaf7_ecx, bit(11))) found |= HR_CPU_VNNI512;
     if (all(words.leaf7_1_eax, bit(4))) found |= HR_CPU_AVX_VNNI;

@@ -44,7 +44,9 @@ void relax() {
 void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 }
-void wake_all(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0); }
+void wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
 #else
 pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t sleep_end = PTHREAD_COND_INITIALIZER;
@@ -196,7 +198,7 @@ void close_team() {
 
 void before_fork() { pthread_mutex_lock(&team->lock); }
 void parent_after_fork() { pthread_mutex_unlock(&team->lock); }
-/* The child has none of the threads; it makes its own when it needs them. The lock was held, so no run was under way. */
+/* The child has none of the threads and makes its own when it needs them. The lock was held: no run was under way. */
 void child_after_fork() {
     for (int tid = 1; tid < team->num_started; tid++) team->workers[tid]->go.sleepers = 0;
     team->barrier.sleepers = team->joined.sleepers = 0;

@@ -31,8 +31,8 @@ struct Kernels {
     const char* isa[HR_NUM_OPS]; /* "" where nobody serves */
 };
 
-/* `isa` is the ceiling; "" is the one of `set_isa`, or the best. Throws std::invalid_argument for an ISA that this build
- * or this machine has not. */
+/* `isa` is the ceiling; "" is the one of `set_isa`, or the best. Throws std::invalid_argument for an ISA that this
+ * build or this machine has not. */
 Kernels choose(const std::string& isa);
 void set_isa(const std::string& isa);
 

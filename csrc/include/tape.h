@@ -22,8 +22,8 @@ class Tape {
 
     /* Appends a record; `args` is copied. Returns its index. Throws std::invalid_argument with what is wrong. */
     int64_t add(int op, const void* args, size_t size);
-    /* Runs records first ... last-1. A record whose rows are none (dims[args.dim] == 0) is left out. `ns`, if given, has
-     * room for last - first times, each from the barrier before to the barrier behind. */
+    /* Runs records first ... last-1. A record without rows (dims[args.dim] == 0) is left out. `ns`, if given, has room
+     * for last - first times, each from the barrier before to the barrier behind. */
     void run(int64_t first, int64_t last, int num_threads, int64_t* ns);
 
     int64_t size() const { return (int64_t)records_.size(); }

@@ -17,7 +17,7 @@ enum { MAX_THREADS = 256 };
 int num_threads();
 void set_num_threads(int num); /* 1 ... MAX_THREADS; 0 is the default again */
 
-/* What the threads of a run share. `counter` is what HrTask.counter points at: 0 at the start and after each barrier. */
+/* What the threads of a run share. HrTask.counter points at `counter`: 0 at the start and after each barrier. */
 struct alignas(128) Work {
     int64_t counter;
 };

@@ -5,15 +5,16 @@
 
 namespace {
 
-/* Quantised activations and packed weights, as the formats' own packers write them. The flag is the group of the weights
- * for i8 (0 where they have none), `mins` for i4. */
+/* Quantised activations and packed weights, as the formats' own packers write them. The flag is the group of the
+ * weights for i8 (0 where they have none), `mins` for i4. */
 template <class Args>
 void integer_linear(Problem& p, Args& a, const HrFormat& format, bool mins, int least, int most, bool grouped) {
     const int64_t choices[] = {32, 64, 128}, rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
     a.group = choices[p.random.next() % 3];
     a.num_in = p.random.whole(1, 300), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
     if (!grouped && p.random.coin()) a.group = (a.num_in + 63) / 64 * 64;
-    const int64_t groups = (a.num_in + a.group - 1) / a.group, flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : mins;
+    const int64_t groups = (a.num_in + a.group - 1) / a.group;
+    const int64_t flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : mins;
     a.ld_q = (a.num_in + 63) / 64 * 64, a.ld_s = groups + (p.random.coin() ? 1 : 0);
     int8_t* q = p.make<int8_t>(rows * a.ld_q);
     int32_t* sums = p.make<int32_t>(rows * a.ld_s);
@@ -36,8 +37,8 @@ void integer_linear(Problem& p, Args& a, const HrFormat& format, bool mins, int 
     char* packed = p.make<char>((int64_t)bytes);
     const int64_t half = a.num_out / 2 / format.panel * format.panel; /* in two parts, as a loader may */
     format.pack(codes.data(), d.data(), mins ? m.data() : nullptr, a.num_in, a.group, flag, 0, half, a.num_out, packed);
-    format.pack(codes.data() + half * a.num_in, d.data() + half * per_row, mins ? m.data() + half * per_row : nullptr, a.num_in,
-                a.group, flag, half, a.num_out, a.num_out, packed);
+    format.pack(codes.data() + half * a.num_in, d.data() + half * per_row, mins ? m.data() + half * per_row : nullptr,
+                a.num_in, a.group, flag, half, a.num_out, a.num_out, packed);
     a.weights = packed;
 }
 
@@ -75,7 +76,8 @@ void linear_i8(Problem& p) {
 void linear_f(Problem& p) {
     HrArgs_linear_f a = {};
     const int64_t rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
-    a.num_in = p.random.whole(1, 200), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150), a.type = p.random.whole(0, 2);
+    a.num_in = p.random.whole(1, 200), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
+    a.type = p.random.whole(0, 2);
     a.ld_x = a.num_in + (p.random.coin() ? 7 : 0), a.x = p.floats((rows - 1) * a.ld_x + a.num_in);
     const void* codes = stored(p, a.type, a.num_out * a.num_in);
     char* packed = p.make<char>((int64_t)hr_format_f.packed_bytes(a.num_out, a.num_in, 0, a.type));
@@ -93,7 +95,9 @@ struct Cache {
 
 /* A cache full of NaN, which nobody may see. */
 Cache cache_of(Problem& p, int64_t num_slots) {
-    Cache c = {p.random.whole(0, 3), p.random.whole(1, 3), p.random.whole(1, 5) * 8, (num_slots + 15) / 16 * 16, nullptr, nullptr, nullptr, nullptr};
+    Cache c = {};
+    c.type = p.random.whole(0, 3), c.kv_heads = p.random.whole(1, 3), c.head_dim = p.random.whole(1, 5) * 8;
+    c.num_slots = (num_slots + 15) / 16 * 16;
     const int64_t count = c.num_slots * c.kv_heads * c.head_dim;
     for (void** half : {&c.k, &c.v}) {
         if (c.type == HR_F32) {
@@ -118,7 +122,10 @@ Cache cache_of(Problem& p, int64_t num_slots) {
 void store_one(Problem& p, const Cache& c, void* to, int64_t at) {
     if (c.type == HR_F32) ((float*)to)[at] = p.random.number();
     else if (c.type == HR_I8) ((int8_t*)to)[at] = (int8_t)p.random.whole(-127, 127);
-    else ((uint16_t*)to)[at] = (uint16_t)((p.random.next() & 0x8000) | (c.type == HR_F16 ? 0x3800 : 0x3f00) | (p.random.next() & 0xff));
+    else {
+        const uint32_t half = c.type == HR_F16 ? 0x3800 : 0x3f00;
+        ((uint16_t*)to)[at] = (uint16_t)((p.random.next() & 0x8000) | half | (p.random.next() & 0xff));
+    }
 }
 
 /* A token's numbers in one slot. */
@@ -164,15 +171,16 @@ void attention(Problem& p) {
     Cache c = cache_of(p, seqs * blocks_each * a.block_size);
     a.kv_heads = c.kv_heads, a.heads = c.kv_heads * p.random.whole(1, 4), a.head_dim = c.head_dim, a.kv_type = c.type;
     a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.whole(1, 200), a.softcap = p.random.coin() ? 0.0 : 5.0;
-    int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs), *table_begin = p.make<int32_t>(seqs);
-    int32_t* blocks = p.make<int32_t>(seqs * blocks_each);
+    int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs);
+    int32_t *table_begin = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
     row_begin[0] = 0;
     for (int64_t s = 0; s < seqs; s++) {
         const int64_t chunk = p.random.coin() ? 1 : p.random.whole(2, 40);
         start[s] = (int32_t)p.random.whole(0, p.random.coin() ? 20 : longest - chunk);
         row_begin[s + 1] = row_begin[s] + (int32_t)chunk;
         table_begin[s] = (int32_t)(s * blocks_each);
-        for (int64_t b = 0; b < blocks_each; b++) blocks[s * blocks_each + b] = (int32_t)((blocks_each - 1 - b) * seqs + s);
+        for (int64_t b = 0; b < blocks_each; b++)
+            blocks[s * blocks_each + b] = (int32_t)((blocks_each - 1 - b) * seqs + s);
         for (int64_t at = 0; at < start[s] + chunk; at++) {
             bool seen = a.window == 0 || at > start[s] - a.window; /* by the first row of the chunk, or a later one */
             const int64_t slot = blocks[s * blocks_each + at / a.block_size] * a.block_size + at % a.block_size;

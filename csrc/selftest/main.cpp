@@ -60,7 +60,8 @@ void nearly_add(const void* raw, HrTask* task) {
     const HrArgs_add* a = (const HrArgs_add*)raw;
     if (task->tid != 0) return;
     for (int64_t row = 0; row < task->dims[a->dim]; row++)
-        for (int64_t i = 0; i < a->width; i++) a->out[row * a->ld_out + i] = a->x[row * a->ld_x + i] + a->y[row * a->ld_y + i];
+        for (int64_t i = 0; i < a->width; i++)
+            a->out[row * a->ld_out + i] = a->x[row * a->ld_x + i] + a->y[row * a->ld_y + i];
     uint32_t* last = (uint32_t*)&a->out[(task->dims[a->dim] - 1) * a->ld_out + a->width - 1];
     *last ^= 1;
 }

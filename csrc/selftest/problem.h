@@ -1,5 +1,5 @@
-/* A problem for one operator: arguments, and the memory that they point at, of exactly the size that the contract gives,
- * so that the address sanitizer sees one byte too many. It can be copied, and run by any kernels on any number of threads. */
+/* A problem for one operator: arguments, and the memory that they point at, of exactly the size that the contract
+ * gives, so that the address sanitizer sees one byte too many. */
 #pragma once
 #include <stdlib.h>
 #include <string.h>

@@ -7,8 +7,10 @@ void* stored(Problem& p, int64_t type, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         uint32_t sign = p.random.next() & 0x8000, fraction = p.random.next();
         /* Exponents around that of 1, and now and then a subnormal of f16. */
-        made[i] = (uint16_t)(type == HR_F16 ? sign | (uint32_t)p.random.whole(p.random.next() % 16 ? 10 : 0, 16) << 10 | (fraction & 0x3ff)
-                                            : sign | (uint32_t)p.random.whole(120, 128) << 7 | (fraction & 0x7f));
+        uint32_t exponent = (uint32_t)(type == HR_F16 ? p.random.whole(p.random.next() % 16 ? 10 : 0, 16)
+                                                      : p.random.whole(120, 128));
+        const int bits = type == HR_F16 ? 10 : 7;
+        made[i] = (uint16_t)(sign | exponent << bits | (fraction & ((1u << bits) - 1)));
     }
     return made;
 }
@@ -159,7 +161,8 @@ void finite(Problem& p) {
     int64_t rows = rows_of(p);
     a.width = width_of(p);
     IN(a.width);
-    if (p.random.coin()) ((float*)a.x)[p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1)] = __builtin_inff();
+    const int64_t at = p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1);
+    if (p.random.coin()) ((float*)a.x)[at] = __builtin_inff();
     a.finite = p.make<int32_t>(rows);
     p.take(HR_OP_finite, a);
 }
@@ -169,8 +172,10 @@ void top_k(Problem& p) {
     int64_t rows = rows_of(p);
     a.width = width_of(p), a.k = p.random.whole(1, a.width);
     IN(a.width);
-    for (int64_t i = 0; i < 5; i++) /* equal ones, and tokens that must never come */
-        ((float*)a.x)[p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1)] = i % 2 ? 2.5f : -__builtin_inff();
+    for (int64_t i = 0; i < 5; i++) { /* equal ones, and tokens that must never come */
+        const int64_t at = p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1);
+        ((float*)a.x)[at] = i % 2 ? 2.5f : -__builtin_inff();
+    }
     a.ids = p.make<int32_t>(rows * a.k), a.values = p.make<float>(rows * a.k), a.finite = p.make<int32_t>(rows);
     p.take(HR_OP_top_k, a);
 }
@@ -193,7 +198,8 @@ void moe_group(Problem& p) {
         int64_t first = p.random.whole(0, a.num_experts - 1);
         for (int64_t i = 0; i < a.top_k; i++) ids[row * a.top_k + i] = (int32_t)((first + i) % a.num_experts);
     }
-    a.ids = ids, a.weights = p.floats(rows * a.top_k), a.ld_list = rows, a.first_dim = HR_DIM_FREE + p.random.whole(0, 5);
+    a.ids = ids, a.weights = p.floats(rows * a.top_k), a.ld_list = rows;
+    a.first_dim = HR_DIM_FREE + p.random.whole(0, 5);
     a.lists = p.make<int32_t>(a.num_experts * rows), a.list_weights = p.make<float>(a.num_experts * rows);
     p.take(HR_OP_moe_group, a);
 }
@@ -209,7 +215,8 @@ void moe_gather(Problem& p) {
         a.ld_q = (a.width + 63) / 64 * 64, a.ld_s = (a.width + 63) / 64;
         a.q = (int8_t*)p.wholes(from * a.ld_q / 4, INT32_MIN / 2, INT32_MAX / 2);
         a.scales = p.floats(from * a.ld_s), a.sums = p.wholes(from * a.ld_s, -9, 9);
-        a.to_q = p.make<int8_t>(rows * a.ld_q), a.to_scales = p.make<float>(rows * a.ld_s), a.to_sums = p.make<int32_t>(rows * a.ld_s);
+        a.to_q = p.make<int8_t>(rows * a.ld_q);
+        a.to_scales = p.make<float>(rows * a.ld_s), a.to_sums = p.make<int32_t>(rows * a.ld_s);
     }
     p.take(HR_OP_moe_gather, a);
 }
@@ -231,5 +238,6 @@ void moe_scatter(Problem& p) {
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
     ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(scale) ROW(softcap) ROW(quantize)
-    ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(route) ROW(moe_group) ROW(moe_gather) ROW(moe_scatter)
+    ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(route)
+    ROW(moe_group) ROW(moe_gather) ROW(moe_scatter)
 };

@@ -13,12 +13,14 @@ static uint64_t read(const void* data, size_t size) {
             a[j] = _mm512_add_epi64(a[j], _mm512_loadu_si512(p + i + 64 * j));
             _mm_prefetch(p + i + 2048 + 64 * j, _MM_HINT_T0);
         }
-    return (uint64_t)_mm512_reduce_add_epi64(_mm512_add_epi64(_mm512_add_epi64(a[0], a[1]), _mm512_add_epi64(a[2], a[3])));
+    const __m512i sum = _mm512_add_epi64(_mm512_add_epi64(a[0], a[1]), _mm512_add_epi64(a[2], a[3]));
+    return (uint64_t)_mm512_reduce_add_epi64(sum);
 }
 
 /* Accumulators have names and assembly holds them in registers: those of an array, or of gcc 12's intrinsics once there
  * are many, are copied to memory and back. */
-#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19)
+#define EACH(X)                                                                                              \
+    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19)
 
 static void int8(int64_t turns) {
     __m512i x = _mm512_setzero_si512();

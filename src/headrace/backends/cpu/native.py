@@ -1,7 +1,7 @@
 """The face of the native core (`headrace._native`, built from csrc/): whether it is there, and records for its tapes.
 
 Knows names and fields of operators as the core tells them; must not know models or tensors. Called by the cpu backend
-and by `headrace doctor`. Importing this loads the extension (1 ms) and nothing else.
+and by `headrace doctor`. The extension itself loads in a millisecond.
 """
 
 from __future__ import annotations
