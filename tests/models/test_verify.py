@@ -14,7 +14,8 @@ from tests.models.harness import load, random_ids, save_random, scattered_tables
 
 from headrace import models
 from headrace.backends.base import Chunks
-from headrace.backends.cpu.graph import Node, aligned
+from headrace.backends.cpu.graph import Node
+from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
