@@ -21,6 +21,7 @@ HEAVY = {
     "httpx",
     "huggingface_hub",
 }
+RUNNING = ("compose", "runner.build", "runner.runner", "runner.packed", "backends.cpu", "sampling.sampler")
 SERVER = ("server.client", "server.outputs", "server.inputs", "server.transport", "server.generation")
 
 PROBE = """
@@ -62,10 +63,15 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
     assert not loaded(COMMAND.format(words=words)) & HEAVY
 
 
-@pytest.mark.parametrize("module", ["types", "core.engine", "core.scheduler", *SERVER, "cli.main"])
+@pytest.mark.parametrize("module", ["types", "core.engine", "core.scheduler", *SERVER, "cli.main", *RUNNING])
 def test_module_loads_no_torch(module: str) -> None:
     """The import graph as a whole, which the law on single imports can not see."""
     assert not loaded(f"import headrace.{module}") & {"torch", "transformers"}
+
+
+def test_model_files_load_no_torch() -> None:
+    code = "from headrace import models; [models.find(name) for name in models.names()]"
+    assert not loaded(code) & {"torch", "transformers"}
 
 
 def test_a_heavy_import_is_noticed() -> None:
