@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from headrace.backends.cpu import native
 from headrace.compose import build_engine
 from headrace.config import EngineConfig
-from headrace.errors import RequestError
+from headrace.errors import HeadraceError, RequestError
 
 
 def test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine() -> None:
@@ -22,3 +25,34 @@ def test_R_27_no_chunked_prefill_needs_a_budget_for_the_longest_prompt() -> None
         build_engine(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=512))
     core = build_engine(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=2048))
     core.close()
+
+
+def test_a_cache_that_the_backend_does_not_have_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"kv_cache_dtype: 'int8' .* one of auto, .* on backend torch_ref"):
+        build_engine(EngineConfig(backend="torch_ref", kv_cache_dtype="int8"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "int8", "quantization": "int4", "num_threads": 1}])
+def test_what_runs_is_told(fields: dict[str, Any]) -> None:
+    core = build_engine(EngineConfig(num_gpu_blocks_override=64, **fields))
+    assert (core.info.backend, core.info.device, core.info.dtype) == ("cpu", "cpu", "bfloat16")
+    assert core.info.kv_cache_dtype == fields.get("kv_cache_dtype", "bfloat16")
+    assert core.info.quantization == fields.get("quantization", "")
+    core.close()
+
+
+def test_without_the_native_library_auto_is_the_slow_path_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "native", lambda: (None, "it was not built; install a compiler"))
+    core = build_engine(EngineConfig(num_gpu_blocks_override=64))
+    assert core.info.backend == "torch_ref"
+    assert "native kernels are missing (it was not built; install a compiler)" in caplog.text
+    core.close()
+    with pytest.raises(HeadraceError, match="no native core: it was not built"):
+        build_engine(EngineConfig(num_gpu_blocks_override=64, backend="cpu"))
+
+
+def test_the_native_backend_is_for_cpus() -> None:
+    with pytest.raises(RequestError, match="device: 'cuda'"):
+        build_engine(EngineConfig(backend="cpu", device="cuda"))

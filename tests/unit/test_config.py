@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import EngineConfig, ServerConfig, human_int
+from headrace.config import QUANTIZATIONS, EngineConfig, ServerConfig, human_int
 from headrace.errors import RequestError
+from headrace.quant import schemes
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,9 @@ def test_human_int_refuses(text: str) -> None:
     ("struct", "field", "value"),
     [
         (EngineConfig, "dtype", "float8"),
+        (EngineConfig, "quantization", "int3"),
+        (EngineConfig, "kv_cache_dtype", "int4"),
+        (EngineConfig, "num_threads", -1),
         (EngineConfig, "quantization", "int5"),
         (EngineConfig, "scheduling_policy", "lifo"),
         (EngineConfig, "block_size", 0),
@@ -62,3 +66,9 @@ def test_config_crosses_a_process_as_msgpack() -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         EngineConfig().model = "other"  # type: ignore[misc]
+
+
+def test_the_config_names_the_quantizations_that_exist() -> None:
+    assert QUANTIZATIONS == schemes.NAMES
+    for name in QUANTIZATIONS:
+        assert EngineConfig(quantization=name).quantization == schemes.parse(name).name
