@@ -17,6 +17,8 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 POLICIES = ("fcfs", "priority")
+MAX_NUM_THREADS = 256
+"""What the native core's team takes (csrc/include/team.h)."""
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
     "int8", "int8-channel", "int8-g128",
@@ -56,6 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             _member("quantization", self.quantization, QUANTIZATIONS)
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least("num_threads", self.num_threads, 0)
+        if self.num_threads > MAX_NUM_THREADS:
+            raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)

@@ -33,6 +33,7 @@ def test_human_int_refuses(text: str) -> None:
         (EngineConfig, "quantization", "int3"),
         (EngineConfig, "kv_cache_dtype", "int4"),
         (EngineConfig, "num_threads", -1),
+        (EngineConfig, "num_threads", 257),
         (EngineConfig, "quantization", "int5"),
         (EngineConfig, "scheduling_policy", "lifo"),
         (EngineConfig, "block_size", 0),
