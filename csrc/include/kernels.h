@@ -164,7 +164,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_moe_gather(P, I, F)                                                                                \
     I(dim) P(const int32_t*, list) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) P(const int8_t*, q) I(ld_q)  \
     P(const float*, scales) P(const int32_t*, sums) I(ld_s) P(int8_t*, to_q) P(float*, to_scales) P(int32_t*, to_sums)
-/* out[list[i]] = fma(list_weights[i], x[i], out[list[i]]); with `first` set, out is zeroed before that (all dims[zero_dim] rows). */
+/* out[list[i]] = fma(list_weights[i], x[i], out[list[i]]); `zero` comes before the first expert. */
 #define HR_FIELDS_moe_scatter(P, I, F)                                                                              \
     I(dim) P(const int32_t*, list) P(const float*, list_weights) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out)
 #define HR_FIELDS_zero(P, I, F) I(dim) P(float*, out) I(ld_out) I(width)

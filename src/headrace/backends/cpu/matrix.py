@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.native import require_native
+from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource, QWeight
 
 ACT_GROUP = 128
 """Inputs that share a scale of the activations where the weights have one scale for each output."""
+
+MAX_IN = 2**18
+"""Inputs of a matrix whose quantised rows fit the kernels' scratch."""
 
 SLAB_NUMBERS = 2**22
 """Weights that are asked of a source at once."""
@@ -91,6 +95,8 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
     kind, group = scheme.kind, scheme.group
     flag = TYPE_CODES[scheme.dtype] if kind == "f" else int(scheme.has_min) if kind == "i4" else group
     num_out, num_in = source.num_out, source.num_in
+    if num_in > MAX_IN:
+        raise CheckpointError(f"{source.name} has {num_in} inputs, the native kernels take at most {MAX_IN}")
     act_group = group or ACT_GROUP
     data = pool.take(native.packed_bytes(kind, num_out, num_in, act_group, flag))
     panel = native.panel(kind)
