@@ -5,7 +5,7 @@
     server     core only   crosses processes runner only     backend   crosses      crosses
 
 Here are those that cross a layer: `Request`, `ScheduledBatch`, `StepResult`, `StepOutput`. `Sequence` lives in
-`core.sequence`, `ForwardBatch` in `runner.inputs`. All are msgspec structs of ints, floats, strings and lists:
+`core.sequence`, `Chunks` in `backends.base`. All are msgspec structs of ints, floats, strings and lists:
 the msgpack bytes of one are its wire form. No torch, no policy, no methods beyond reading.
 """
 
