@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,14 +106,46 @@ def test_the_embedding_table_is_not_copied(tmp_path: Path) -> None:
     assert not any("embed" in name for name in MappedFile(path).entries)
 
 
-def test_prefetch_touches_pages_and_ends(tmp_path: Path) -> None:
+def test_reading_copies_every_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_llama(tmp_path)
+    save(directory)
+    kept, read = found(directory), found(directory)
+    assert kept is not None
+    assert read is not None
+    monkeypatch.setattr("headrace.runner.packed.PIECE_BYTES", 4096)
+    read.read(lambda size: np.zeros(size, np.uint8))
+    assert read.matrices.keys() == kept.matrices.keys()
+    for name, matrix in read.matrices.items():
+        assert np.array_equal(matrix.data, kept.matrices[name].data)
+        assert not np.shares_memory(matrix.data, kept.matrices[name].data)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told_of(tmp_path: Path) -> None:
     directory = write_llama(tmp_path)
     save(directory)
     file = found(directory)
     assert file is not None
-    thread = file.prefetch()
-    thread.join(20)
-    assert not thread.is_alive()
+
+    def allocate(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        os.truncate(file.path, size // 2)
+        return np.zeros(size, np.uint8)
+
+    with pytest.raises(CheckpointError, match="ends early"):
+        file.read(allocate)
+
+
+def test_the_packed_path_needs_no_torch(tmp_path: Path) -> None:
+    directory = write_llama(tmp_path)
+    code = (
+        "import sys; from headrace.config import EngineConfig; from headrace.runner.build import build_runner; "
+        f"build_runner(EngineConfig(model={str(directory)!r}, quantization='int8', save_packed=True, backend='cpu')); "
+        "print('torch' in sys.modules)"
+    )
+    outs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        for _ in range(2)
+    ]
+    assert outs == ["True", "False"]  # the first start reads the checkpoint, which needs it
 
 
 # ---------------------------------------------------------------------------------------- what does not fit
