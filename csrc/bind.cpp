@@ -200,6 +200,8 @@ nb::list limits(int64_t num_threads, double seconds) {
 NB_MODULE(_native, module) {
     using namespace nb::literals;
     module.doc() = "The native core: operators by ISA, the tape, the thread team. See backends/cpu/native.py.";
+    /* What a failed test or an interrupted program still holds at exit is no leak worth a page of text. */
+    nb::set_leak_warnings(false);
     module.def("schema", schema);
     module.def("isas", isas);
     module.def("features", [] { return named(hr::features()); });
