@@ -44,6 +44,14 @@ class CpuMatrix:
     flag: int
     bias: NDArray[np.float32] | None = None
 
+    def __post_init__(self) -> None:
+        # The kernels trust both, wherever the matrix came from: quantised rows must fit their scratch.
+        if self.kind != "f" and (self.num_in > MAX_IN or self.group % 8):
+            raise CheckpointError(
+                f"{self.name}: {self.num_in} inputs in groups of {self.group}; the native kernels take at most "
+                f"{MAX_IN}, and groups that are multiples of 8"
+            )
+
     @property
     def packed(self) -> NDArray[np.uint8]:
         return self.data
@@ -95,8 +103,6 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
     kind, group = scheme.kind, scheme.group
     flag = TYPE_CODES[scheme.dtype] if kind == "f" else int(scheme.has_min) if kind == "i4" else group
     num_out, num_in = source.num_out, source.num_in
-    if num_in > MAX_IN:
-        raise CheckpointError(f"{source.name} has {num_in} inputs, the native kernels take at most {MAX_IN}")
     act_group = group or ACT_GROUP
     data = pool.take(native.packed_bytes(kind, num_out, num_in, act_group, flag))
     panel = native.panel(kind)
@@ -115,8 +121,6 @@ def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] 
     """codes, scales and minima as the packer reads them."""
     import torch
 
-    if slab.permutation is not None:
-        raise NotImplementedError("weights with permuted inputs are for torch_ref")
     if kind == "f":
         codes = slab.codes.contiguous()
         return codes.view(torch.int16).numpy() if codes.itemsize == 2 else codes.numpy(), None, None

@@ -1,0 +1,45 @@
+"""Matrices of the native backend: what the kernels can not take is refused or taken as what it stands for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.backends import make_backend
+from headrace.backends.cpu.matrix import MAX_IN, CpuMatrix
+from headrace.backends.cpu.native import native
+from headrace.errors import CheckpointError
+from headrace.quant.base import QWeight, source_of
+
+pytestmark = pytest.mark.skipif(native()[0] is None, reason="no native core")
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_codes_that_no_kernel_knows_are_dequantised(permuted: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = QWeight(
+        torch.randint(0, 16, (33, 64), generator=generator, dtype=torch.int8),
+        torch.rand(33, 2, generator=generator),
+        zeros=torch.randint(0, 16, (33, 2), generator=generator).float(),
+        group=32,
+        bits=3,
+        permutation=torch.randperm(64, generator=generator) if permuted else None,
+    )
+    matrix = make_backend("cpu", "cpu", "float32").ops.matrix(source_of([weight]))
+    assert isinstance(matrix, CpuMatrix)
+    assert matrix.kind == "f"
+    assert np.array_equal(matrix.dense(), weight.dequantize().numpy())
+
+
+@pytest.mark.parametrize(("num_in", "group"), [(MAX_IN + 8, 32), (64, 12)])
+def test_what_would_overrun_the_kernels_is_refused(num_in: int, group: int) -> None:
+    with pytest.raises(CheckpointError, match="native kernels take at most"):
+        CpuMatrix("layer", "i4", np.zeros(64, np.uint8), num_in, 1, group, 0)
+    CpuMatrix("layer", "f", np.zeros(64, np.uint8), num_in, 1, group, 0)
+
+
+def test_a_size_that_makes_no_sense_is_an_error_of_the_file() -> None:
+    backend = make_backend("cpu", "cpu", "float32")
+    with pytest.raises(CheckpointError, match="no matrix of"):
+        backend.packed_bytes("i4", 32, 0, 64, 0)
