@@ -37,9 +37,3 @@ def test_what_would_overrun_the_kernels_is_refused(num_in: int, group: int) -> N
     with pytest.raises(CheckpointError, match="native kernels take at most"):
         CpuMatrix("layer", "i4", np.zeros(64, np.uint8), num_in, 1, group, 0)
     CpuMatrix("layer", "f", np.zeros(64, np.uint8), num_in, 1, group, 0)
-
-
-def test_a_size_that_makes_no_sense_is_an_error_of_the_file() -> None:
-    backend = make_backend("cpu", "cpu", "float32")
-    with pytest.raises(CheckpointError, match="no matrix of"):
-        backend.packed_bytes("i4", 32, 0, 64, 0)

@@ -20,7 +20,7 @@ from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
-from headrace.errors import CheckpointError, RequestError
+from headrace.errors import RequestError
 
 
 class Cpu:
@@ -67,10 +67,7 @@ class Cpu:
         return {kind: native.layout(kind) for kind in ("i4", "i8", "f")}
 
     def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
-        try:
-            return int(require_native().packed_bytes(kind, num_out, num_in, group or ACT_GROUP, flag))
-        except ValueError as error:
-            raise CheckpointError(f"no matrix of {num_out} x {num_in} in groups of {group}: {error}") from error
+        return int(require_native().packed_bytes(kind, num_out, num_in, group or ACT_GROUP, flag))
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
         return cache.block_bytes(shape, block_size, kv_dtype)
