@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "headrace"
 
 MAX_FILE_LINES = 500
-MAX_SRC_CODE_LINES = 15_000
-MAX_CONFIG_FIELDS = 40
+MAX_SRC_CODE_LINES = 24_000
+MAX_CONFIG_FIELDS = 60
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())
