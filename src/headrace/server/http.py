@@ -25,6 +25,7 @@ from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.insight.metrics import ServerMetrics
+from headrace.server.answers import Answer
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
@@ -32,7 +33,7 @@ from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front, off_loop
 from headrace.server.inputs import max_context, seed_source
 from headrace.server.limits import parse_json, read_body
-from headrace.server.openai import Answer, OpenAI
+from headrace.server.openai import OpenAI
 from headrace.server.streams import EventStream, until_gone
 from headrace.server.text import Tokenizer
 
