@@ -17,7 +17,7 @@ from headrace.config import EngineConfig
 from headrace.runner.build import build_runner
 from headrace.runner.runner import Runner
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.sampler import F32
+from headrace.sampling.sampler import F32, Drawn, Row
 from headrace.types import ScheduledBatch, StepResult, TokenLogprob
 
 BACKENDS = ("cpu", "torch_ref")
@@ -108,12 +108,11 @@ class Recorder:
         self.sampled: list[F32] = []
         self.foretold: list[F32] = []
 
-    def sample_row(
-        self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None = None
-    ) -> tuple[int, TokenLogprob | None]:
-        self.sampled.append(row.copy())
-        assert best is None or best == int(row.argmax())
-        return int(row.argmax()), None
+    def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
+        self.sampled += [x.copy() for x in logits]
+        best = [int(x.argmax()) for x in logits]
+        assert all(row.best in (None, token_id) for row, token_id in zip(rows, best, strict=True))
+        return [Drawn(token_id) for token_id in best]
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         self.foretold += [row.copy() for row in logits]

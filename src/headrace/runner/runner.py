@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.backends.base import Chunks, Logits, Program
-from headrace.errors import RequestError
-from headrace.sampling.sampler import Sampler
+from headrace.sampling.sampler import Row, Sampler
 from headrace.types import ScheduledBatch, StepResult, TokenLogprob
 
 MAX_LOGITS = 2**24
@@ -201,22 +200,33 @@ class Runner:
     def _draw(self, batch: ScheduledBatch, chunk_ids: list[int], logits: Logits, result: StepResult) -> None:
         """Sample from `logits`, one row for each chunk. What is wrong with a row fails its own chunk (R-17)."""
         for at, i in enumerate(chunk_ids):
-            if i in result.errors:
-                continue
             if not logits.finite[at]:
-                result.errors[i] = NOT_FINITE
+                result.errors.setdefault(i, NOT_FINITE)
+        sound = [at for at, i in enumerate(chunk_ids) if i not in result.errors]
+        if not sound:
+            return
+        rows = [self._row(batch, chunk_ids[at], logits.best[at]) for at in sound]
+        numbers = logits.rows if len(sound) == len(chunk_ids) else logits.rows[sound]
+        for at, drawn in zip(sound, self.sampler.sample_rows(numbers, rows), strict=True):
+            i = chunk_ids[at]
+            if isinstance(drawn, ValueError):
+                result.errors[i] = f"sampling_error: {drawn}"
                 continue
-            position = batch.starts[i] + batch.lens[i]
-            try:
-                token_id, logprob = self.sampler.sample_row(
-                    logits.rows[at], batch.params[i], position, batch.num_prompts[i], logits.best[at]
-                )
-            except (RequestError, ValueError) as error:
-                result.errors[i] = f"sampling_error: {error}"
-                continue
-            result.token_ids[i] = token_id
-            if logprob is not None:
-                result.logprobs[i] = logprob
+            result.token_ids[i] = drawn.token_id
+            if drawn.logprob is not None:
+                result.logprobs[i] = drawn.logprob
+            if drawn.state is not None:
+                result.states[i] = drawn.state
+
+    def _row(self, batch: ScheduledBatch, i: int, best: int) -> Row:
+        return Row(
+            params=batch.params[i],
+            position=batch.starts[i] + batch.lens[i],
+            num_prompt=batch.num_prompts[i],
+            history=getattr(batch, "histories", {}).get(i, []),
+            best=best,
+            state=getattr(batch, "states", {}).get(i),
+        )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace import bounds
 from headrace.errors import RequestError
+from headrace.sampling.constraints import StructuredOutputs, constraint_of
 
 BOOLS = (
     "ignore_eos",
@@ -45,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name in ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens"):
@@ -55,6 +57,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
+        if isinstance(self.structured_outputs, dict):
+            # As vLLM: a plain dict will do.
+            msgspec.structs.force_setattr(self, "structured_outputs", constraint_of(self.structured_outputs))
+        elif self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise RequestError("structured_outputs", self.structured_outputs, "a StructuredOutputs")
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
         if self.stop:
@@ -80,3 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the sampler must see the tokens so far."""
+        return False

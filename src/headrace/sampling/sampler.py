@@ -9,6 +9,8 @@ out can not depend on the batch. Knows no sequences and no requests; called by t
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,34 @@ Ids = NDArray[np.int64]
 
 class NonFiniteLogitsError(ValueError):
     """A row of logits with a NaN, with +inf, or with nothing but -inf. (-inf alone means: this token never.)"""
+
+
+@dataclass(slots=True)
+class Row:
+    """What is to be known of a row of logits to draw from it.
+
+    `position` is the index, in its sequence, of the token to be drawn; `num_prompt` of the tokens before it are the
+    prompt; `history` are all of them, or nothing unless `params.needs_history`. `best` is the row's likeliest token,
+    the lowest id of equals, where that is known. `state` is what the sampler told after the sequence's last token.
+    `mask`: bit t % 32 of word t // 32 is set if token t is allowed.
+    """
+
+    params: SamplingParams
+    position: int
+    num_prompt: int
+    history: list[int] = field(default_factory=list)
+    best: int | None = None
+    state: float | None = None
+    mask: NDArray[np.uint32] | None = None
+
+
+@dataclass(slots=True)
+class Drawn:
+    """A row's token; log-probabilities and the sampler's state where there are any."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    state: float | None = None
 
 
 class Sampler:
@@ -55,6 +85,17 @@ class Sampler:
             if logprob is not None:
                 logprobs[i] = logprob
         return token_ids, logprobs
+
+    def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
+        """For each row of `logits` [S, V] its token, or why there is none: an error belongs to its row alone."""
+        self._verify(logits)
+        drawn: list[Drawn | ValueError] = []
+        for x, row in zip(logits, rows, strict=True):
+            try:
+                drawn.append(Drawn(*self.sample_row(x, row.params, row.position, row.num_prompt, row.best)))
+            except ValueError as error:
+                drawn.append(error)
+        return drawn
 
     def sample_row(
         self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None = None
