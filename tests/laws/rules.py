@@ -48,7 +48,8 @@ LAYERS: dict[str, Layer] = {
     "gguf": Layer(("errors",), PURE | {"msgspec"}),
     "config": Layer(("errors",), PURE),
     "types": Layer(("sampling.params",), PURE),
-    "sampling.params": Layer(("bounds",), PURE),
+    "sampling.params": Layer(("bounds", "sampling.constraints"), PURE),
+    "sampling.constraints": Layer(("bounds",), PURE),
     "sampling": Layer(("types", "bounds"), SERVING | {"torch"}),
     "core": Layer(("types", "sampling.params"), PURE | {"msgspec"}),
     "core.blocks": Layer((), PURE | {"msgspec"}),
@@ -66,7 +67,18 @@ LAYERS: dict[str, Layer] = {
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),
     "server": Layer(
-        ("types", "sampling.params", "bounds", "env", "hub", "gguf", "core.engine", "executor.process"), HEAVY
+        (
+            "types",
+            "sampling.params",
+            "sampling.constraints",
+            "bounds",
+            "env",
+            "hub",
+            "gguf",
+            "core.engine",
+            "executor.process",
+        ),
+        HEAVY,
     ),
     "server.http": Layer(("server", "types", "sampling.params", "bounds", "env", "hub", "insight"), HEAVY),
 }

@@ -96,8 +96,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         bounds.check("structured_text", "".join(choice), field)
 
 
-def constraint_of(given: Mapping[str, Any]) -> StructuredOutputs:
-    """A `StructuredOutputs` from its fields. Raises `RequestError` for an unknown one too."""
+def constraint_of(given: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
+    """A `StructuredOutputs`, or one made of a plain dict of its fields. Raises `RequestError` for all else."""
+    if isinstance(given, StructuredOutputs):
+        return given
+    if not isinstance(given, Mapping):
+        raise RequestError("structured_outputs", given, "a StructuredOutputs, or an object of its fields")
     for name in given:
         if name not in StructuredOutputs.__struct_fields__:
             raise RequestError(

@@ -57,11 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
-        if isinstance(self.structured_outputs, dict):
-            # As vLLM: a plain dict will do.
+        if self.structured_outputs is not None:
             msgspec.structs.force_setattr(self, "structured_outputs", constraint_of(self.structured_outputs))
-        elif self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
-            raise RequestError("structured_outputs", self.structured_outputs, "a StructuredOutputs")
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
         if self.stop:
@@ -91,4 +88,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def needs_history(self) -> bool:
         """Whether the sampler must see the tokens so far."""
-        return False
+        return self.structured_outputs is not None
