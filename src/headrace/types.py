@@ -25,7 +25,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `params.seed` and `params.max_tokens` are filled in by the front end, so that the engine can be told the same
     request again and give the same bits. `resume_token_ids` are tokens generated before (in an engine that died):
-    they are known, not sampled again, and count towards max_tokens and min_tokens.
+    they are known, not sampled again, and count towards max_tokens and min_tokens. `resume_state` is what
+    `StepOutput.states` told last of that answer, for samplers whose state is no function of the tokens.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_salt: str = ""
     group: str = ""
     resume_token_ids: list[int] = []
+    resume_state: float | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +63,9 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     tables are the scheduler's own lists, lent until `commit`: whoever keeps one longer copies it.
 
     `next_token_ids[i]` is the prompt token after chunk i, for chunks that ask for prompt_logprobs and end before the
-    prompt does: its last row foretells that token.
+    prompt does: its last row foretells that token. `histories[i]` is all that chunk i's sequence knows, for chunks that
+    sample and whose parameters need it: the scheduler's own list, lent as the tables are. `states[i]` is what the last
+    `StepResult.states` told of that sequence, for chunks that sample.
     """
 
     step_id: int
@@ -75,6 +79,8 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     num_prompts: list[int]
     copies: list[tuple[int, int]]
     next_token_ids: dict[int, int] = {}
+    histories: dict[int, list[int]] = {}
+    states: dict[int, float] = {}
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -84,14 +90,18 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     """What a step gave. `token_ids[i]` is chunk i's sampled token, or -1 where none was asked for or it failed.
 
     The dicts are by chunk index and hold only what was asked for. `prompt_logprobs[i]` has one entry for each row
-    of chunk i whose next token belongs to the prompt. `errors[i]` says why chunk i failed; its sequence alone is
-    ended, and its blocks are never published.
+    of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that must follow token_ids[i], whatever
+    the model says (a grammar leaves no choice): they are known without a forward pass. Never for a request that wants
+    log-probabilities. `states[i]` is the sampler's state after token_ids[i], to be handed back with the next chunk.
+    `errors[i]` says why chunk i failed; its sequence alone is ended, and its blocks are never published.
     """
 
     step_id: int
     token_ids: list[int]
     logprobs: dict[int, TokenLogprob] = {}
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    forced: dict[int, list[int]] = {}
+    states: dict[int, float] = {}
     errors: dict[int, str] = {}
 
 
@@ -130,7 +140,8 @@ class StepOutput(msgspec.Struct, kw_only=True):
     """What a step means for the requests: columns over those that got tokens, dicts for the rarer things.
 
     `started` maps a request to the prompt tokens it found in the prefix cache, in the step that first ran it.
-    A request appears in `finished` exactly once, and never again in any later output. Times are monotonic seconds.
+    A request appears in `finished` exactly once, and never again in any later output. `states` is for whoever may have
+    to resume the request elsewhere (`Request.resume_state`). Times are monotonic seconds.
     """
 
     step_id: int
@@ -140,6 +151,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     token_ids: list[list[int]] = []
     logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+    states: dict[str, float] = {}
     started: dict[str, int] = {}
     finished: dict[str, Finish] = {}
     stats: Stats | None = None
