@@ -95,6 +95,8 @@ class Sampler:
                 drawn.append(Drawn(*self.sample_row(x, row.params, row.position, row.num_prompt, row.best)))
             except ValueError as error:
                 drawn.append(error)
+            except RequestError as error:
+                drawn.append(ValueError(str(error)))
         return drawn
 
     def sample_row(
