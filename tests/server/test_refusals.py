@@ -20,7 +20,7 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
 from headrace.bounds import BOUNDS
-from headrace.server import limits, schema
+from headrace.server import limits, parsing, schema
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -136,7 +136,6 @@ def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: 
         ({"prompt": ["x"] * 257}, "prompt"),
         ({"prompt": "x" * (CONTEXT + 1)}, "prompt"),
         ({"prompt": "x", "max_tokens": CONTEXT}, "max_tokens"),
-        ({"prompt": "x", "n": 128, "unknown": 1}, "unknown"),
         ({"prompt": ["x"] * 100, "n": 100}, "n"),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
         ({"prompt": "x", "stop": [""]}, "stop"),
@@ -150,12 +149,10 @@ def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: 
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"1": None}}, "logit_bias"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
         ({"prompt": "x", "stream": "yes"}, "stream"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "x", "cache_salt": "y" * 257}, "cache_salt"),
         ({"prompt": "x", "request_id": "y" * 257}, "request_id"),
-        ({"prompt": "x", "messages": []}, "messages"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
         ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty"),
@@ -199,11 +196,52 @@ def test_chat_refuses_naming_the_field(live: Live, body: dict[str, Any], field: 
 
 def test_neutral_values_of_unsupported_fields_are_fine(live: Live) -> None:
     neutral = {name: values[0] if values else None for name, values in schema.UNSUPPORTED.items()}
+    neutral |= {name: values[0] if values else None for name, (values, _) in schema.IGNORED.items()}
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "metadata": {"a": "b"}, "best_of": 1} | neutral
     assert live.post("/v1/completions", body).status_code == 200
     assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1} | dict.fromkeys(schema.UNSUPPORTED)).is_success
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
     assert live.post("/v1/chat/completions", chat | {"echo": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "warnings"),
+    [
+        ({}, None),
+        ({"temperatur": 0.5}, ["temperatur: unknown, and ignored; did you mean temperature?"]),
+        ({"messages": [], "x": {"y": 1}}, ["messages: unknown, and ignored", "x: unknown, and ignored"]),
+        ({"stream_options": {"other": 1}, "stream": True}, ["stream_options.other: unknown, and ignored"]),
+        ({"service_tier": "auto", "store": False, "prediction": None}, None),
+        ({"service_tier": "flex"}, ["service_tier: ignored: there is one tier"]),
+        (
+            {"store": True, "z": 1},
+            ["store: ignored: completions are not stored; responses are", "z: unknown, and ignored"],
+        ),
+        # No client puts words into the server's mouth.
+        ({"warnings": ["all is lost"]}, ["warnings: unknown, and ignored"]),
+        ({"k" * 200: 1}, ["k" * 77 + "...: unknown, and ignored"]),
+    ],
+)
+def test_what_is_not_honoured_comes_back_in_warnings(
+    live: Live, body: dict[str, Any], warnings: list[str] | None
+) -> None:
+    for stream in (False, True):
+        given = {"prompt": "x", "max_tokens": 3, "stream": stream} | body
+        reply = live.post("/v1/completions", given)
+        assert reply.status_code == 200, reply.text
+        if given["stream"]:
+            first, *others = [strict(line[6:]) for line in reply.text.split("\n\n") if line[6:7] == "{"]
+            assert all("warnings" not in chunk for chunk in others)
+        else:
+            first = strict(reply.text)
+        assert first.get("warnings") == warnings
+
+
+def test_S_20_thousands_of_unknown_fields_are_counted_not_listed(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 1} | {f"unknown{index}": 1 for index in range(5000)}
+    warnings = live.post("/v1/completions", body).json()["warnings"]
+    assert len(warnings) == parsing.MAX_WARNINGS + 1
+    assert warnings[-1] == f"{5000 - parsing.MAX_WARNINGS} more are not told"
 
 
 def test_unknown_models_and_routes_are_404(live: Live) -> None:

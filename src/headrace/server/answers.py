@@ -67,7 +67,11 @@ class Answer(ABC):
     def _reply(self) -> dict[str, Any]:
         choices = [self._choice(place, state) for place, state in enumerate(self.generation.states)]
         counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)}
-        return self._head | {"object": self.name, "choices": choices} | counts | self._prompt_fields()
+        return self._head | {"object": self.name, "choices": choices} | counts | self._prompt_fields() | self.told()
+
+    def told(self) -> dict[str, Any]:
+        """`warnings`: what of the request was not honoured, if anything."""
+        return {"warnings": self.request.warnings} if self.request.warnings else {}
 
     async def events(self) -> AsyncIterator[bytes]:
         """The reply as events, `[DONE]` last. Raises what the engine failed with: then there is no `[DONE]`."""
@@ -77,6 +81,7 @@ class Answer(ABC):
         head = self._head | {"object": self.chunk_name}
         num_open = len(self.generation.states)
         begun: set[int] = set()
+        told = self.told()
         async with self.generation:
             async for pieces in self.generation:
                 for place, piece in pieces:
@@ -88,7 +93,8 @@ class Answer(ABC):
                     chunks += self._pieces(place, state, piece)
                     num_open -= state.finish is not None
                     for number, choice in enumerate(chunks, 1):
-                        chunk = head | {"choices": [choice]}
+                        chunk = head | {"choices": [choice]} | told
+                        told = {}
                         if with_usage:
                             chunk["usage"] = replies.usage(self.groups) if continuous else None
                         if not num_open and not with_usage and number == len(chunks):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,16 +24,14 @@ from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.insight.metrics import ServerMetrics
-from headrace.server.answers import Answer
+from headrace.server import routing, schema
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
 from headrace.server.errors import error_response, json_response
-from headrace.server.generation import Front, off_loop
+from headrace.server.generation import Front
 from headrace.server.inputs import max_context, seed_source
-from headrace.server.limits import parse_json, read_body
 from headrace.server.openai import OpenAI
-from headrace.server.streams import EventStream, until_gone
 from headrace.server.text import Tokenizer
 
 logger = logging.getLogger("headrace.server")
@@ -43,7 +40,6 @@ logger = logging.getLogger("headrace.server")
 STALLED_S = 120.0
 # How long open streams may go on after SIGTERM.
 DRAIN_S = 30.0
-REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 
 
 class RouteError(HeadraceError):
@@ -103,102 +99,72 @@ def create_app(
 
 
 def _add_api(app: FastAPI, api: OpenAI) -> None:
-    async def answer(request: Request, open_answer: Callable[[dict[str, Any]], Awaitable[Answer]]) -> Any:
-        made = await open_answer(await _body(request))
-        headers = _id_header(request, made.id)
-        try:
-            if made.stream:
-                return EventStream(made.events(), made.close, headers)
-            return json_response(await until_gone(request.receive, made.whole()), headers=headers)
-        except BaseException:
-            made.close()
-            raise
-
     async def completions(request: Request) -> Any:
-        return await answer(request, api.completion)
+        """OpenAI's text completions."""
+        return await routing.deliver(request, await api.completion(await routing.body(request)))
 
     async def chat_completions(request: Request) -> Any:
-        return await answer(request, api.chat)
+        """OpenAI's chat completions."""
+        return await routing.deliver(request, await api.chat(await routing.body(request)))
 
     async def tokenize(request: Request) -> Response:
-        return json_response(await api.tokenize(await _body(request)))
+        """Text, or messages, to token ids."""
+        return json_response(await api.tokenize(await routing.body(request)))
 
     async def detokenize(request: Request) -> Response:
-        return json_response(await api.detokenize(await _body(request)))
+        """Token ids to text."""
+        return json_response(await api.detokenize(await routing.body(request)))
 
     async def models(request: Request) -> Response:
+        """The models that are served."""
         return json_response(api.models())
 
     async def model_card(request: Request) -> Response:
+        """One model."""
         return json_response(api.card(request.path_params["name"]))
 
-    _post(app, "/v1/completions", completions)
-    _post(app, "/v1/chat/completions", chat_completions)
-    _post(app, "/tokenize", tokenize)
-    _post(app, "/detokenize", detokenize)
-    _get(app, "/v1/models", models)
-    _get(app, "/v1/models/{name:path}", model_card)
+    events = "text/event-stream"
+    routing.post(app, "/v1/completions", completions, takes=schema.CompletionRequest, streams=events)
+    routing.post(app, "/v1/chat/completions", chat_completions, takes=schema.ChatCompletionRequest, streams=events)
+    routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest)
+    routing.post(app, "/detokenize", detokenize, takes=schema.DetokenizeRequest)
+    routing.get(app, "/v1/models", models)
+    routing.get(app, "/v1/models/{name:path}", model_card)
 
 
 def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
     async def live(request: Request) -> Response:
+        """The process answers."""
         return json_response({"status": "live"})
 
     async def ready(request: Request) -> Response:
+        """The engine makes tokens."""
         status = life.status()
         return json_response({"status": status}, 200 if status == "ready" else 503)
 
     async def ping(request: Request) -> Response:
+        """The engine makes tokens."""
         return await ready(request)
 
     async def version(request: Request) -> Response:
+        """headrace's version."""
         return json_response({"version": __version__})
 
     async def load(request: Request) -> Response:
+        """How many requests are open."""
         return json_response({"server_load": client.num_unfinished})
 
     async def scrape(request: Request) -> Response:
+        """Metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    _get(app, "/health/live", live)
-    _get(app, "/health/ready", ready)
-    _get(app, "/health", ready)
-    app.add_api_route("/ping", _guarded(ping), methods=["GET", "HEAD", "POST"], response_model=None)
-    _get(app, "/version", version)
-    _get(app, "/load", load)
-    _get(app, "/metrics", scrape)
-
-
-Endpoint = Callable[[Request], Awaitable[Any]]
-
-
-def _get(app: FastAPI, path: str, endpoint: Endpoint) -> None:
-    app.add_api_route(path, _guarded(endpoint), methods=["GET", "HEAD"], response_model=None)
-
-
-def _post(app: FastAPI, path: str, endpoint: Endpoint) -> None:
-    app.add_api_route(path, _guarded(endpoint), methods=["POST"], response_model=None)
-
-
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    async def guarded(request: Request) -> Any:
-        try:
-            return await endpoint(request)
-        except Exception as error:
-            return error_response(error)
-
-    return guarded
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    body = await read_body(request.scope, request.receive)
-    return await off_loop(len(body) // 16, lambda: parse_json(body))
-
-
-def _id_header(request: Request, answer_id: str) -> dict[str, str]:
-    """X-Request-Id: the caller's own, for its logs, else the reply's id; whichever can stand in a header (S-22)."""
-    fit = [x for x in (request.headers.get("x-request-id", ""), answer_id) if REQUEST_ID.fullmatch(x)]
-    return {"x-request-id": fit[0]} if fit else {}
+    routing.get(app, "/health/live", live)
+    routing.get(app, "/health/ready", ready)
+    routing.get(app, "/health", ready)
+    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"))
+    routing.get(app, "/version", version)
+    routing.get(app, "/load", load)
+    routing.get(app, "/metrics", scrape, media_type="text/plain")
 
 
 class Life:

@@ -1,13 +1,13 @@
-"""The bodies of the POST routes, as structs, and how a JSON object becomes one: every field is known or refused.
+"""The bodies of OpenAI's POST routes, as structs, and how a JSON object becomes one: every field is known or told.
 
-Names are OpenAI's, and vLLM's for what OpenAI has not. A field that headrace knows of but can not honour yet is
-accepted with its neutral value and refused with any other; an unknown field is refused by name. Ranges are not here
-but in `headrace.bounds`. Knows no HTTP; `server.openai` is the caller.
+Names are OpenAI's, and vLLM's for what OpenAI has not. A field without which the answer would be another
+(`UNSUPPORTED`) is accepted with its neutral value and refused with any other; one that changes no answer (`IGNORED`)
+and one that nobody knows are told in the reply's `warnings`. Ranges are not here but in `headrace.bounds`. Knows no
+HTTP; `server.openai` is the caller.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import msgspec
 from headrace import bounds
 from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
+from headrace.server.parsing import Body, add_warning, convert
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -23,7 +24,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of completion take. None, also given as null, means: not given."""
 
     model: str | None = None
@@ -78,7 +79,7 @@ class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /tokenize: a text, or messages to be put through the chat template first."""
 
     model: str | None = None
@@ -91,7 +92,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /detokenize."""
 
     tokens: list[int]
@@ -123,22 +124,26 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "reasoning_effort": ("none",),
-    "verbosity": (),
     "web_search_options": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "documents": ([],),
     "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
     "thinking_token_budget": (),
     "return_tokens_as_token_ids": (False,),
-    "include_metrics": (False,),
     "prompt_embeds": (),
+}
+
+# Known fields that change no answer here: told in `warnings` unless given with a value that asks for nothing.
+IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prediction": ((), "a hint for speed that is not used"),
+    "verbosity": ((), "the models served here have no such setting"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "completions are not stored; responses are"),
+    "mm_processor_kwargs": (({},), "text models only"),
+    "kv_transfer_params": ((), "no other engine to exchange the cache with"),
+    "vllm_xargs": (({},), "arguments of vLLM's plugins"),
+    "include_metrics": ((False,), "timings come with every reply"),
 }
 
 # Which row of the bounds table holds for a number, where the names differ.
@@ -147,33 +152,20 @@ CHECKED_HERE = ("truncate_prompt_tokens", "priority", "max_completion_tokens", "
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 PASSED_ON = frozenset(SamplingParams.__struct_fields__) & frozenset(Sampled.__struct_fields__)
 
-_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a string",
-    "array": "a list",
-    "object": "an object",
-}
-
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Body)
 
 
 def parse(kind: type[T], body: dict[str, Any]) -> T:
     """`body` as a `kind`. Raises `RequestError` naming the field, its value and what is allowed."""
-    body = {name: value for name, value in body.items() if not _neutral(name, value, kind)}
+    told: list[str] = []
+    body = {name: value for name, value in body.items() if not _neutral(name, value, kind, told)}
     # OpenAI's `best_of` picks among n drawn answers; as many drawn as given is no picking.
     if kind is CompletionRequest and "best_of" in body:
         best_of = body.pop("best_of")
         if best_of is not None and (isinstance(best_of, bool) or best_of != (body.get("n") or 1)):
             raise RequestError("best_of", best_of, "left out, or equal to n: headrace does not support it yet")
-    try:
-        # Keys of JSON objects are strings, those of logit_bias too.
-        made = msgspec.convert(body, kind, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise _mistake(str(error), body) from error
-    except OverflowError as error:
-        raise RequestError("body", "an integer too large for a double", "finite numbers") from error
+    made = convert(kind, body)
+    made.warnings[:0] = told
     for name in CHECKED_HERE:
         value = getattr(made, name, None)
         if value is not None:
@@ -194,43 +186,25 @@ def sampling_params(request: Sampled, defaults: Mapping[str, Any], **more: Any) 
     return SamplingParams(**{**defaults, **given, **more})
 
 
-def _neutral(name: str, value: Any, kind: type[msgspec.Struct]) -> bool:
-    """Whether a field that is not supported may be passed over. Raises `RequestError` if it asks for something."""
-    if name not in UNSUPPORTED or not issubclass(kind, Sampled) or name in kind.__struct_fields__:
+def _neutral(name: str, value: Any, kind: type[Body], told: list[str]) -> bool:
+    """Whether a field may be passed over, telling in `told` if it asked for something.
+
+    Raises `RequestError` if passing it over would give another answer than was asked for.
+    """
+    if not issubclass(kind, Sampled) or name in kind.__struct_fields__:
         return False
-    neutral = UNSUPPORTED[name]
-    if value is None or any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral):
+    if name in IGNORED:
+        neutral, why = IGNORED[name]
+        if value is not None and not _among(value, neutral):
+            add_warning(told, name, f"ignored: {why}")
         return True
-    allowed = " or ".join([msgspec.json.encode(x).decode() for x in neutral] + ["left out"])
+    if name not in UNSUPPORTED:
+        return False
+    if value is None or _among(value, UNSUPPORTED[name]):
+        return True
+    allowed = " or ".join([msgspec.json.encode(x).decode() for x in UNSUPPORTED[name]] + ["left out"])
     raise RequestError(name, value, f"{allowed}: headrace does not support it yet")
 
 
-def _mistake(message: str, body: dict[str, Any]) -> RequestError:
-    """msgspec's complaint, told as field, value and what is allowed."""
-    unknown = re.search(r"unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", message, re.DOTALL)
-    if unknown:
-        path = ".".join(part for part in (unknown[2], unknown[1]) if part)
-        return RequestError(path, _at(body, path), "a field that headrace knows; this one is unknown", "unknown_field")
-    missing = re.search(r"missing required field `(.*?)`", message)
-    if missing:
-        return RequestError(missing[1], None, "given")
-    expected = re.search(r"Expected `(.*?)`", message)
-    place = re.search(r"at `(?:key` in `)?\$\.?(.*?)`$", message)
-    path = place[1] if place else "body"
-    words = [_WORDS.get(word, word) for word in expected[1].split(" | ") if word != "null"] if expected else [message]
-    return RequestError(path.replace("[...]", ""), _at(body, path), " or ".join(words))
-
-
-def _at(body: Any, path: str) -> Any:
-    """The value that a path of msgspec's leads to; `[...]` stands for any key or index and ends the walk."""
-    for part in re.findall(r"[^.\[\]]+|\[\d+\]", path.split("[...]")[0]):
-        if part.startswith("["):
-            index = int(part[1:-1])
-            if not isinstance(body, list) or index >= len(body):
-                return None
-            body = body[index]
-        elif isinstance(body, dict) and part in body:
-            body = body[part]
-        else:
-            return None
-    return body
+def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral)

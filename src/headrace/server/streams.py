@@ -49,15 +49,26 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """An ASGI response of server-sent events. `close` is called when it is over, however it ends."""
+    """An ASGI response of server-sent events, or of lines of JSON. `close` is called when it is over, however it ends.
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
-        super().__init__(media_type="text/event-stream")
+    `failure` makes the last event when the stream breaks; OpenAI's, if not given.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        headers: Mapping[str, str],
+        media_type: str = "text/event-stream",
+        failure: Callable[[BaseException], bytes] | None = None,
+    ) -> None:
+        super().__init__(media_type=media_type)
         self._events = events
         self._close = close
+        self._failure = failure or _error_event
         # Not the base class's, which would declare a length.
         self._sent_headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", f"{media_type}; charset=utf-8".encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             *((name.encode(), value.encode("ascii", "replace")) for name, value in headers.items()),
@@ -82,11 +93,14 @@ class EventStream(Response):
             except TimeoutError:
                 raise
             except Exception as error:
-                _, body = error_body(error)
-                await self._send(send, b"data: " + msgspec.json.encode(body) + b"\n\n", more=True)
+                await self._send(send, self._failure(error), more=True)
         await self._send(send, b"", more=False)
 
     @staticmethod
     async def _send(send: Any, body: bytes, more: bool) -> None:
         async with asyncio.timeout(STALL_S):
             await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _error_event(error: BaseException) -> bytes:
+    return b"data: " + msgspec.json.encode(error_body(error)[1]) + b"\n\n"
