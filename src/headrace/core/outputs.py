@@ -1,4 +1,4 @@
-"""What a step tells of its sequences' log-probabilities, under the ids of their requests.
+"""What a step tells of its sequences' log-probabilities and sampler states, under the ids of their requests.
 
 Knows the columns of a step and nothing of blocks or budgets. Called by the scheduler alone.
 """
@@ -21,3 +21,11 @@ def pass_on_logprobs(
         fresh = logprobs[max(0, flight[index].high_water - batch.starts[index]) :]
         if fresh and index in kept:
             output.prompt_logprobs[flight[index].request_id] = fresh
+
+
+def keep_states(flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]) -> None:
+    """Remember the samplers' states of the chunks whose indices are in `kept`, and tell them."""
+    for index, state in result.states.items():
+        if index in kept:
+            flight[index].state = state
+            output.states[flight[index].request_id] = state

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headrace.core.batches import make_batch
 from headrace.core.blocks import BlockPool
+from headrace.core.counters import Counters
 from headrace.core.families import Families
 from headrace.core.finish import finish_after, stop_ids
 from headrace.core.invariants import check_scheduler
-from headrace.core.outputs import pass_on_logprobs
+from headrace.core.outputs import keep_states, pass_on_logprobs
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
@@ -31,7 +33,7 @@ class Scheduler:
     A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
     `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens, so that each
     running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
-    off, a sequence runs only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), or by priority and
+    off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), or by priority and
     then arrival; under "priority" a request that was overtaken `max_overtaking` times goes before all others.
 
     Raises `ValueError` for numbers that can not work.
@@ -103,14 +105,7 @@ class Scheduler:
         self.num_added = 0
         self.num_finished = 0
         self._num_seqs_ever = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_recomputed_tokens = 0
-        self._num_batched_tokens = 0
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
+        self.counters = Counters()
 
     # -- requests in and out -------------------------------------------------------------------------------------
 
@@ -224,42 +219,15 @@ class Scheduler:
         return self._build(ready, chunks)
 
     def _build(self, ready: list[Sequence], chunks: list[tuple[Sequence, int]]) -> ScheduledBatch:
-        flight = ready
-        starts = [s.num_computed for s in ready]
-        lens = [1] * len(ready)
-        samples = [True] * len(ready)
-        token_ids = [s.tokens[-1] for s in ready]
-        nexts: dict[int, int] = {}
-        if chunks:
-            flight = ready + [s for s, _ in chunks]
-            for seq, length in chunks:
-                start, stop = seq.num_computed, seq.num_computed + length
-                if seq.params.prompt_logprobs is not None and stop < seq.num_prompt:
-                    nexts[len(starts)] = seq.tokens[stop]
-                starts.append(start)
-                lens.append(length)
-                samples.append(stop == len(seq.tokens))
-                token_ids += seq.tokens[start:stop]
-                again = min(seq.high_water, stop) - start
-                if again > 0:
-                    seq.num_recomputed += again
-                    self._num_recomputed_tokens += again
-        self._num_steps += 1
-        self._num_batched_tokens += len(token_ids)
-        self.flight = flight
-        self.batch = ScheduledBatch(
-            step_id=self._num_steps,
-            seq_ids=[s.seq_id for s in flight],
-            starts=starts,
-            lens=lens,
-            token_ids=token_ids,
-            block_tables=[s.block_table for s in flight],
-            samples=samples,
-            params=[s.params for s in flight],
-            num_prompts=[s.num_prompt for s in flight],
-            copies=self.tables.take_copies(),
-            next_token_ids=nexts,
-        )
+        counters = self.counters
+        counters.num_steps += 1
+        for seq, length in chunks:
+            again = min(seq.high_water, seq.num_computed + length) - seq.num_computed
+            if again > 0:
+                seq.num_recomputed += again
+                counters.num_recomputed_tokens += again
+        self.flight, self.batch = make_batch(counters.num_steps, ready, chunks, self.tables.take_copies())
+        counters.num_batched_tokens += len(self.batch.token_ids)
         return self.batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
@@ -292,21 +260,26 @@ class Scheduler:
                     finish = self._finish_of(seq)
                     if finish:
                         ended.append((seq, finish))
+        added = [[s.tokens[-1]] for s in seqs]
+        if result.forced:
+            tails = [(flight[index], token_ids) for index, token_ids in result.forced.items()]
+            self._append_forced(tails, seqs, added, ended)
         for seq, finish in ended:
             self._leave(seq)
             self.tables.release(seq)
             self._end(seq, finish)
-        self._num_generated_tokens += len(seqs)
+        self.counters.num_generated_tokens += sum(map(len, added)) if result.forced else len(added)
         output = StepOutput(
             step_id=batch.step_id,
             request_ids=[s.request_id for s in seqs],
-            token_ids=[[s.tokens[-1]] for s in seqs],
+            token_ids=added,
             started=self._started,
             finished=self.finished,
         )
-        if result.logprobs or result.prompt_logprobs:
+        if result.logprobs or result.prompt_logprobs or result.states:
             kept = set(range(len(flight))) - failed
             pass_on_logprobs(batch, flight, result, output, kept)
+            keep_states(flight, result, output, kept)
         self.num_finished += len(self.finished)
         for request_id in self.finished:
             del self.sequences[request_id]
@@ -360,13 +333,14 @@ class Scheduler:
         seq.move(Status.WAITING)
         seq.high_water = max(seq.high_water, seq.num_computed)
         self.tables.release(seq)
-        self._num_preemptions += 1
+        self.counters.num_preemptions += 1
         self.waiting.add(seq)
 
     def _chunk(self, seq: Sequence, num_computed: int, budget: int) -> int:
         """How many tokens of `seq` after the first `num_computed` go into a step with `budget` left."""
         gap = len(seq.tokens) - num_computed
-        if self.enable_chunked_prefill:
+        # A running sequence has its prompt behind it; what was forced upon it since must not wait for a wide step.
+        if self.enable_chunked_prefill or seq.status is Status.RUNNING:
             return min(gap, budget, self.chunk_limit)
         return gap if gap <= budget else 0
 
@@ -422,10 +396,10 @@ class Scheduler:
             seq.started = True
             num_hits = min(num_shared, seq.num_prompt)
             self._started[seq.request_id] = num_hits
-            self._num_prompt_tokens += seq.num_prompt
+            self.counters.num_prompt_tokens += seq.num_prompt
             if seq.may_share and self.tables.enable_prefix_caching:
-                self._prefix_cache_queries += seq.num_prompt
-                self._prefix_cache_hits += num_hits
+                self.counters.prefix_cache_queries += seq.num_prompt
+                self.counters.prefix_cache_hits += num_hits
         return length
 
     def _start(
@@ -459,6 +433,30 @@ class Scheduler:
                 self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
         return failed
 
+    def _append_forced(
+        self,
+        tails: list[tuple[Sequence, list[int]]],
+        seqs: list[Sequence],
+        added: list[list[int]],
+        ended: list[tuple[Sequence, Finish]],
+    ) -> None:
+        """Let the tokens that a grammar forces follow those just sampled, each under the rules of an end.
+
+        They are known and not computed: the next step has a wider gap. What comes after an end is dropped.
+        """
+        places = {id(seq): place for place, seq in enumerate(seqs)}
+        for seq, _ in ended:
+            del places[id(seq)]
+        for seq, token_ids in tails:
+            place = places.get(id(seq), -1)
+            for token_id in token_ids if place >= 0 else ():
+                seq.tokens.append(token_id)
+                added[place].append(token_id)
+                finish = self._finish_of(seq)
+                if finish:
+                    ended.append((seq, finish))
+                    break
+
     def _finish_of(self, seq: Sequence) -> Finish | None:
         num = len(seq.tokens)
         return finish_after(seq.tokens[-1], num - seq.num_prompt, num >= seq.max_len, seq.params, self.eos_token_ids)
@@ -476,21 +474,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Gauges are read from the state at this moment; counters have grown since the start."""
-        return Stats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_blocks=self.pool.num_blocks,
-            num_blocks_held=self.pool.num_held,
-            num_blocks_cached=len(self.pool.evictable),
-            num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_recomputed_tokens=self._num_recomputed_tokens,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
-            num_batched_tokens=self._num_batched_tokens,
-        )
+        return self.counters.stats(self.pool, len(self.running), len(self.waiting))
 
     def check(self) -> None:
         """Raise `InvariantError` if the accounting is broken. Right at any moment between two calls."""

@@ -38,8 +38,9 @@ class Sequence:
     with the request. `block_table` holds the blocks of positions 0 ... num_computed - 1 (and those scheduled).
     `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is extended when
     needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water` is the
-    largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and
-    minus infinity once the sequence was overtaken too often.
+    largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and minus
+    infinity once the sequence was overtaken too often. `needs_history` says that its sampler wants to see all tokens;
+    `state` is what the sampler knows beyond them, after the last one.
     """
 
     __slots__ = (
@@ -48,6 +49,7 @@ class Sequence:
         "high_water",
         "keys",
         "max_len",
+        "needs_history",
         "num_computed",
         "num_forced",
         "num_known",
@@ -63,6 +65,7 @@ class Sequence:
         "request_id",
         "seq_id",
         "started",
+        "state",
         "status",
         "stop_ids",
         "tokens",
@@ -72,6 +75,8 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.params = request.params
+        self.needs_history = request.params.needs_history
+        self.state = request.resume_state
         self.seq_id = seq_id
         self.tokens = [*request.prompt_token_ids, *request.resume_token_ids]
         self.num_prompt = len(request.prompt_token_ids)

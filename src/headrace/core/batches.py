@@ -1,0 +1,47 @@
+"""From chosen sequences to a `ScheduledBatch`: the columns of a step, written down.
+
+Decides nothing and changes no sequence; called by the scheduler alone, once a step.
+"""
+
+from __future__ import annotations
+
+from headrace.core.sequence import Sequence
+from headrace.types import ScheduledBatch
+
+
+def make_batch(
+    step_id: int, ready: list[Sequence], chunks: list[tuple[Sequence, int]], copies: list[tuple[int, int]]
+) -> tuple[list[Sequence], ScheduledBatch]:
+    """The sequences of the step, in its order, and its batch: one token of each of `ready`, then the `chunks`."""
+    flight = ready
+    starts = [s.num_computed for s in ready]
+    lens = [1] * len(ready)
+    samples = [True] * len(ready)
+    token_ids = [s.tokens[-1] for s in ready]
+    nexts: dict[int, int] = {}
+    if chunks:
+        flight = ready + [s for s, _ in chunks]
+        for seq, length in chunks:
+            start, stop = seq.num_computed, seq.num_computed + length
+            if seq.params.prompt_logprobs is not None and stop < seq.num_prompt:
+                nexts[len(starts)] = seq.tokens[stop]
+            starts.append(start)
+            lens.append(length)
+            samples.append(stop == len(seq.tokens))
+            token_ids += seq.tokens[start:stop]
+    batch = ScheduledBatch(
+        step_id=step_id,
+        seq_ids=[s.seq_id for s in flight],
+        starts=starts,
+        lens=lens,
+        token_ids=token_ids,
+        block_tables=[s.block_table for s in flight],
+        samples=samples,
+        params=[s.params for s in flight],
+        num_prompts=[s.num_prompt for s in flight],
+        copies=copies,
+        next_token_ids=nexts,
+        histories={i: s.tokens for i, s in enumerate(flight) if s.needs_history and samples[i]},
+        states={i: s.state for i, s in enumerate(flight) if s.state is not None and samples[i]},
+    )
+    return flight, batch

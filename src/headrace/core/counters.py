@@ -1,0 +1,52 @@
+"""`Counters`: what the scheduler has done since its start. Numbers that only grow, and how they are told.
+
+Knows no rules; the scheduler counts, and asks for `Stats` after each step.
+"""
+
+from __future__ import annotations
+
+from headrace.core.blocks import BlockPool
+from headrace.types import Stats
+
+
+class Counters:
+    """Each field is the counter of the same name in `Stats`."""
+
+    __slots__ = (
+        "num_batched_tokens",
+        "num_generated_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "num_steps",
+        "prefix_cache_hits",
+        "prefix_cache_queries",
+    )
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.num_batched_tokens = 0
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+
+    def stats(self, pool: BlockPool, num_running: int, num_waiting: int) -> Stats:
+        """The counters, with the gauges of this moment."""
+        return Stats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_blocks=pool.num_blocks,
+            num_blocks_held=pool.num_held,
+            num_blocks_cached=len(pool.evictable),
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generated_tokens=self.num_generated_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+            num_batched_tokens=self.num_batched_tokens,
+        )
