@@ -28,8 +28,8 @@ class BodyTooLargeError(HeadraceError):
     status = 413
     code = "body_too_large"
 
-    def __init__(self) -> None:
-        super().__init__(f"body: too large; it must be at most {MAX_BODY_BYTES} bytes")
+    def __init__(self, most: int) -> None:
+        super().__init__(f"body: too large; it must be at most {most} bytes")
 
 
 class BodyTimeoutError(HeadraceError):
@@ -52,15 +52,17 @@ class ClientGoneError(HeadraceError):
     code = "client_closed_request"
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body. Raises `BodyTooLargeError` from the declared length, before anything is read, or as soon as
-    more has come than allowed; `UnsupportedMediaError` for compressed bodies; `ClientGoneError`."""
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body, of at most `most` bytes.
+
+    Raises `BodyTooLargeError` from the declared length, before anything is read, or as soon as more has come than
+    allowed; `UnsupportedMediaError` for compressed bodies; `ClientGoneError`."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         raise UnsupportedMediaError("content-encoding: compressed bodies are not accepted; send it plain")
     declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared[:20]) > MAX_BODY_BYTES:
-        raise BodyTooLargeError
+    if declared.isdigit() and int(declared[:20]) > most:
+        raise BodyTooLargeError(most)
     body = bytearray()
     while True:
         try:
@@ -71,8 +73,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         if message["type"] == "http.disconnect":
             raise ClientGoneError("the client hung up while it sent the body")
         body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLargeError
+        if len(body) > most:
+            raise BodyTooLargeError(most)
         if not message.get("more_body", False):
             return bytes(body)
 

@@ -1,0 +1,207 @@
+"""`Store`: what the server keeps for its clients (files, batches, responses), bounded in number and in bytes.
+
+Every entry is a JSON object that tells about it and a body of bytes; in memory, or in a folder, where it outlives the
+server. Ids are drawn here and looked up among those that exist, so nothing that a client sends ever becomes a path
+(S-08). Knows no HTTP and no API. Called by `server.files`, `server.batches` and `server.responses`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.errors import HeadraceError
+
+logger = logging.getLogger("headrace.server")
+
+_NAME = re.compile(r"([a-z]+[-_][0-9a-f]{32})\.(json|bin)")
+_TORN = "part-"
+
+
+class StoreFullError(HeadraceError):
+    """No room for what a client wants kept (HTTP 413)."""
+
+    status = 413
+    code = "storage_full"
+
+
+class _Entry:
+    """`text` is the object, encoded; `body` is None where a folder has it; `size` counts both."""
+
+    __slots__ = ("body", "size", "text")
+
+    def __init__(self, text: bytes, body: bytearray | None, size: int) -> None:
+        self.text = text
+        self.body = body
+        self.size = size
+
+
+class Store:
+    """Entries by id, oldest first.
+
+    Args:
+        prefix: what ids begin with, its `-` or `_` included.
+        folder: where entries are kept as files of this user alone; None keeps them in memory. What is there already
+            is read in; what is no entry is left alone, and a symbolic link is none.
+        max_items, max_bytes: bounds on entries, and on bodies and objects together.
+        evict: let the oldest go when there is no room, instead of `StoreFullError`.
+
+    Raises OSError if the folder can not be used.
+    """
+
+    def __init__(
+        self, prefix: str, folder: Path | None, *, max_items: int, max_bytes: int, evict: bool = False
+    ) -> None:
+        self.prefix, self.folder = prefix, folder
+        self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
+        self.num_bytes = 0
+        self._entries: dict[str, _Entry] = {}
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._read_in(folder)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._entries))
+
+    def __contains__(self, entry_id: object) -> bool:
+        return entry_id in self._entries
+
+    def new_id(self) -> str:
+        """Fresh and unguessable."""
+        return self.prefix + secrets.token_hex(16)
+
+    def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
+        """Keep an entry under an id of `new_id`, or replace one. Raises `StoreFullError`; then nothing changes."""
+        text = msgspec.json.encode(about)
+        known = self._entries.get(entry_id)
+        self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
+        if self.folder is not None:
+            self._write(f"{entry_id}.bin", body)
+            self._write(f"{entry_id}.json", text)
+        kept = bytearray(body) if self.folder is None else None
+        self._entries[entry_id] = _Entry(text, kept, len(text) + len(body))
+        self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
+
+    def tell(self, entry_id: str, about: dict[str, Any]) -> None:
+        """Replace what is told about an entry; its body stays. Raises KeyError, `StoreFullError`."""
+        entry = self._entries[entry_id]
+        text = msgspec.json.encode(about)
+        size = entry.size - len(entry.text) + len(text)
+        self._make_room(entry_id, size, entry.size)
+        if self.folder is not None:
+            self._write(f"{entry_id}.json", text)
+        self.num_bytes += size - entry.size
+        entry.text, entry.size = text, size
+
+    def append(self, entry_id: str, data: bytes) -> None:
+        """Add to the end of a body. Raises KeyError, `StoreFullError`."""
+        entry = self._entries[entry_id]
+        self._make_room(entry_id, entry.size + len(data), entry.size)
+        if self.folder is not None:
+            with open(self.folder / f"{entry_id}.bin", "ab") as file:
+                file.write(data)
+        elif entry.body is not None:
+            entry.body += data
+        entry.size += len(data)
+        self.num_bytes += len(data)
+
+    def about(self, entry_id: str) -> dict[str, Any] | None:
+        """What is told about an entry: a copy; None if there is none."""
+        entry = self._entries.get(entry_id)
+        return None if entry is None else msgspec.json.decode(entry.text, type=dict[str, Any])
+
+    def body_size(self, entry_id: str) -> int:
+        """Bytes of an entry's body. Raises KeyError."""
+        entry = self._entries[entry_id]
+        return entry.size - len(entry.text)
+
+    def body(self, entry_id: str) -> bytes:
+        """Raises KeyError, and OSError if its file is gone."""
+        entry = self._entries[entry_id]
+        if self.folder is None:
+            return bytes(entry.body or b"")
+        return (self.folder / f"{entry_id}.bin").read_bytes()
+
+    def delete(self, entry_id: str) -> bool:
+        """Forget an entry. False if there is none."""
+        entry = self._entries.pop(entry_id, None)
+        if entry is None:
+            return False
+        self.num_bytes -= entry.size
+        if self.folder is not None:
+            # What is told about it goes first: a body alone is swept up by the next start.
+            for suffix in ("json", "bin"):
+                (self.folder / f"{entry_id}.{suffix}").unlink(missing_ok=True)
+        return True
+
+    def _make_room(self, entry_id: str, size: int, before: int) -> None:
+        def over() -> bool:
+            is_new = entry_id not in self._entries
+            return self.num_bytes - before + size > self.max_bytes or len(self) + is_new > self.max_items
+
+        if size > self.max_bytes:
+            raise StoreFullError(f"storage: {size} bytes do not fit; it holds at most {self.max_bytes}")
+        while over():
+            oldest = next((known for known in self._entries if known != entry_id), None)
+            if not self.evict or oldest is None:
+                raise StoreFullError(
+                    f"storage: it is full, with {len(self)} of {self.max_items} entries and {self.num_bytes} of "
+                    f"{self.max_bytes} bytes; delete something first"
+                )
+            self.delete(oldest)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """All of it or nothing."""
+        if self.folder is None:
+            return
+        part = self.folder / (_TORN + secrets.token_hex(8))
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            os.replace(part, self.folder / name)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _read_in(self, folder: Path) -> None:
+        found: list[tuple[float, str]] = []
+        for item in os.scandir(folder):
+            if item.name.startswith(_TORN) and item.is_file(follow_symlinks=False):
+                os.unlink(item.path)
+                continue
+            match = _NAME.fullmatch(item.name)
+            if not match or not match[1].startswith(self.prefix) or not item.is_file(follow_symlinks=False):
+                continue
+            if match[2] == "json":
+                found.append((item.stat(follow_symlinks=False).st_mtime, match[1]))
+            elif not (folder / f"{match[1]}.json").is_file():
+                os.unlink(item.path)
+        for _, entry_id in sorted(found):
+            self._read_entry(folder, entry_id)
+
+    def _read_entry(self, folder: Path, entry_id: str) -> None:
+        try:
+            status = os.lstat(folder / f"{entry_id}.bin")
+            text = (folder / f"{entry_id}.json").read_bytes()
+            about = msgspec.json.decode(text)
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s in %s is left out: %s", entry_id, folder, error)
+            return
+        if not stat.S_ISREG(status.st_mode) or not isinstance(about, dict):
+            logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
+            return
+        size = len(text) + status.st_size
+        self._entries[entry_id] = _Entry(text, None, size)
+        self.num_bytes += size
