@@ -41,6 +41,30 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] | None = None
+    best_of: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repeat_last_n: int | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    no_repeat_ngram_size: int | None = None
+    thinking_token_budget: int | None = None
+    samplers: list[str] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -101,13 +125,8 @@ class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 # Known fields that are not honoured yet, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "structured_outputs": (),
@@ -129,7 +148,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "documents": ([],),
     "chat_template": (),
-    "thinking_token_budget": (),
     "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
 }
@@ -159,11 +177,6 @@ def parse(kind: type[T], body: dict[str, Any]) -> T:
     """`body` as a `kind`. Raises `RequestError` naming the field, its value and what is allowed."""
     told: list[str] = []
     body = {name: value for name, value in body.items() if not _neutral(name, value, kind, told)}
-    # OpenAI's `best_of` picks among n drawn answers; as many drawn as given is no picking.
-    if kind is CompletionRequest and "best_of" in body:
-        best_of = body.pop("best_of")
-        if best_of is not None and (isinstance(best_of, bool) or best_of != (body.get("n") or 1)):
-            raise RequestError("best_of", best_of, "left out, or equal to n: headrace does not support it yet")
     made = convert(kind, body)
     made.warnings[:0] = told
     for name in CHECKED_HERE:
