@@ -18,6 +18,9 @@ import uvicorn
 from tests.server import fake
 
 from headrace.config import EngineConfig, ServerConfig
+from headrace.core.engine import EngineCore
+from headrace.executor.simulated import Oracle
+from headrace.sampling.params import SamplingParams
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, InprocClient
 from headrace.server.http import create_app
@@ -112,6 +115,17 @@ def inproc(delay: float = 0.0, **config: Any) -> EngineClient:
     return InprocClient(lambda: fake.build(EngineConfig(model="fake", **config), delay))
 
 
+def brittle(num_steps: int) -> EngineClient:
+    """An engine that fails whatever runs after so many steps."""
+
+    def build() -> EngineCore:
+        core = fake.build(EngineConfig(model="fake"))
+        core.executor._fail = lambda step_id, index: step_id > num_steps  # type: ignore[attr-defined]
+        return core
+
+    return InprocClient(build)
+
+
 def child(delay: float = 0.0, max_restarts: int = 3, **config: Any) -> EngineClient:
     link = ProcessLink(EngineConfig(model="fake", **config), fake.command(delay))
     return EngineClient(link, max_restarts=max_restarts)
@@ -122,3 +136,18 @@ def live(tokenizer: Tokenizer) -> Iterator[Live]:
     """One server for tests that do not harm it. A step takes a millisecond."""
     with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, ServerConfig(log_stats_interval=0)) as made:
         yield made
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes every engine of this process answer with a given text, and then end."""
+
+    def scripted(text: str) -> None:
+        script = text.encode()
+
+        def next_token(self: Oracle, context: Any, params: SamplingParams, num_generated: int) -> int:
+            return script[num_generated] if num_generated < len(script) else fake.EOS
+
+        monkeypatch.setattr(Oracle, "next_token", next_token)
+
+    return scripted

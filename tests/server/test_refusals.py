@@ -20,7 +20,7 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
 from headrace.bounds import BOUNDS
-from headrace.server import limits, parsing, schema
+from headrace.server import anthropic, limits, parsing, schema
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -30,6 +30,14 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     ),
     "/tokenize": (schema.TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [1]}),
+    "/v1/messages": (
+        anthropic.MessagesRequest,
+        {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    ),
+    "/v1/messages/count_tokens": (
+        anthropic.CountTokensRequest,
+        {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
+    ),
 }
 NO_BODY = {"/ping"}
 CONTEXT = 2048
@@ -54,15 +62,21 @@ def raw(live: Live, path: str, text: str | bytes, **headers: str) -> httpx.Respo
 
 
 def refused(reply: httpx.Response, field: str | None = None, status: int = 400) -> str:
+    """The error's message. Its shape is that of the API that was called."""
     assert reply.status_code == status, reply.text
-    error = strict(reply.text)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    body = strict(reply.text)
+    error = body["error"]
+    message = str(error) if isinstance(error, str) else str(error["message"])
+    path = reply.request.url.path
+    if path.startswith("/v1/messages"):
+        assert (body["type"], set(error)) == ("error", {"type", "message"})
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
+        assert field is None or error["param"] == field
     # S-22: nothing of the house in what strangers read.
-    assert not re.search(r"0x[0-9a-f]{6,}|Traceback|\.py|/src/", error["message"]), error
-    if field is not None:
-        assert error["param"] == field
-        assert error["message"].startswith(field + ": ")
-    return str(error["message"])
+    assert not re.search(r"0x[0-9a-f]{6,}|Traceback|\.py|/src/", message), error
+    assert field is None or message.startswith(field + ": ")
+    return message
 
 
 def strict(text: str) -> Any:
@@ -154,9 +168,9 @@ def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: 
         ({"prompt": "x", "cache_salt": "y" * 257}, "cache_salt"),
         ({"prompt": "x", "request_id": "y" * 257}, "request_id"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "best_of": 3}, "best_of"),
-        ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty"),
-        ({"prompt": "x", "repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
+        ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
         ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x", "guided_json": {}}, "guided_json"),

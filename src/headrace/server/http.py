@@ -24,7 +24,7 @@ from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.insight.metrics import ServerMetrics
-from headrace.server import routing, schema
+from headrace.server import anthropic, routing, schema
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
@@ -38,6 +38,8 @@ logger = logging.getLogger("headrace.server")
 
 # A step may take long; an engine that says nothing for as long as this, and owes something, is not ready.
 STALLED_S = 120.0
+# Whose clients look for errors in another shape than OpenAI's.
+REFUSALS = {"/v1/messages": anthropic.refuse}
 # How long open streams may go on after SIGTERM.
 DRAIN_S = 30.0
 
@@ -84,6 +86,7 @@ def create_app(
     app.state.life = life
     app.state.client = client
     _add_api(app, api)
+    anthropic.add_routes(app, api)
     _add_operations(app, client, metrics, life)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
@@ -94,7 +97,7 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_error)
     api_key = server.api_key or env.api_key()
     if api_key:
-        app.add_middleware(ApiKeyGate, api_key=api_key)
+        app.add_middleware(ApiKeyGate, api_key=api_key, refusals=REFUSALS)
     return app
 
 

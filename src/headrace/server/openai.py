@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 from headrace import bounds
@@ -115,6 +116,15 @@ class OpenAI:
         generation = self._open([token_ids], params, request, max_tokens, arrival, field)
         return ChatAnswer(generation, request, self.front, self.model, [text])
 
+    async def chat_prompt(self, body: dict[str, Any]) -> tuple[str, list[int]]:
+        """What `chat` would give the model for `body`: the text and its token ids. Raises `RequestError`."""
+        request = parse(ChatCompletionRequest, body)
+        self._check(request)
+        text = await self.render(request)
+        tokenizer = self._tokenizer()
+        special = bool(request.add_special_tokens)
+        return text, await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+
     async def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /tokenize."""
         request = parse(TokenizeRequest, body)
@@ -156,7 +166,9 @@ class OpenAI:
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
-        return {"object": "list", "data": [self.card(self.model)]}
+        # The last three are for Anthropic's clients, who turn pages.
+        pages = {"has_more": False, "first_id": self.model, "last_id": self.model}
+        return {"object": "list", "data": [self.card(self.model)]} | pages
 
     def card(self, name: str) -> dict[str, Any]:
         """GET /v1/models/NAME. Raises `ModelNotFoundError`."""
@@ -169,6 +181,10 @@ class OpenAI:
             "root": self.front.info.model,
             "parent": None,
             "max_model_len": max_context(self.front.info),
+            # As Anthropic has it.
+            "type": "model",
+            "display_name": self.model,
+            "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
         }
 
     async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:

@@ -11,6 +11,7 @@ import functools
 import re
 import types
 import typing
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,13 +62,17 @@ def add_warning(warnings: list[str], field: str, why: str) -> None:
         warnings.append("1 more are not told")
 
 
-def convert(kind: type[T], body: dict[str, Any]) -> T:
+def convert(kind: type[T], body: dict[str, Any], ignored: Mapping[str, str] | None = None) -> T:
     """`body` as a `kind`; fields that no struct knows, at any depth, are left out and end in `warnings`.
 
-    Raises `RequestError` naming the field, its value and what is allowed.
+    `ignored` are fields of the API that do nothing here, each with the reason. Raises `RequestError` naming the
+    field, its value and what is allowed.
     """
     warnings: list[str] = []
-    known = _known(kind, body, "", warnings)
+    for name, why in (ignored or {}).items():
+        if body.get(name) is not None:
+            add_warning(warnings, name, f"ignored: {why}")
+    known = _known(kind, {name: value for name, value in body.items() if name not in (ignored or {})}, "", warnings)
     try:
         # Keys of JSON objects are strings, those of logit_bias too.
         made = msgspec.convert(known, kind, str_keys=True)
@@ -80,19 +85,26 @@ def convert(kind: type[T], body: dict[str, Any]) -> T:
 
 
 @functools.cache
-def _fields(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
-    """Names on the wire, each with the struct that its value, or each item of its value, is; None for other values."""
+def _fields(kind: type[msgspec.Struct]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
+    """Names on the wire, each with the structs that its value, or each item of its value, may be."""
     hints = typing.get_type_hints(kind)
-    return {field.encode_name: _struct_in(hints[field.name]) for field in msgspec.structs.fields(kind)}
+    return {field.encode_name: tuple(_structs_in(hints[field.name])) for field in msgspec.structs.fields(kind)}
 
 
-def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
+def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        return hint
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (list, typing.Union):
-        found = [struct for struct in map(_struct_in, typing.get_args(hint)) if struct is not None]
-        # Of several structs msgspec picks one by its tag; unknown fields in there are its to refuse.
-        return found[0] if len(found) == 1 else None
+        yield hint
+    elif isinstance(hint, types.UnionType) or typing.get_origin(hint) in (list, typing.Union):
+        for inner in typing.get_args(hint):
+            yield from _structs_in(inner)
+
+
+def _pick(structs: tuple[type[msgspec.Struct], ...], value: dict[str, Any]) -> type[msgspec.Struct] | None:
+    """Which of the structs an object is; None if its tag says none of them, which is then refused."""
+    for struct in structs:
+        config = struct.__struct_config__
+        if config.tag_field is None or value.get(config.tag_field) == config.tag:
+            return struct
     return None
 
 
@@ -106,16 +118,18 @@ def _known(kind: type[msgspec.Struct], body: dict[str, Any], path: str, warnings
             hint = f"; did you mean {path}{near[0]}?" if near else ""
             add_warning(warnings, path + name, "unknown, and ignored" + hint)
             continue
-        inner = fields.get(name)
-        if inner is not None and isinstance(value, dict):
-            value = _known(inner, value, f"{path}{name}.", warnings)
-        elif inner is not None and isinstance(value, list):
-            value = [
-                _known(inner, item, f"{path}{name}[{index}].", warnings) if isinstance(item, dict) else item
-                for index, item in enumerate(value)
-            ]
+        structs = fields.get(name, ())
+        if structs and isinstance(value, list):
+            value = [_inner(structs, item, f"{path}{name}[{index}].", warnings) for index, item in enumerate(value)]
+        elif structs:
+            value = _inner(structs, value, f"{path}{name}.", warnings)
         made[name] = value
     return made
+
+
+def _inner(structs: tuple[type[msgspec.Struct], ...], value: Any, path: str, warnings: list[str]) -> Any:
+    kind = _pick(structs, value) if isinstance(value, dict) else None
+    return value if kind is None else _known(kind, value, path, warnings)
 
 
 def _mistake(message: str, body: dict[str, Any]) -> RequestError:
@@ -127,10 +141,13 @@ def _mistake(message: str, body: dict[str, Any]) -> RequestError:
     missing = re.search(r"missing required field `(.*?)`(?: - at `\$\.?(.*?)`)?$", message)
     if missing:
         return RequestError(".".join(part for part in (missing[2], missing[1]) if part), None, "given")
+    unlisted = re.match(r"Invalid (enum )?value", message)
     expected = re.search(r"Expected `(.*?)`", message)
     place = re.search(r"at `(?:key` in `)?\$\.?(.*?)`$", message)
     path = place[1] if place else "body"
     words = [_WORDS.get(word, word) for word in expected[1].split(" | ") if word != "null"] if expected else [message]
+    if unlisted:
+        words = ["one of those that headrace knows"]
     return RequestError(path.replace("[...]", ""), _at(body, path), " or ".join(words))
 
 
@@ -147,3 +164,9 @@ def _at(body: Any, path: str) -> Any:
         else:
             return None
     return body
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """`error` with its field under the name that it has in the API that the client speaks."""
+    name = names.get(error.field)
+    return error if name is None else RequestError(name, error.value, error.bound, error.code)
