@@ -72,7 +72,7 @@ class OpenAI:
         arrival = time.monotonic()
         request = parse(CompletionRequest, body)
         self._check(request)
-        prompts = _prompts(request.prompt)
+        prompts = as_prompts(request.prompt)
         more: dict[str, Any] = {"logprobs": request.logprobs}
         if request.max_tokens is None and "max_tokens" not in self.defaults:
             more["max_tokens"] = DEFAULT_COMPLETION_TOKENS
@@ -128,7 +128,7 @@ class OpenAI:
     async def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /tokenize."""
         request = parse(TokenizeRequest, body)
-        self._check_model(request.model)
+        self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("prompt", request.prompt, "given, or else messages, and not both")
         text = request.prompt if request.prompt is not None else await self.render(request)
@@ -145,7 +145,7 @@ class OpenAI:
     async def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /detokenize."""
         request = parse(DetokenizeRequest, body)
-        self._check_model(request.model)
+        self.check_model(request.model)
         vocab_size = self.front.info.vocab_size
         for token_id in request.tokens:
             if not 0 <= token_id < vocab_size:
@@ -172,7 +172,7 @@ class OpenAI:
 
     def card(self, name: str) -> dict[str, Any]:
         """GET /v1/models/NAME. Raises `ModelNotFoundError`."""
-        self._check_model(name)
+        self.check_model(name)
         return {
             "id": self.model,
             "object": "model",
@@ -230,11 +230,12 @@ class OpenAI:
         )
 
     def _check(self, request: Sampled) -> None:
-        self._check_model(request.model)
+        self.check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise RequestError("stream_options", "an object", "left out unless stream is true")
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Raises `ModelNotFoundError` unless `name` is what is served, or None."""
         if name is not None and name != self.model:
             shown = name if len(name) <= 80 else name[:77] + "..."
             raise ModelNotFoundError(f"model: {shown!r} is not served here; it must be {self.model!r}")
@@ -245,15 +246,15 @@ class OpenAI:
         return self.front.tokenizer
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | list[int]]:
     """One prompt or many, each a text or a list of ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
         return [prompt]
-    bounds.check("prompt_list", prompt, "prompt")
+    bounds.check("prompt_list", prompt, field)
     for index, item in enumerate(prompt):
         ids = isinstance(item, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in item)
         if not isinstance(item, str) and not ids:
-            raise RequestError(f"prompt[{index}]", item, "a string or a list of token ids")
+            raise RequestError(f"{field}[{index}]", item, "a string or a list of token ids")
     return list(prompt)
