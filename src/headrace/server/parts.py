@@ -76,11 +76,11 @@ class Message:
             self.calls[part.index]["arguments"] += part.arguments
 
     def fields(self) -> dict[str, Any]:
-        """`content` (None if there are calls and nothing else), `reasoning_content` (None if none), `tool_calls` in
+        """`content` (None if there is something else instead), `reasoning_content` (None if none), `tool_calls` in
         OpenAI's shape."""
         calls = [
             {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
             for call in self.calls
         ]
-        content = None if calls and not self.content else self.content
+        content = self.content or (None if calls or self.reasoning else "")
         return {"content": content, "reasoning_content": self.reasoning or None, "tool_calls": calls}

@@ -1,0 +1,42 @@
+"""DeepSeek's marks around calls: name and arguments in a fenced block (V3, R1), or bare on both sides of the
+separator (V3.1)."""
+
+from __future__ import annotations
+
+from headrace.server.tools.parser import ToolParser
+from headrace.server.tools.reader import IllFormed, Reading
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+
+openers = (CALLS, CALL)
+starts = ()
+
+
+def read(call: ToolParser) -> Reading[None]:
+    text = call.text
+    yield from text.take(CALLS)
+    first = True
+    while True:
+        yield from text.space()
+        if not first and ((yield from text.take(CALLS_END)) or not (yield from text.peek())):
+            return
+        yield from text.expect(CALL)
+        name = yield from text.until(SEPARATOR)
+        fenced = (yield from text.peek()) != "{"
+        if fenced:
+            if name.strip() != "function":
+                raise IllFormed
+            name = yield from text.until("\n")
+            yield from text.expect("```json")
+            yield from text.space()
+        call.name(name.strip())
+        yield from call.arguments()
+        yield from text.space()
+        if fenced:
+            yield from text.expect("```")
+            yield from text.space()
+        yield from text.expect(CALL_END)
+        call.done()
+        first = False

@@ -1,0 +1,40 @@
+"""`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>`: GLM 4.5 and later, Laguna. Texts
+stand bare, as in `qwen3_coder`."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.server.tools.parser import ToolParser
+from headrace.server.tools.reader import IllFormed, Reading
+from headrace.server.tools.tagged import value
+from headrace.server.tools.written import json_text
+
+openers = ("<tool_call>",)
+starts = ()
+
+_NAME = re.compile(r"[^\s<>{}\"]+")
+
+
+def read(call: ToolParser) -> Reading[None]:
+    text = call.text
+    yield from text.expect("<tool_call>")
+    yield from text.space()
+    name = yield from text.word(_NAME)
+    call.name(name)
+    keys: set[str] = set()
+    yield from text.space()
+    while not (yield from text.take("</tool_call>")):
+        yield from text.expect("<arg_key>")
+        key = (yield from text.until("</arg_key>")).strip()
+        if key in keys:
+            raise IllFormed
+        yield from text.space()
+        yield from text.expect("<arg_value>")
+        call.write(f"{', ' if keys else '{'}{json_text(key)}: ")
+        keys.add(key)
+        yield from value(call, name, key, "</arg_value>", "")
+        yield from text.space()
+    if keys:
+        call.write("}")
+    call.done()

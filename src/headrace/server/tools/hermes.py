@@ -1,0 +1,22 @@
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and others."""
+
+from __future__ import annotations
+
+from headrace.server.tools.parser import ToolParser
+from headrace.server.tools.reader import Reading
+from headrace.server.tools.written import json_call
+
+openers = ("<tool_call>",)
+starts = ()
+
+
+def read(call: ToolParser) -> Reading[None]:
+    text = call.text
+    yield from text.expect("<tool_call>")
+    yield from text.space()
+    yield from json_call(call)
+    yield from text.space()
+    # Some leave the end out where it ends the answer too.
+    if (yield from text.peek()):
+        yield from text.expect("</tool_call>")
+    call.done()

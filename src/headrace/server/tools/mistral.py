@@ -1,0 +1,41 @@
+"""`[TOOL_CALLS]`: with a JSON list of calls (Mistral's tokenizers up to v7), or before each call's name, with
+`[ARGS]` before its arguments (from v11 on; v11 itself has a `[CALL_ID]` between them).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from headrace.server.tools.parser import ToolParser
+from headrace.server.tools.reader import Reading
+from headrace.server.tools.written import json_calls
+
+openers = ("[TOOL_CALLS]",)
+starts = ()
+
+_NAME = re.compile(r"[^\s\[\]{}\"]+")
+_LETTERS = string.ascii_letters + string.digits
+
+
+def new_id() -> str:
+    """Nine letters or digits: the templates take no other id."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+def read(call: ToolParser) -> Reading[None]:
+    text = call.text
+    yield from text.expect("[TOOL_CALLS]")
+    yield from text.space()
+    if (yield from text.peek()) == "[":
+        yield from json_calls(call)
+        return
+    call.name((yield from text.word(_NAME)))
+    if (yield from text.take("[CALL_ID]")):
+        yield from text.word(_NAME)
+    # Shown without its special tokens, the mark is missing.
+    yield from text.take("[ARGS]")
+    yield from text.space()
+    yield from call.arguments()
+    call.done()

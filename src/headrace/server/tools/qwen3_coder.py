@@ -1,0 +1,41 @@
+"""`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`: Qwen 3 Coder, Qwen 3.5 and
+later, Nemotron 3. Texts stand bare and are told as JSON strings; what its schema does not call a string stands as JSON.
+"""
+
+from __future__ import annotations
+
+from headrace.server.tools.parser import ToolParser
+from headrace.server.tools.reader import IllFormed, Reading
+from headrace.server.tools.tagged import value
+from headrace.server.tools.written import json_text
+
+openers = ("<tool_call>", "<function=")
+starts = ()
+
+
+def read(call: ToolParser) -> Reading[None]:
+    text = call.text
+    wrapped = yield from text.take("<tool_call>")
+    yield from text.space()
+    yield from text.expect("<function=")
+    name = (yield from text.until(">")).strip()
+    call.name(name)
+    keys: set[str] = set()
+    yield from text.space()
+    while not (yield from text.take("</function>")):
+        yield from text.expect("<parameter=")
+        key = (yield from text.until(">")).strip()
+        if key in keys:
+            raise IllFormed
+        yield from text.take("\n")
+        call.write(f"{', ' if keys else '{'}{json_text(key)}: ")
+        keys.add(key)
+        yield from value(call, name, key, "</parameter>", "\n")
+        yield from text.space()
+    if keys:
+        call.write("}")
+    if wrapped:
+        yield from text.space()
+        if (yield from text.peek()):
+            yield from text.expect("</tool_call>")
+    call.done()

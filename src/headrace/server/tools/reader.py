@@ -1,0 +1,252 @@
+"""Reading a text that comes in pieces as if it were all there: generators that pause where the text ends for now.
+
+Every primitive either advances past what it was asked for or raises `IllFormed`; where it stops depends on the text
+alone and never on how it was cut. Owns the text that is not yet dealt with. Called by `parser` and the formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""A computation that pauses (yields) when it needs more text."""
+
+MAX_DEPTH = 64
+"""Levels of arrays and objects in the arguments of a call."""
+MAX_NAME = 256
+MAX_FRAME_SPACE = 64
+"""Characters of white space before a mark, at most, that belong to it."""
+
+SPACE = " \t\r\n"
+_SPACES = re.compile(r"[ \t\r\n]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_DIGITS = re.compile(r"[0-9]+")
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class IllFormed(Exception):
+    """The text is not what the format wants, or it ends too soon."""
+
+
+class Reader:
+    """`text[at:]` is what is to be read. Offsets of the whole text are `base` + place in `text`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.base = 0
+        self.final = False
+        self._pin: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Characters of the whole text that have been read."""
+        return self.base + self.at
+
+    def push(self, text: str, final: bool, keep: int) -> None:
+        """More text; what lies before the position `keep` is no longer wanted."""
+        keep = min(keep, self.position) if self._pin is None else min(keep, self.position, self._pin)
+        drop = keep - self.base
+        self.text = self.text[drop:] + text
+        self.at -= drop
+        self.base += drop
+        self.final = final
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, no text from here on is dropped, so that `since` can tell it."""
+        outer, self._pin = self._pin, self.position
+        try:
+            yield
+        finally:
+            self._pin = outer
+
+    def since(self, position: int) -> str:
+        """The text from `position` to where reading is."""
+        return self.text[position - self.base : self.at]
+
+    def open_end(self, literals: Iterable[str]) -> int:
+        """Place in `text` from where on what is unread may become one of `literals`, which are not in it."""
+        longest = 0
+        for literal in () if self.final else literals:
+            sizes = range(min(len(literal) - 1, len(self.text) - self.at), longest, -1)
+            longest = next((size for size in sizes if self.text.endswith(literal[:size])), longest)
+        return len(self.text) - longest
+
+    def before_space(self, end: int) -> int:
+        """Place in `text` where the white space begins that belongs to a mark at `end`."""
+        low = max(self.at, end - MAX_FRAME_SPACE)
+        while end > low and self.text[end - 1] in SPACE:
+            end -= 1
+        return end
+
+    def peek(self, num: int = 1) -> Reading[str]:
+        """The next `num` characters, fewer only at the end of the text. Nothing is read."""
+        while len(self.text) - self.at < num and not self.final:
+            yield
+        return self.text[self.at : self.at + num]
+
+    def comes(self, literal: str) -> Reading[bool]:
+        """Whether `literal` comes next. Waits no longer than that is open."""
+        while True:
+            have = self.text[self.at : self.at + len(literal)]
+            if len(have) == len(literal) or self.final or not literal.startswith(have):
+                return have == literal
+            yield
+
+    def take(self, literal: str) -> Reading[bool]:
+        """Read `literal` if it comes next; whether it did."""
+        if (yield from self.comes(literal)):
+            self.at += len(literal)
+            return True
+        return False
+
+    def expect(self, *literals: str) -> Reading[str]:
+        """Read one of `literals`, the first that fits. Raises `IllFormed`."""
+        for literal in literals:
+            if (yield from self.take(literal)):
+                return literal
+        raise IllFormed
+
+    def space(self) -> Reading[None]:
+        """Read white space, if there is any."""
+        while True:
+            match = _SPACES.match(self.text, self.at)
+            self.at = match.end() if match else self.at
+            if self.at < len(self.text) or self.final:
+                return
+            yield
+
+    def until(self, literal: str) -> Reading[str]:
+        """Read to the next `literal` and past it; what came before it. Raises `IllFormed` if it never comes, having
+        read all."""
+        start = seek = self.position
+        while True:
+            found = self.text.find(literal, seek - self.base)
+            if found >= 0:
+                before = self.text[start - self.base : found]
+                self.at = found + len(literal)
+                return before
+            if self.final:
+                self.at = len(self.text)
+                raise IllFormed
+            seek = max(seek, self.base + len(self.text) - len(literal) + 1)
+            yield
+
+    def while_matches(self, pattern: re.Pattern[str]) -> Reading[int]:
+        """Read characters for as long as they match `pattern`, which is of the form `[...]+`; how many there were."""
+        start = self.position
+        while True:
+            match = pattern.match(self.text, self.at)
+            self.at = match.end() if match else self.at
+            if self.at < len(self.text) or self.final:
+                return self.position - start
+            yield
+
+    def word(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """`while_matches`, but what was read. Raises `IllFormed` if that is nothing."""
+        start = self.position
+        with self.kept():
+            if not (yield from self.while_matches(pattern)):
+                raise IllFormed
+            return self.since(start)
+
+    def json_value(self, depth: int = 0) -> Reading[None]:
+        """Read one JSON value (RFC 8259, strictly). Raises `IllFormed` at the first character that is out of place."""
+        first = yield from self.peek()
+        if first == "{":
+            yield from self.json_object(depth)
+        elif first == "[":
+            yield from self._json_array(depth)
+        elif first == '"':
+            yield from self.json_string()
+        elif first and first in "-0123456789":
+            yield from self._json_number()
+        else:
+            yield from self.expect("true", "false", "null")
+
+    def json_object(self, depth: int = 0) -> Reading[None]:
+        """Read one JSON object."""
+        yield from self._open("{", depth)
+        if (yield from self.take("}")):
+            return
+        while True:
+            yield from self.json_string()
+            yield from self.colon()
+            yield from self.json_value(depth + 1)
+            if not (yield from self.comma("}")):
+                return
+
+    def key(self) -> Reading[str]:
+        """Read one JSON string; what it says."""
+        start = self.position
+        with self.kept():
+            yield from self.json_string()
+            said: str = json.loads(self.since(start))
+        return said
+
+    def json_string(self) -> Reading[None]:
+        """Read one JSON string."""
+        yield from self.expect('"')
+        while True:
+            yield from self.while_matches(_PLAIN)
+            if (yield from self.take('"')):
+                return
+            yield from self.expect("\\")
+            letter = yield from self.peek()
+            if not letter or letter not in '"\\/bfnrtu':
+                raise IllFormed
+            self.at += 1
+            for _ in range(4 if letter == "u" else 0):
+                if (yield from self.peek()) not in _HEX:
+                    raise IllFormed
+                self.at += 1
+
+    def colon(self) -> Reading[None]:
+        """Read the colon between key and value, and the space around it."""
+        yield from self.space()
+        yield from self.expect(":")
+        yield from self.space()
+
+    def comma(self, closing: str) -> Reading[bool]:
+        """Read a comma (true) or `closing` (false), with the space that belongs to it."""
+        yield from self.space()
+        if (yield from self.expect(",", closing)) == closing:
+            return False
+        yield from self.space()
+        return True
+
+    def _json_array(self, depth: int) -> Reading[None]:
+        yield from self._open("[", depth)
+        if (yield from self.take("]")):
+            return
+        while True:
+            yield from self.json_value(depth + 1)
+            if not (yield from self.comma("]")):
+                return
+
+    def _open(self, bracket: str, depth: int) -> Reading[None]:
+        if depth >= MAX_DEPTH:
+            raise IllFormed
+        yield from self.expect(bracket)
+        yield from self.space()
+
+    def _json_number(self) -> Reading[None]:
+        yield from self.take("-")
+        if not (yield from self.take("0")):
+            yield from self._digits()
+        if (yield from self.take(".")):
+            yield from self._digits()
+        if (yield from self.take("e")) or (yield from self.take("E")):
+            if not (yield from self.take("+")):
+                yield from self.take("-")
+            yield from self._digits()
+
+    def _digits(self) -> Reading[None]:
+        if not (yield from self.while_matches(_DIGITS)):
+            raise IllFormed
