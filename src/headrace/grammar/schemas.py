@@ -1,0 +1,110 @@
+"""JSON schemas on their way to llguidance: what it does not take is written in words that it takes, with the same
+meaning, where that can be done; the rest is left for it to refuse. `locate` finds the place that it complains of.
+
+Pure functions of plain JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+Schema = dict[str, Any] | bool
+
+# Draft 2020-12, "Validation", section 7.3, of which llguidance holds an answer to these.
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+# Keywords whose value is one schema, a list of them, or an object of them.
+ONE = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+
+
+class Brought(msgspec.Struct, frozen=True):
+    schema: Schema
+    warnings: list[str] = []
+
+
+def bring(schema: Any, closed: bool = False) -> Brought:
+    """`schema` in the form that llguidance takes, and what was left out of it, in words.
+
+    `closed`: objects have no other properties than those named, where the schema does not say.
+    """
+    warnings: list[str] = []
+    return Brought(_bring(schema, "#", closed, warnings), warnings)
+
+
+def _bring(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for key, at, inner in children(schema):
+        brought = _bring(inner, f"{path}/{'/'.join(at)}", closed, warnings)
+        if brought is not inner:
+            _put(made, schema, key, at, brought)
+    form = made.get("format")
+    if isinstance(form, str) and form not in FORMATS:
+        # A format that is not of the standard's list is no more than a note to the reader (section 7.2.3).
+        del made["format"]
+        warnings.append(f"format {form!r} at {path} is not enforced")
+    if closed and "properties" in made and "additionalProperties" not in made:
+        made["additionalProperties"] = False
+    return made
+
+
+def _put(made: dict[str, Any], schema: dict[str, Any], key: str, at: list[str], brought: Any) -> None:
+    if len(at) == 1:
+        made[key] = brought
+        return
+    if made[key] is schema[key]:
+        made[key] = schema[key].copy()
+    made[key][int(at[1]) if isinstance(made[key], list) else at[1]] = brought
+
+
+def children(schema: dict[str, Any]) -> Iterator[tuple[str, list[str], Any]]:
+    """(keyword, path below this schema, schema) of the schemas right inside `schema`."""
+    for key in ONE:
+        if isinstance(schema.get(key), dict | bool):
+            yield key, [key], schema[key]
+    for key in LISTS:
+        if isinstance(schema.get(key), list):
+            for place, inner in enumerate(schema[key]):
+                yield key, [key, str(place)], inner
+    for key in OBJECTS:
+        if isinstance(schema.get(key), dict):
+            for name, inner in schema[key].items():
+                if isinstance(inner, dict | bool):
+                    yield key, [key, name], inner
+
+
+def locate(schema: Schema, said: str) -> str:
+    """Where in `schema` is what an error message speaks of: a JSON pointer, or "" if nothing of it is found."""
+    words = re.findall(r'"([^"\n]{1,200})"', said)
+    for pattern in (r"Unknown format: (\S+)", r"Invalid type: (\S+)", r"Pointer '([^']*)'"):
+        words += re.findall(pattern, said)
+    if "oneOf" in said:
+        words.append("oneOf")
+    if "min/maxProperties" in said:
+        words += ["minProperties", "maxProperties"]
+    expressions = re.findall(r"regex parse error:\s*\n\s*(.+)", said)
+    stack: list[tuple[str, Any]] = [("#", schema)]
+    for path, here in stack:
+        if not isinstance(here, dict):
+            continue
+        for word in words:
+            if word in here and word != "properties":
+                return f"{path}/{word}"
+        for key, value in here.items():
+            texts = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
+            if key != "enum" and any(text in words or text.removeprefix("#") in words for text in texts):
+                return f"{path}/{key}"
+            if key in ("pattern",) and any(each.strip() in value for each in expressions if isinstance(value, str)):
+                return f"{path}/{key}"
+        stack += [(f"{path}/{'/'.join(_escaped(part) for part in at)}", inner) for _, at, inner in children(here)]
+    return ""
+
+
+def _escaped(part: str) -> str:
+    return part.replace("~", "~0").replace("/", "~1")
