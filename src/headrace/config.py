@@ -84,6 +84,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int = 2**20
     max_restarts: int = 3
+    storage_dir: str | None = None
+    max_storage_bytes: int = 2**28
+    max_batch_concurrency: int = 16
     uvicorn_log_level: str = "info"
     log_stats_interval: float = 10.0
     generation_config: str = "auto"
@@ -91,7 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise RequestError("port", self.port, "an integer from 0 to 65535")
-        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency"):
             _at_least(name, getattr(self, name), 1)
         _at_least("max_restarts", self.max_restarts, 0)
         _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)

@@ -19,6 +19,9 @@ from headrace.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Pooling = Literal["", "last", "mean"]
+"""What becomes of a prompt's final hidden states: nothing, the last row, or the sum over all rows."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One answer to make. `n` answers to one prompt are n requests of one `group`, made by the front end.
@@ -26,7 +29,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `params.seed` and `params.max_tokens` are filled in by the front end, so that the engine can be told the same
     request again and give the same bits. `resume_token_ids` are tokens generated before (in an engine that died):
     they are known, not sampled again, and count towards max_tokens and min_tokens. `resume_state` is what
-    `StepOutput.states` told last of that answer, for samplers whose state is no function of the tokens.
+    `StepOutput.states` told last of that answer, for samplers whose state is no function of the tokens. With `pooling`
+    nothing is sampled: the request ends when its prompt is computed, and `StepOutput.pooled` tells its hidden state.
     """
 
     request_id: str
@@ -37,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: str = ""
     resume_token_ids: list[int] = []
     resume_state: float | None = None
+    pooling: Pooling = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -65,7 +70,8 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     `next_token_ids[i]` is the prompt token after chunk i, for chunks that ask for prompt_logprobs and end before the
     prompt does: its last row foretells that token. `histories[i]` is all that chunk i's sequence knows, for chunks that
     sample and whose parameters need it: the scheduler's own list, lent as the tables are. `states[i]` is what the last
-    `StepResult.states` told of that sequence, for chunks that sample.
+    `StepResult.states` told of that sequence, for chunks that sample. `pooling[i]` is there for chunks whose hidden
+    states are wanted: how, and what `StepResult.pooled` told of the rows before.
     """
 
     step_id: int
@@ -81,6 +87,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     next_token_ids: dict[int, int] = {}
     histories: dict[int, list[int]] = {}
     states: dict[int, float] = {}
+    pooling: dict[int, tuple[Pooling, list[float]]] = {}
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -93,7 +100,10 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that must follow token_ids[i], whatever
     the model says (a grammar leaves no choice): they are known without a forward pass. Never for a request that wants
     log-probabilities. `states[i]` is the sampler's state after token_ids[i], to be handed back with the next chunk.
-    `errors[i]` says why chunk i failed; its sequence alone is ended, and its blocks are never published.
+    `pooled[i]` are hidden states after the final norm: those of the chunk's last row, or the sum in float64 over the
+    sequence's rows so far, added one after the other. Chunks in `deferred` were to be sampled and could not be yet, because something that their sampler needs is late:
+    their last token is computed again in the next step. `errors[i]` says why chunk i failed; its sequence alone is
+    ended, and its blocks are never published.
     """
 
     step_id: int
@@ -102,6 +112,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     forced: dict[int, list[int]] = {}
     states: dict[int, float] = {}
+    pooled: dict[int, list[float]] = {}
+    deferred: set[int] = set()
     errors: dict[int, str] = {}
 
 
@@ -152,6 +164,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     states: dict[str, float] = {}
+    pooled: dict[str, list[float]] = {}
     started: dict[str, int] = {}
     finished: dict[str, Finish] = {}
     stats: Stats | None = None
@@ -169,6 +182,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_logprobs: int = 20
+    hidden_size: int = 0
     scheduling_policy: str = "fcfs"
     dtype: str = ""
     kv_cache_dtype: str = ""

@@ -217,6 +217,11 @@ class Program(Protocol):
         """Logits of other rows of the last `forward`."""
         ...
 
+    def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
+        """Hidden states [S, H] of rows of the last `forward` after the final norm, lent until the next call. At most
+        `max_logits` of them."""
+        ...
+
     def close(self) -> None:
         """Give the memory back. May be called twice."""
         ...

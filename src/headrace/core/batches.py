@@ -6,7 +6,7 @@ Decides nothing and changes no sequence; called by the scheduler alone, once a s
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
-from headrace.types import ScheduledBatch
+from headrace.types import Pooling, ScheduledBatch
 
 
 def make_batch(
@@ -16,7 +16,7 @@ def make_batch(
     flight = ready
     starts = [s.num_computed for s in ready]
     lens = [1] * len(ready)
-    samples = [True] * len(ready)
+    samples = [not s.pooling for s in ready]
     token_ids = [s.tokens[-1] for s in ready]
     nexts: dict[int, int] = {}
     if chunks:
@@ -27,7 +27,7 @@ def make_batch(
                 nexts[len(starts)] = seq.tokens[stop]
             starts.append(start)
             lens.append(length)
-            samples.append(stop == len(seq.tokens))
+            samples.append(stop == len(seq.tokens) and not seq.pooling)
             token_ids += seq.tokens[start:stop]
     batch = ScheduledBatch(
         step_id=step_id,
@@ -43,5 +43,16 @@ def make_batch(
         next_token_ids=nexts,
         histories={i: s.tokens for i, s in enumerate(flight) if s.needs_history and samples[i]},
         states={i: s.state for i, s in enumerate(flight) if s.state is not None and samples[i]},
+        pooling={i: pooling_of(s) for i, s in enumerate(flight) if s.pooling and wants_rows(s, lens[i])},
     )
     return flight, batch
+
+
+def wants_rows(seq: Sequence, length: int) -> bool:
+    """Whether the hidden states of its next `length` tokens are wanted."""
+    return seq.pooling == "mean" or seq.num_computed + length == len(seq.tokens)
+
+
+def pooling_of(seq: Sequence) -> tuple[Pooling, list[float]]:
+    """How they are pooled, and with what was pooled before; a sequence that begins again forgets that."""
+    return seq.pooling, seq.pooled if seq.num_computed else []

@@ -106,6 +106,10 @@ def verify(request: Request, info: EngineInfo) -> None:
     params = request.params
     if not request.prompt_token_ids:
         raise RequestError("prompt", [], "at least one token long")
+    if request.pooling not in ("", "last", "mean"):
+        raise RequestError("pooling", request.pooling, "last or mean")
+    if request.pooling and params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs", params.prompt_logprobs, "left out of a request for hidden states")
     known = [("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)]
     known.append(("stop_token_ids", params.stop_token_ids or []))
     known.append(("logit_bias", list(params.logit_bias or ())))

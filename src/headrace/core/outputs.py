@@ -1,4 +1,4 @@
-"""What a step tells of its sequences' log-probabilities and sampler states, under the ids of their requests.
+"""What a step tells of its sequences' log-probabilities, hidden states and sampler states, under their requests' ids.
 
 Knows the columns of a step and nothing of blocks or budgets. Called by the scheduler alone.
 """
@@ -29,3 +29,13 @@ def keep_states(flight: list[Sequence], result: StepResult, output: StepOutput, 
         if index in kept:
             flight[index].state = state
             output.states[flight[index].request_id] = state
+
+
+def keep_pooled(flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]) -> None:
+    """Remember what was pooled of the chunks whose indices are in `kept`, and tell what is whole."""
+    for index, vector in result.pooled.items():
+        if index in kept:
+            seq = flight[index]
+            seq.pooled = vector
+            if seq.num_computed == len(seq.tokens):
+                output.pooled[seq.request_id] = vector

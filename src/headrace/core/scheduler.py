@@ -14,9 +14,9 @@ from headrace.core.batches import make_batch
 from headrace.core.blocks import BlockPool
 from headrace.core.counters import Counters
 from headrace.core.families import Families
-from headrace.core.finish import finish_after, stop_ids
+from headrace.core.finish import STOP, finish_after, is_pooled, stop_ids
 from headrace.core.invariants import check_scheduler
-from headrace.core.outputs import keep_states, pass_on_logprobs
+from headrace.core.outputs import keep_pooled, keep_states, pass_on_logprobs
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
@@ -193,7 +193,7 @@ class Scheduler:
         num_running = len(running)
         ready = [s for s in running if len(s.tokens) - s.num_computed == 1]
         wide = [s for s in running if len(s.tokens) - s.num_computed > 1] if len(ready) < num_running else []
-        edge = [s for s in ready if not s.num_computed % size]
+        edge = [s for s in ready if len(s.block_table) * size <= s.num_computed]
         if edge:
             self._grow_by_one(edge)
 
@@ -244,7 +244,8 @@ class Scheduler:
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
         if aborted or result.errors or -1 in result.token_ids:
-            rows = list(rows)
+            # A deferred chunk has computed all but its last token, and sampled nothing.
+            rows = [(s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)]
             failed = self._drop_failed(rows, result.errors)
             rows = [row for index, row in enumerate(rows) if index not in failed]
         seqs: list[Sequence] = []
@@ -260,6 +261,8 @@ class Scheduler:
                     finish = self._finish_of(seq)
                     if finish:
                         ended.append((seq, finish))
+            elif is_pooled(seq.pooling, num, len(seq.tokens)):
+                ended.append((seq, STOP))
         added = [[s.tokens[-1]] for s in seqs]
         if result.forced:
             tails = [(flight[index], token_ids) for index, token_ids in result.forced.items()]
@@ -276,10 +279,11 @@ class Scheduler:
             started=self._started,
             finished=self.finished,
         )
-        if result.logprobs or result.prompt_logprobs or result.states:
+        if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
             kept = set(range(len(flight))) - failed
             pass_on_logprobs(batch, flight, result, output, kept)
             keep_states(flight, result, output, kept)
+            keep_pooled(flight, result, output, kept)
         self.num_finished += len(self.finished)
         for request_id in self.finished:
             del self.sequences[request_id]

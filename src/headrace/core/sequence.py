@@ -59,6 +59,8 @@ class Sequence:
         "num_published",
         "num_recomputed",
         "params",
+        "pooled",
+        "pooling",
         "publish_at",
         "rank",
         "request",
@@ -97,6 +99,8 @@ class Sequence:
         self.num_forced = 0
         self.num_recomputed = 0
         self.num_overtaken = 0
+        self.pooling = request.pooling
+        self.pooled: list[float] = []
 
     @property
     def order(self) -> tuple[float, int]:
@@ -107,6 +111,8 @@ class Sequence:
     def may_share(self) -> bool:
         """Whether it may start on blocks computed for others. Log-probabilities of the prompt need every one of its
         rows computed, once."""
+        if self.pooling == "mean":
+            return False
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
 
     def move(self, status: Status) -> None:

@@ -27,6 +27,7 @@ class Model(Protocol):
     ops: Ops
     kv_shape: KVShape
     vocab_size: int
+    hidden_size: int
 
     def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
         """Rows -> hidden states [R, H]; writes their keys and values to `kv`, one cache for each layer."""
@@ -34,6 +35,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Array, rows: Array) -> Array:
         """hidden [R, H] and the indices of the rows that are wanted [S] -> logits [S, V]."""
+        ...
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        """hidden [R, H] and the indices of the rows that are wanted [S] -> [S, H] after the final norm."""
         ...
 
 

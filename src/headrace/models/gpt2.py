@@ -98,5 +98,8 @@ class Model:
             x = layer(x, rows, kv)
         return x
 
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.norm(self.ops.select(hidden, rows))
+
     def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.linear(self.norm(self.ops.select(hidden, rows)), self.head)
+        return self.ops.linear(self.final(hidden, rows), self.head)

@@ -16,6 +16,7 @@ from headrace.backends import make_backend
 from headrace.backends.base import Backend, KVShape
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, RequestError
+from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.runner.runner import Runner
@@ -32,10 +33,13 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 
-def build_runner(config: EngineConfig, progress: Progress | None = None) -> tuple[Runner, EngineInfo]:
+def build_runner(
+    config: EngineConfig, progress: Progress | None = None, vocabulary: Load | None = None
+) -> tuple[Runner, EngineInfo]:
     """Load `config.model` and make room for its KV cache.
 
     `progress` is called with (tensors loaded, tensors in all); without it a bar is drawn if stderr is a terminal.
+    `vocabulary` reads the tokenizer when the first constraint needs it; without it there are none.
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
     """
     directory = hub.resolve(config.model, config.revision)
@@ -58,7 +62,10 @@ def build_runner(config: EngineConfig, progress: Progress | None = None) -> tupl
         max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
         num_threads=config.num_threads,
     )
-    runner = Runner(program, Sampler(model.vocab_size, eos_token_ids))
+    matchers = None
+    if vocabulary is not None:
+        matchers = Matchers(vocabulary, model.vocab_size, eos_token_ids, capacity=config.max_num_seqs)
+    runner = Runner(program, Sampler(model.vocab_size, eos_token_ids), matchers)
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,
@@ -69,6 +76,7 @@ def build_runner(config: EngineConfig, progress: Progress | None = None) -> tupl
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
+        hidden_size=model.hidden_size,
         scheduling_policy=config.scheduling_policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,7 +49,7 @@ def read_line(raw: bytes, number: int, urls: Iterable[str]) -> Line:
         raise RequestError("custom_id", custom_id, f"a string of 1 to {MAX_CUSTOM_ID} characters")
     if given.get("method") != "POST":
         raise RequestError("method", given.get("method"), "POST")
-    if url not in urls:
+    if not isinstance(url, str) or url not in tuple(urls):
         raise RequestError("url", url, "one of " + ", ".join(urls))
     if not isinstance(body, dict):
         raise RequestError("body", body, "an object")
@@ -111,6 +111,8 @@ class Answerer:
         if line.url in SEEDED:
             if body.get("seed") is None:
                 body["seed"] = int.from_bytes(line.digest[:8], "little") % SEED_LIMIT
+            if body.get("request_id") is None:
+                body["request_id"] = line.digest.hex()
             if body.get("priority") is None and self.priority is not None:
                 body["priority"] = self.priority
         return body
@@ -121,7 +123,7 @@ async def answers(
     answer: Callable[[Line], Awaitable[dict[str, Any]]],
     concurrency: int,
     may_start: Callable[[], Awaitable[None]] | None = None,
-) -> AsyncIterator[tuple[Line, dict[str, Any]]]:
+) -> AsyncGenerator[tuple[Line, dict[str, Any]], None]:
     """Outputs as they come, with at most `concurrency` lines open at once. `may_start` is waited for before each.
 
     Leaving the iteration early cancels what is open. Raises what `answer` raises.

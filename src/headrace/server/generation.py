@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 from headrace.errors import HeadraceError
 from headrace.sampling.params import SamplingParams
 from headrace.server.client import EngineClient, RequestStream
-from headrace.server.inputs import Prompt, make_requests, prompt_ids, prompt_size
+from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
 from headrace.server.outputs import Piece, RequestState
 from headrace.server.text import Tokenizer
-from headrace.types import EngineInfo
+from headrace.types import EngineInfo, Pooling
 
 # Below this many characters the work is shorter than the hand-over to a thread.
 LARGE_TEXT = 4096
@@ -78,15 +78,24 @@ class Front:
         cache_salt: str = "",
         arrival_time: float | None = None,
         draw: Callable[[], int] | None = None,
+        pooling: Pooling = "",
     ) -> Generation:
-        """Ask for `params.n` answers to each prompt: all of them are accepted, or none.
+        """Ask for `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` each is asked
+        for its hidden state instead (`RequestState.pooled`).
 
         Raises `RequestError`, `QueueFullError` or `EngineDeadError`. The caller must close what it gets.
         """
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        drawn = {} if draw is None else {"draw": draw}
         groups = [
-            make_requests(token_ids, params, self.info, priority=priority, cache_salt=cache_salt, **drawn)
+            make_requests(
+                token_ids,
+                params,
+                self.info,
+                priority=priority,
+                cache_salt=cache_salt,
+                draw=draw or draw_seed,
+                pooling=pooling,
+            )
             for token_ids in prompts
         ]
         stream = self.client.submit([request for group in groups for request in group], arrival)

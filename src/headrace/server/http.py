@@ -32,6 +32,8 @@ from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front
 from headrace.server.inputs import max_context, seed_source
 from headrace.server.openai import OpenAI
+from headrace.server.storage import Storage
+from headrace.server.storage import add_routes as add_storage_routes
 from headrace.server.text import Tokenizer
 
 logger = logging.getLogger("headrace.server")
@@ -72,7 +74,8 @@ def create_app(
     metrics = ServerMetrics(client, model)
     client.observer = metrics
     api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults, seed_source(seed))
-    life = Life(client, server.log_stats_interval, api.warm_up)
+    storage = Storage(api, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
+    life = Life(client, server.log_stats_interval, api.warm_up, storage)
     app = FastAPI(
         title="headrace",
         version=__version__,
@@ -87,6 +90,7 @@ def create_app(
     app.state.client = client
     _add_api(app, api)
     anthropic.add_routes(app, api)
+    add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
@@ -173,8 +177,15 @@ def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, 
 class Life:
     """The application's life: loading, ready, restarting, dead, draining."""
 
-    def __init__(self, client: EngineClient, log_stats_interval: float, warm_up: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        log_stats_interval: float,
+        warm_up: Callable[[], Awaitable[None]],
+        storage: Storage,
+    ) -> None:
         self.client = client
+        self.storage = storage
         self.failure: BaseException | None = None
         self.draining = False
         self.ended = asyncio.Event()
@@ -204,6 +215,7 @@ class Life:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.storage.close()
             await self.client.close()
 
     async def _start(self) -> None:
@@ -221,6 +233,7 @@ class Life:
         logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
         length = max_context(info)
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
+        self.storage.start()
         logger.info("ready")
         await self.client.dead.wait()
         self.failure = EngineDeadError("the engine died too often")

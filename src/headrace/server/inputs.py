@@ -18,7 +18,7 @@ from headrace import bounds
 from headrace.errors import ContextLengthError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server.text import Tokenizer
-from headrace.types import EngineInfo, Request
+from headrace.types import EngineInfo, Pooling, Request
 
 # Kept below 2**53 with room for n, so that JSON readers with doubles can send a told seed back.
 SEED_LIMIT = 2**53 - 2**16
@@ -114,6 +114,7 @@ def make_requests(
     priority: int = 0,
     cache_salt: str = "",
     draw: Callable[[], int] = draw_seed,
+    pooling: Pooling = "",
 ) -> list[Request]:
     """The `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
 
@@ -140,6 +141,7 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             group=group,
+            pooling=pooling,
         )
         for index in range(params.n)
     ]

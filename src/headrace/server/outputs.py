@@ -34,6 +34,7 @@ class Delta(msgspec.Struct):
     start_time: float | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
+    pooled: list[float] = []
 
     def merge(self, later: Delta) -> None:
         """Append what came after."""
@@ -48,6 +49,7 @@ class Delta(msgspec.Struct):
         if self.num_cached_tokens is None:
             self.start_time, self.num_cached_tokens = later.start_time, later.num_cached_tokens
         self.finish = self.finish or later.finish
+        self.pooled = self.pooled or later.pooled
 
 
 def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
@@ -70,6 +72,7 @@ def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
                 start_time=None if cached is None else output.start_time,
                 num_cached_tokens=cached,
                 finish=output.finished.get(request_id),
+                pooled=output.pooled.get(request_id, []),
             ),
         )
 
@@ -167,6 +170,7 @@ class RequestState:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.num_cached_tokens = 0
+        self.pooled: list[float] = []
         self.finish: Finish | None = None
         self.closed = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
@@ -183,6 +187,7 @@ class RequestState:
             return Piece("", [], [])
         self._note_times(delta)
         self.prompt_logprobs += delta.prompt_logprobs
+        self.pooled = self.pooled or delta.pooled
         token_ids, logprobs = delta.token_ids, delta.logprobs
         finish = delta.finish
         text = ""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Chunks, Logits
 from headrace.backends.cpu.cache import KVCache
-from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Value
+from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Buffer, Value
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps, StepRows
 from headrace.backends.cpu.tape import Tape
@@ -96,6 +96,8 @@ class TapedProgram:
         self.hidden = hidden
         self.tape = Tape(graph, {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}, isa)
         ops.begin()
+        self._ops, self._isa = ops, isa
+        self._final: tuple[Tape, NDArray[np.float32]] | None = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.cache.copy_blocks(pairs)
@@ -122,8 +124,35 @@ class TapedProgram:
         self.tape.run_range(self._num_forward, len(self.tape.nodes), dims, self.num_threads)
         return self._take(len(rows))
 
+    def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
+        tape, out = self._final = self._final or self._record_final()
+        self.wanted[: len(rows)] = rows
+        tape.run([0, 0, len(rows)], self.num_threads)
+        return out[: len(rows), : self.hidden.width]
+
+    def _record_final(self) -> tuple[Tape, NDArray[np.float32]]:
+        """Select and final norm on a tape of their own, recorded when they are first asked for: the step's tape would
+        run them for nothing. It reads the hidden states where the step left them."""
+        ops, most = self._ops, self.max_logits
+        ops.begin()
+        graph = ops.graph
+        source = Value(graph, Buffer(self.hidden.buffer.row_bytes, ROWS, 0, 0), self.hidden.width)
+        final: Value = self.model.final(source, self.wanted)
+        out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
+        places = {id(source.buffer): self.tape.floats(self.hidden.buffer, self.max_rows), id(final.buffer): out}
+        for node in graph.nodes:
+            for name, value in node.fields.items():
+                node.fields[name] = places.get(id(value), value)
+        graph.buffers.remove(final.buffer)
+        tape = Tape(graph, {ROWS: self.max_rows, SEQS: most, LOGITS: most}, self._isa)
+        ops.begin()
+        return tape, out
+
     def close(self) -> None:
         self.tape.close()
+        if self._final is not None:
+            self._final[0].close()
+            self._final = None
         self.cache.layers = []
 
     def fill(self, chunks: Chunks) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.backends.base import Chunks, Logits
@@ -93,6 +94,14 @@ class EagerProgram:
     @torch.inference_mode()
     def logits(self, rows: list[int]) -> Logits:
         return self._logits(rows)
+
+    @torch.inference_mode()
+    def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
+        if not rows or self._hidden is None:
+            return np.empty((0, self.model.hidden_size), np.float32)
+        wanted = torch.tensor(rows, device=self._hidden.device)
+        found: NDArray[np.float32] = self.model.final(self._hidden, wanted).float().cpu().numpy()
+        return found
 
     def close(self) -> None:
         self.kv, self._hidden = self.kv.new_empty(0), None

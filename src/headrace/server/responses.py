@@ -1,0 +1,374 @@
+"""OpenAI's /v1/responses: a chat told as items and typed events, kept for a while, and gone on with by its id.
+
+A response is translated to a chat (`responses_input`), answered by `OpenAI.chat`, and told as `responses_events` say.
+Stored ones live in `server.store`, bounded, the oldest giving way. Raises `HeadraceError`s; `add_routes` puts it on an
+app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headrace.errors import ContextLengthError, HeadraceError, RequestError
+from headrace.server import replies, routing
+from headrace.server.chat_answer import ChatAnswer
+from headrace.server.errors import error_body, json_response
+from headrace.server.files import NotFoundError, page
+from headrace.server.openai import OpenAI
+from headrace.server.parts import Content, Part, Reasoning, ToolCall
+from headrace.server.responses_events import Output, encode
+from headrace.server.responses_input import ResponsesRequest, chat_body, input_items, read
+from headrace.server.store import Store, StoreFullError
+
+logger = logging.getLogger("headrace.server")
+
+MAX_BACKGROUND = 256
+DEFAULT_PAGE = 20
+RUNNING = ("queued", "in_progress")
+
+
+class ResponseAnswer:
+    """A response that was accepted. Read it once, by `whole` or by `events`; `close` aborts what still runs."""
+
+    def __init__(self, api: Responses, request: ResponsesRequest, chat: ChatAnswer, response: dict[str, Any]) -> None:
+        self.api, self.request, self.chat, self.response = api, request, chat, response
+        self.output = Output(response)
+        self._num_seen = 0
+        self._num_reasoning = 0
+        self._logprobs: list[dict[str, Any]] = []
+
+    @property
+    def id(self) -> str:
+        return str(self.response["id"])
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.request.stream)
+
+    async def whole(self) -> dict[str, Any]:
+        """The response object at its end. Raises what the engine failed with."""
+        try:
+            async for _, parts in self.chat.parts():
+                self._take(parts)
+        except HeadraceError as error:
+            self._fail(error)
+            raise
+        self._finish()
+        return self.response
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The response as events. What the engine fails with is told as `response.failed`."""
+        yield encode(self.output.whole("created"))
+        yield encode(self.output.whole("in_progress"))
+        try:
+            async for _, parts in self.chat.parts():
+                for event in self._take(parts):
+                    yield encode(event)
+        except HeadraceError as error:
+            self._fail(error)
+            yield encode(self.output.whole("failed"))
+            return
+        for event in self._finish():
+            yield encode(event)
+
+    def close(self) -> None:
+        """Abort. A stored response that had not ended is "cancelled" then."""
+        self.chat.close()
+        if self.response["status"] in RUNNING:
+            self.output.end("incomplete")
+            self.response["status"] = "cancelled"
+            self.api.keep(self.response)
+
+    def _take(self, parts: list[Part]) -> list[dict[str, Any]]:
+        """The events of new parts. Tokens count as reasoning while nothing else comes of them."""
+        state = self.chat.generation.states[0]
+        num_new, self._num_seen = len(state.token_ids) - self._num_seen, len(state.token_ids)
+        told = any(isinstance(part, Content | ToolCall) for part in parts)
+        thought = any(isinstance(part, Reasoning) for part in parts)
+        if not told and (thought or self.output.in_reasoning):
+            self._num_reasoning += num_new
+        elif self.chat.request.logprobs:
+            fresh = state.logprobs[len(state.logprobs) - num_new :] if num_new else []
+            self._logprobs += replies.chat_logprobs(self.chat.tokenizer, fresh)["content"]
+        events = self.output.take(parts, self._logprobs)
+        if any(isinstance(part, Content) for part in parts):
+            self._logprobs = []
+        return events
+
+    def _finish(self) -> list[dict[str, Any]]:
+        """Close the response: its status, its usage, its place in the store."""
+        cut = self.chat.finish_reason(0) == "length"
+        if not self.output.items:
+            # Nothing was said; a reader still looks for a message.
+            events = self.output.take([Content("")], [])
+        else:
+            events = []
+        events += self.output.end("incomplete" if cut else "completed")
+        response = self.response
+        response["status"] = "incomplete" if cut else "completed"
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        response["usage"] = self._usage()
+        response["timings"] = replies.timings(self.chat.groups)
+        self.api.keep(response)
+        return [*events, self.output.whole(response["status"])]
+
+    def _fail(self, error: HeadraceError) -> None:
+        _, body = error_body(error)
+        self.output.end("incomplete")
+        self.response["status"] = "failed"
+        self.response["error"] = {"code": "server_error", "message": body["error"]["message"]}
+        self.api.keep(self.response)
+
+    def _usage(self) -> dict[str, Any]:
+        counts = replies.usage(self.chat.groups)
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "total_tokens": counts["total_tokens"],
+        }
+
+
+class Responses:
+    """The routes. `store` keeps the responses: `about` is empty, the body holds object, input and history."""
+
+    def __init__(self, api: OpenAI, store: Store) -> None:
+        self.api = api
+        self.store = store
+        self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
+        for response_id in store:
+            self._settle(response_id)
+
+    async def create(self, body: dict[str, Any]) -> ResponseAnswer:
+        """Accept a response. Raises `HeadraceError`s of all kinds."""
+        request, more = read(body)
+        wanted = more.get("request_id")
+        stored = request.store is not False
+        response_id = self.store.new_id()
+        if not stored and isinstance(wanted, str):
+            response_id = self.store.prefix + wanted
+        if request.background and len(self._background) >= MAX_BACKGROUND:
+            raise StoreFullError(f"background: {MAX_BACKGROUND} responses run there; wait for one")
+        items = input_items(request, response_id.partition("_")[2])
+        history = [] if request.previous_response_id is None else self._history(request.previous_response_id)
+        chat = await self._chat(request, [*history, *items], more)
+        response = self._object(request, chat, response_id)
+        answer = ResponseAnswer(self, request, chat, response)
+        if stored:
+            try:
+                self.store.put(response_id, {}, _encode(response, items, history))
+            except BaseException:
+                chat.close()
+                raise
+        return answer
+
+    async def whole(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Create a response and read it to its end, as batches do: not stored unless that is asked for."""
+        answer = await self.create({"store": False} | body)
+        try:
+            return await answer.whole()
+        except BaseException:
+            answer.close()
+            raise
+
+    def run_in_background(self, answer: ResponseAnswer) -> dict[str, Any]:
+        """Go on with an answer when its caller is gone. -> the response object as it is now."""
+
+        async def run() -> None:
+            try:
+                await answer.whole()
+            except HeadraceError as error:
+                logger.info("response %s failed: %s", answer.id, error)
+            except Exception:
+                logger.exception("response %s failed", answer.id)
+            finally:
+                answer.close()
+                self._background.pop(answer.id, None)
+
+        self._background[answer.id] = answer, asyncio.ensure_future(run())
+        return answer.response
+
+    async def close(self) -> None:
+        """End what runs in the background."""
+        tasks = [task for _, task in self._background.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def get(self, response_id: str) -> dict[str, Any]:
+        """Raises `NotFoundError`."""
+        if response_id in self._background:
+            return self._background[response_id][0].response
+        found: dict[str, Any] = self._entry(response_id)["response"]
+        return found
+
+    def items(self, response_id: str) -> list[dict[str, Any]]:
+        """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
+        found: list[dict[str, Any]] = self._entry(response_id)["input"]
+        return found
+
+    def cancel(self, response_id: str) -> dict[str, Any]:
+        """End a response that runs in the background. Raises `NotFoundError`, `RequestError`."""
+        response = self.get(response_id)
+        if not response["background"]:
+            raise RequestError("response_id", response_id, "that of a response in the background")
+        if response_id in self._background:
+            answer, task = self._background[response_id]
+            task.cancel()
+            answer.close()
+        return self.get(response_id)
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response; one that runs in the background is ended. Raises `NotFoundError`."""
+        if response_id not in self.store:
+            raise NotFoundError("response", response_id)
+        if response_id in self._background:
+            self.cancel(response_id)
+        self.store.delete(response_id)
+
+    def keep(self, response: dict[str, Any]) -> None:
+        """Store what became of a response, if it is stored and still there."""
+        if response["id"] not in self.store:
+            return
+        entry = self._entry(response["id"])
+        try:
+            self.store.put(response["id"], {}, _encode(response, entry["input"], entry["history"]))
+        except StoreFullError as error:
+            logger.warning("response %s is not kept: %s", response["id"], error)
+            self.store.delete(response["id"])
+
+    async def _chat(self, request: ResponsesRequest, items: list[dict[str, Any]], more: dict[str, Any]) -> ChatAnswer:
+        """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
+        while True:
+            try:
+                return await self.api.chat(chat_body(request, items, more))
+            except ContextLengthError:
+                if request.truncation != "auto" or len(items) < 2:
+                    raise
+                items = items[max(1, len(items) // 8) :]
+                # The output of a call that is gone has nothing to answer to.
+                while len(items) > 1 and items[0].get("type") == "function_call_output":
+                    items = items[1:]
+
+    def _history(self, response_id: str) -> list[dict[str, Any]]:
+        """What a response was given and what it said. Raises `NotFoundError`, `RequestError` if it still runs."""
+        entry = self._entry(response_id)
+        if entry["response"]["status"] in RUNNING or response_id in self._background:
+            raise RequestError("previous_response_id", response_id, "that of a response which has ended")
+        return [*entry["history"], *entry["input"], *entry["response"]["output"]]
+
+    def _entry(self, response_id: str) -> dict[str, Any]:
+        if response_id not in self.store:
+            raise NotFoundError("response", response_id)
+        try:
+            entry: dict[str, Any] = msgspec.json.decode(self.store.body(response_id))
+        except OSError as error:
+            raise NotFoundError("response", response_id) from error
+        return entry
+
+    def _settle(self, response_id: str) -> None:
+        """A response that an earlier server left unfinished stays so."""
+        response = self._entry(response_id)["response"]
+        if response["status"] in RUNNING:
+            error = {"code": "server_error", "message": "the server ended before this response did"}
+            self.keep(response | {"status": "failed", "error": error})
+
+    def _object(self, request: ResponsesRequest, chat: ChatAnswer, response_id: str) -> dict[str, Any]:
+        params = chat.generation.states[0].request.params
+        form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
+        reasoning = request.reasoning
+        response: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "background": bool(request.background),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
+            "model": self.api.model,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "prompt_cache_key": request.prompt_cache_key,
+            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
+            "store": request.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": msgspec.to_builtins(form), "verbosity": "medium"},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [_shown_tool(tool) for tool in request.tools or []],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": request.truncation or "disabled",
+            "usage": None,
+            "user": request.user,
+            "metadata": request.metadata or {},
+            "seed": params.seed,
+        }
+        warnings = [*request.warnings, *chat.request.warnings]
+        return response | ({"warnings": warnings} if warnings else {})
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"strict": False, "parameters": None} | tool
+
+
+def _encode(response: dict[str, Any], items: list[dict[str, Any]], history: list[dict[str, Any]]) -> bytes:
+    return msgspec.json.encode({"response": response, "input": items, "history": history})
+
+
+def add_routes(app: FastAPI, responses: Responses) -> None:
+    """/v1/responses."""
+
+    async def create(request: Request) -> Any:
+        """OpenAI's responses: items in, items or typed events out."""
+        answer = await responses.create(await routing.body(request))
+        if answer.request.background:
+            return json_response(responses.run_in_background(answer))
+        return await routing.deliver(request, answer)
+
+    async def get(request: Request) -> Response:
+        """A stored response."""
+        if request.query_params.get("stream", "false") != "false":
+            raise RequestError("stream", request.query_params["stream"], "false: a stored response is read whole")
+        return json_response(responses.get(request.path_params["response_id"]))
+
+    async def delete(request: Request) -> Response:
+        """Delete a stored response."""
+        response_id = request.path_params["response_id"]
+        responses.delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(request: Request) -> Response:
+        """End a response that runs in the background."""
+        return json_response(responses.cancel(request.path_params["response_id"]))
+
+    async def input_items(request: Request) -> Response:
+        """What a stored response was asked."""
+        found = responses.items(request.path_params["response_id"])
+        return json_response(page(found, request, DEFAULT_PAGE))
+
+    events = "text/event-stream"
+    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, streams=events)
+    routing.get(app, "/v1/responses/{response_id}", get)
+    routing.add(app, "/v1/responses/{response_id}", delete, ("DELETE",))
+    routing.post(app, "/v1/responses/{response_id}/cancel", cancel)
+    routing.get(app, "/v1/responses/{response_id}/input_items", input_items)
