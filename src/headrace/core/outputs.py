@@ -31,11 +31,13 @@ def keep_states(flight: list[Sequence], result: StepResult, output: StepOutput, 
             output.states[flight[index].request_id] = state
 
 
-def keep_pooled(flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]) -> None:
+def keep_pooled(
+    batch: ScheduledBatch, flight: list[Sequence], result: StepResult, output: StepOutput, kept: set[int]
+) -> None:
     """Remember what was pooled of the chunks whose indices are in `kept`, and tell what is whole."""
     for index, vector in result.pooled.items():
         if index in kept:
             seq = flight[index]
             seq.pooled = vector
-            if seq.num_computed == len(seq.tokens):
+            if batch.starts[index] + batch.lens[index] == len(seq.tokens):
                 output.pooled[seq.request_id] = vector

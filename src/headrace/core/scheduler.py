@@ -283,7 +283,7 @@ class Scheduler:
             kept = set(range(len(flight))) - failed
             pass_on_logprobs(batch, flight, result, output, kept)
             keep_states(flight, result, output, kept)
-            keep_pooled(flight, result, output, kept)
+            keep_pooled(batch, flight, result, output, kept)
         self.num_finished += len(self.finished)
         for request_id in self.finished:
             del self.sequences[request_id]
