@@ -6,12 +6,15 @@ numbers from here and never sees the config. Torch is imported inside, with the 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from headrace import env
+from headrace import env, hub
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.core.scheduler import Scheduler
@@ -25,7 +28,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     """
     from headrace.runner.build import build_runner
 
-    runner, info = build_runner(config)
+    runner, info = build_runner(config, vocabulary=vocabulary_source(config))
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
         bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
         raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)
@@ -49,3 +52,20 @@ def build_engine(config: EngineConfig) -> EngineCore:
     # Where nobody asked for a length, the pool may be smaller than the model's context: the narrower bound is told.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
     return EngineCore(scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0)
+
+
+def vocabulary_source(config: EngineConfig) -> Callable[[int, list[int]], Any] | None:
+    """What reads the tokenizer of `config` as a `grammar.Vocabulary`; None if the engine is to have no tokenizer."""
+    if config.skip_tokenizer_init:
+        return None
+
+    def load(width: int, eos_token_ids: list[int]) -> Any:
+        from headrace.grammar.vocabulary import Vocabulary
+        from headrace.server.text import Tokenizer
+
+        path = hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
+        tokenizer = Tokenizer.load(path)
+        made = Vocabulary.of(tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, width, eos_token_ids)
+        return made, functools.partial(tokenizer.encode, add_special_tokens=False)
+
+    return load

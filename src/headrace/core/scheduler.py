@@ -193,7 +193,7 @@ class Scheduler:
         num_running = len(running)
         ready = [s for s in running if len(s.tokens) - s.num_computed == 1]
         wide = [s for s in running if len(s.tokens) - s.num_computed > 1] if len(ready) < num_running else []
-        edge = [s for s in ready if len(s.block_table) * size <= s.num_computed]
+        edge = [s for s in ready if not s.num_computed % size and len(s.block_table) * size <= s.num_computed]
         if edge:
             self._grow_by_one(edge)
 
@@ -245,7 +245,9 @@ class Scheduler:
         failed: set[int] = set()
         if aborted or result.errors or -1 in result.token_ids:
             # A deferred chunk has computed all but its last token, and sampled nothing.
-            rows = [(s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)]
+            rows = [
+                (s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)
+            ]
             failed = self._drop_failed(rows, result.errors)
             rows = [row for index, row in enumerate(rows) if index not in failed]
         seqs: list[Sequence] = []

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace.backends.base import Chunks, Logits, Program
+from headrace.grammar.matchers import GrammarError, Mask, Matchers
 from headrace.sampling.sampler import Row, Sampler
 from headrace.types import ScheduledBatch, StepResult, TokenLogprob
 
@@ -32,9 +35,11 @@ class Piece:
 class Runner:
     """Computes steps of one model over one KV cache."""
 
-    def __init__(self, program: Program, sampler: Sampler) -> None:
+    def __init__(self, program: Program, sampler: Sampler, matchers: Matchers | None = None) -> None:
+        """`matchers`: None for an engine that takes no constraints (it has no tokenizer)."""
         self.program = program
         self.sampler = sampler
+        self.matchers = matchers
         self.block_size = program.block_size
 
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -45,6 +50,7 @@ class Runner:
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         if batch.copies:
             self.program.copy_blocks(batch.copies)
+        self._begin_masks(batch)
         for pieces in self._portions(self._sound_pieces(batch, result)):
             # What an earlier portion found wrong is not computed further.
             if result.errors:
@@ -52,13 +58,32 @@ class Runner:
             self._compute_what_fits(batch, pieces, result)
         for i in result.errors:
             result.token_ids[i] = -1
+            result.forced.pop(i, None)
             result.logprobs.pop(i, None)
             result.prompt_logprobs.pop(i, None)
+            result.pooled.pop(i, None)
         return result
 
     def close(self) -> None:
         """Give the cache's memory back. May be called twice."""
+        if self.matchers is not None:
+            self.matchers.close()
         self.program.close()
+
+    def idle(self) -> None:
+        """Nothing is to be done just now: a good moment to prepare for what the next request may bring."""
+        if self.matchers is not None:
+            self.matchers.warm()
+
+    def _begin_masks(self, batch: ScheduledBatch) -> None:
+        """Let the masks of this step be made while the forward pass runs."""
+        wanted = []
+        for i, params in enumerate(batch.params):
+            if params.structured_outputs is not None:
+                tokens = batch.histories[i][batch.num_prompts[i] :] if batch.samples[i] else None
+                wanted.append((batch.seq_ids[i], params.structured_outputs, tokens))
+        if wanted and self.matchers is not None:
+            self.matchers.begin(wanted)
 
     def _sound_pieces(self, batch: ScheduledBatch, result: StepResult) -> list[Piece]:
         """The chunks that can be computed, whole. The others get an error each."""
@@ -140,11 +165,14 @@ class Runner:
         samples: list[int] = []
         rows: list[int] = []
         asked = []
+        wanted = []
         row = 0
         for piece in pieces:
             size = len(piece.token_ids)
             if batch.params[piece.chunk_id].prompt_logprobs is not None:
                 asked.append((piece, row))
+            if piece.chunk_id in batch.pooling:
+                wanted.append((piece, row))
             row += size
             if piece.last and batch.samples[piece.chunk_id]:
                 samples.append(piece.chunk_id)
@@ -161,6 +189,7 @@ class Runner:
         for piece, row in asked:
             if piece.chunk_id not in result.errors:
                 foretold.append((piece.chunk_id, self._foretell(batch, piece, row, result)))
+        pooled = [(piece.chunk_id, self._pool(batch, piece, row, result)) for piece, row in wanted]
         if rows and not first:
             most = self.program.max_logits
             for i in range(0, len(rows), most):
@@ -169,6 +198,27 @@ class Runner:
         for i, entries in foretold:
             if entries:
                 result.prompt_logprobs.setdefault(i, []).extend(entries)
+        result.pooled.update((i, vector) for i, vector in pooled if vector)
+
+    def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
+        """What becomes of the hidden states of a piece that begins at row `row`: those of the last row, or all rows
+        added to what was before, one by one, so that the sum is the same however the prompt was cut."""
+        i = piece.chunk_id
+        kind, before = batch.pooling[i]
+        if kind == "last":
+            if not piece.last:
+                return []
+            total = self.program.hidden_states([row + len(piece.token_ids) - 1])[0].astype(np.float64)
+        else:
+            total = np.array(result.pooled.get(i) or before or 0.0, np.float64)
+            most = self.program.max_logits
+            for start in range(0, len(piece.token_ids), most):
+                stop = min(start + most, len(piece.token_ids))
+                for hidden in self.program.hidden_states(list(range(row + start, row + stop))):
+                    total = total + hidden
+        if not np.isfinite(total).all():
+            result.errors[i] = NOT_FINITE
+        return [] if i in result.errors else total.tolist()
 
     def _foretell(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[TokenLogprob]:
         """Log-probabilities of prompt tokens, some rows at a time: a prompt's logits are far larger than its text."""
@@ -202,10 +252,11 @@ class Runner:
         for at, i in enumerate(chunk_ids):
             if not logits.finite[at]:
                 result.errors.setdefault(i, NOT_FINITE)
-        sound = [at for at, i in enumerate(chunk_ids) if i not in result.errors]
+        masks = self._masks(batch, chunk_ids, result)
+        sound = [at for at, i in enumerate(chunk_ids) if i not in result.errors and i not in result.deferred]
         if not sound:
             return
-        rows = [self._row(batch, chunk_ids[at], logits.best[at]) for at in sound]
+        rows = [self._row(batch, chunk_ids[at], logits.best[at], masks.get(chunk_ids[at])) for at in sound]
         numbers = logits.rows if len(sound) == len(chunk_ids) else logits.rows[sound]
         for at, drawn in zip(sound, self.sampler.sample_rows(numbers, rows), strict=True):
             i = chunk_ids[at]
@@ -217,8 +268,42 @@ class Runner:
                 result.logprobs[i] = drawn.logprob
             if drawn.state is not None:
                 result.states[i] = drawn.state
+            if i in masks:
+                self._accept(batch, i, drawn.token_id, result)
 
-    def _row(self, batch: ScheduledBatch, i: int, best: int) -> Row:
+    def _masks(self, batch: ScheduledBatch, chunk_ids: list[int], result: StepResult) -> dict[int, Mask]:
+        """The masks of the chunks that have a constraint. Those whose masks are late are deferred to another step."""
+        bound = [i for i in chunk_ids if batch.params[i].structured_outputs is not None and i not in result.errors]
+        masks: dict[int, Mask] = {}
+        if not bound:
+            return masks
+        if self.matchers is None:
+            result.errors.update(dict.fromkeys(bound, "structured_output_error: the engine has no tokenizer"))
+            return masks
+        late = self.matchers.wait([batch.seq_ids[i] for i in bound], others=len(batch) > len(bound))
+        for i in bound:
+            constraint = batch.params[i].structured_outputs
+            if batch.seq_ids[i] in late:
+                result.deferred.add(i)
+            elif constraint is not None:
+                try:
+                    tokens = batch.histories[i][batch.num_prompts[i] :]
+                    masks[i] = self.matchers.mask(batch.seq_ids[i], constraint, tokens)
+                except GrammarError as error:
+                    result.errors[i] = f"structured_output_error: {error}"
+        return masks
+
+    def _accept(self, batch: ScheduledBatch, i: int, token_id: int, result: StepResult) -> None:
+        num_generated = batch.starts[i] + batch.lens[i] + 1 - batch.num_prompts[i]
+        try:
+            forced = self.matchers.accept(batch.seq_ids[i], token_id, batch.params[i], num_generated)  # type: ignore[union-attr]
+        except GrammarError as error:
+            result.errors[i] = f"structured_output_error: {error}"
+            return
+        if forced:
+            result.forced[i] = forced
+
+    def _row(self, batch: ScheduledBatch, i: int, best: int, mask: Mask | None) -> Row:
         return Row(
             params=batch.params[i],
             position=batch.starts[i] + batch.lens[i],
@@ -226,6 +311,7 @@ class Runner:
             history=getattr(batch, "histories", {}).get(i, []),
             best=best,
             state=getattr(batch, "states", {}).get(i),
+            mask=mask,
         )
 
 
