@@ -8,6 +8,7 @@ log-probability must be equal. The last tests break the law on purpose and see t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import struct
 from typing import Any
@@ -30,11 +31,11 @@ from tests.e2e.law import (
 from tests.e2e.serving import serve, wait_for
 
 from headrace import LLM
-from headrace.backends.base import Chunks
 from headrace.backends.cpu.matrix import CpuMatrix
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import Row
 from headrace.types import Request
 
 
@@ -240,20 +241,13 @@ def test_control_noise_by_row_is_noticed(
     """Plant noise that depends on the row in the batch: the law must break at temperature 0.8 and only there."""
     core = make_core()
     runner: Any = core.executor
-    right_row, right_forward, row_id = runner.sampler.sample_row, runner.program.forward, 0
+    right = runner.sampler.sample_rows
 
-    def forward(chunks: Chunks, rows: list[int]) -> Any:
-        nonlocal row_id
-        row_id = 0
-        return right_forward(chunks, rows)
+    def sample_rows(logits: Any, rows: list[Row]) -> Any:
+        moved = [dataclasses.replace(row, position=row.position + 1000 * i) for i, row in enumerate(rows)]
+        return right(logits, moved)
 
-    def sample_row(row: Any, params: SamplingParams, position: int, num_prompt: int, best: int | None = None) -> Any:
-        nonlocal row_id
-        row_id += 1000
-        return right_row(row, params, position + row_id - 1000, num_prompt + row_id - 1000, best)
-
-    monkeypatch.setattr(runner.program, "forward", forward)
-    monkeypatch.setattr(runner.sampler, "sample_row", sample_row)
+    monkeypatch.setattr(runner.sampler, "sample_rows", sample_rows)
     found = run(core, groups_of(requests, 54)[0])
     assert_same({k: v for k, v in found.items() if k.endswith("@0.0")}, reference)
     with pytest.raises(AssertionError, match="differ"):

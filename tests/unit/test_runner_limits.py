@@ -77,7 +77,7 @@ def test_R_25_out_of_memory_after_the_forward_pass(part: str, runner: Runner, mo
     params = [ASKS, GREEDY, ASKS, GREEDY]
     whole = runner.run(batch_of(*chunks, params=params))
     owner: Any = runner.sampler if part != "logits" else runner.program
-    name, calls = {"logits": "logits", "foretell": "prompt_logprobs", "sample": "sample_row"}[part], 0
+    name, calls = {"logits": "logits", "foretell": "prompt_logprobs", "sample": "_open"}[part], 0
     real = getattr(owner, name)
 
     def failing(first: Any, *rest: Any) -> Any:

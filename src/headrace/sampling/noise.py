@@ -8,6 +8,8 @@ logits and no parameters; called by `sampler` and, to draw with the target's own
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,9 @@ F64 = NDArray[np.float64]
 
 SAMPLE = 0
 """Purpose of the noise that picks a sequence's tokens. Other uses of one (seed, position) take other numbers."""
+
+XTC = 1
+"""Purpose of the coin that says whether XTC excludes top choices; it is drawn for token id 0."""
 
 GUMBEL_MAX = float(-np.log(-np.log1p(-(2.0**-53))))
 """No variate is above it: u is at most 1 - 2**-53."""
@@ -28,10 +33,11 @@ _32 = np.uint64(32)
 _SPAN = 4096
 
 
-def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[int, int]) -> tuple[U64, U64, U64, U64]:
-    """Four 32-bit words for every counter. The words of a counter are arrays that broadcast, each below 2**32."""
+def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[int, int] | tuple[U64, U64]) -> tuple[U64, ...]:
+    """Four 32-bit words for every counter. Its words and those of the key are below 2**32, and broadcast."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
+    k0: Any = key[0]
+    k1: Any = key[1]
     for _ in range(10):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
@@ -61,6 +67,20 @@ def bits(seed: int, position: int, token_ids: NDArray[np.int64], purpose: int = 
     """
     even, odd = _words(seed, position, (token_ids >> 1).astype(np.uint64), purpose)
     return np.where(token_ids & 1, odd, even)
+
+
+def bits_of_rows(seeds: list[int], positions: list[int], counts: list[int], token_ids: NDArray[np.int64]) -> U64:
+    """`bits` for several (seed, position)s at once: `counts[i]` of the `token_ids`, in order, belong to the i-th."""
+    keys = np.repeat(np.array(seeds, np.uint64), counts)
+    places = np.repeat(np.array(positions, np.uint64), counts)
+    counter = ((token_ids >> 1).astype(np.uint64), places & _LOW, places >> _32, np.uint64(SAMPLE))
+    w0, w1, w2, w3 = philox4x32(counter, (keys & _LOW, keys >> _32))  # type: ignore[arg-type]
+    return np.where(token_ids & 1, w2 << _32 | w3, w0 << _32 | w1)
+
+
+def uniform(seed: int, position: int, purpose: int) -> float:
+    """One number in (0, 1) for a purpose that needs no more: (top 52 bits + 1/2) / 2**52."""
+    return (int(bits(seed, position, np.zeros(1, np.int64), purpose)[0]) // 2**12 + 0.5) * 2.0**-52
 
 
 def bits_of_all(seed: int, position: int, num_tokens: int, purpose: int = SAMPLE) -> U64:

@@ -1,27 +1,38 @@
-"""The sampler: from one row of logits to one token id, and to log-probabilities where they are asked for.
+"""The sampler: from rows of logits to one token id each, and to log-probabilities where they are asked for.
 
-Order of vLLM V1: log-probabilities of the raw logits; logit_bias and the min_tokens mask; temperature; min_p; top_k;
-top_p; then the argmax of (what is left + keyed Gumbel noise), which is a draw from the filtered distribution
-(Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). Ties fall to the lower token id everywhere.
-Every row is worked on alone, in float64 and by one thread, in calls whose shapes depend on that row only: what comes
-out can not depend on the batch. Knows no sequences and no requests; called by the runner.
+Order: log-probabilities of the raw logits; the caller's processors and logit_bias; penalties and DRY; masks and bans;
+then `SamplingParams.order` (by default vLLM V1's: temperature, min_p, top_k, top_p, others in between) or mirostat;
+then the argmax of (what is left + keyed Gumbel noise), which is a draw from the filtered distribution (Gumbel-max:
+Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). Ties fall to the lower token id everywhere. A row's numbers
+are made from that row only, in orders that depend on nothing else: what comes out can not depend on the batch. Knows
+no sequences and no requests; called by the runner.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import RequestError
-from headrace.sampling import noise
+from headrace.sampling import edits, filters, noise
+from headrace.sampling.filters import Candidates, Cut, Select, largest, select_all
 from headrace.sampling.params import SamplingParams
 from headrace.types import TokenLogprob
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
+
+SPAN = 32
+"""Rows worked on together: bounds the memory for edited rows and for candidates."""
+
+FEW = 512
+"""So many candidates of a row, or fewer, get their noise in one call with other rows'."""
+
+NONE_LEFT = "no token is left: biases, bans and masks forbid all of them"
 
 
 class NonFiniteLogitsError(ValueError):
@@ -56,61 +67,39 @@ class Drawn:
     state: float | None = None
 
 
-class Sampler:
-    """Samples rows of `vocab_size` logits that lie on the host."""
+class _Open(NamedTuple):
+    """A row that waits for its draw: its logits after all edits, their maximum, and what is left to be done."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int]) -> None:
+    place: int
+    row: Row
+    x: F32
+    greatest: float
+    cut: Cut
+    stages: list[str]
+
+
+class Sampler:
+    """Samples rows of `vocab_size` logits that lie on the host. `select` may be a backend's own."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: list[int], select: Select = select_all) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = list(eos_token_ids)
-
-    def sample(
-        self, logits: F32, params: list[SamplingParams], positions: list[int], num_prompts: list[int]
-    ) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """One token id for every row of `logits` [S, V], and by row the log-probabilities that were asked for.
-
-        `positions[i]` is the index, in its sequence, of the token to be sampled; `num_prompts[i]` of the tokens
-        before it are the prompt. Raises `NonFiniteLogitsError` or `RequestError` as `sample_row` does; who wants the
-        other rows to go on calls that.
-        """
-        self._verify(logits)
-        if not len(logits) == len(params) == len(positions) == len(num_prompts):
-            raise ValueError(
-                f"{len(logits)} rows, {len(params)} params, {len(positions)}, {len(num_prompts)} positions"
-            )
-        token_ids: list[int] = []
-        logprobs: dict[int, TokenLogprob] = {}
-        for i, row in enumerate(logits):
-            token_id, logprob = self.sample_row(row, params[i], positions[i], num_prompts[i])
-            token_ids.append(token_id)
-            if logprob is not None:
-                logprobs[i] = logprob
-        return token_ids, logprobs
+        self._select = select
+        self._edited = np.empty((0, vocab_size), np.float32)
 
     def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
-        """For each row of `logits` [S, V] its token, or why there is none: an error belongs to its row alone."""
-        self._verify(logits)
-        drawn: list[Drawn | ValueError] = []
-        for x, row in zip(logits, rows, strict=True):
-            try:
-                drawn.append(Drawn(*self.sample_row(x, row.params, row.position, row.num_prompt, row.best)))
-            except ValueError as error:
-                drawn.append(error)
-            except RequestError as error:
-                drawn.append(ValueError(str(error)))
-        return drawn
+        """For each row of `logits` [S, V] its token, or why there is none: an error belongs to its row alone.
 
-    def sample_row(
-        self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None = None
-    ) -> tuple[int, TokenLogprob | None]:
-        """`sample` for one row [V]. `best` is its likeliest token, the lowest id of equals, where that is known.
-
-        Raises `NonFiniteLogitsError` for a row that no token can be drawn from, `RequestError` for a biased token id
-        beyond the vocabulary, a missing seed, or a min_tokens that forbids the whole vocabulary.
+        That is a `NonFiniteLogitsError` for a row that no token can be drawn from; or a biased token id beyond the
+        vocabulary, a missing seed, bans that leave no token, a processor of the caller's that failed.
         """
-        token_id = self._draw(row, params, position, num_prompt, best)
-        if params.logprobs is None:
-            return token_id, None
-        return token_id, token_logprob(row, token_id, params.logprobs)
+        self._verify(logits)
+        if len(logits) != len(rows):
+            raise ValueError(f"{len(logits)} rows of logits, {len(rows)} rows")
+        drawn: list[Drawn | ValueError] = []
+        for start in range(0, len(rows), SPAN):
+            drawn += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
+        return drawn
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         """Log-probabilities of known tokens: row i of `logits` [P, V] foretold `next_token_ids[i]`."""
@@ -123,40 +112,186 @@ class Sampler:
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
             raise ValueError(f"logits have shape {logits.shape}, expected [S, {self.vocab_size}]")
 
-    def _draw(self, row: F32, params: SamplingParams, position: int, num_prompt: int, best: int | None) -> int:
-        forbids = params.min_tokens > 0 and position - num_prompt < params.min_tokens
-        x: F32 | F64 = row
-        if params.logit_bias or forbids:
+    def _sample_some(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
+        found: list[Drawn | ValueError] = []
+        waiting: list[_Open] = []
+        for index, (x, row) in enumerate(zip(logits, rows, strict=True)):
+            try:
+                opened = self._open(index, x, row)
+            except (RequestError, ValueError) as error:
+                found.append(_own(error))
+                continue
+            if isinstance(opened, _Open):
+                waiting.append(opened)
+                found.append(Drawn(-1))
+            else:
+                found.append(opened)
+        for opened, drawn in zip(waiting, self._draw(waiting), strict=True):
+            found[opened.place] = drawn
+        for index, drawn in enumerate(found):
+            num_top = rows[index].params.logprobs
+            if isinstance(drawn, Drawn) and num_top is not None:
+                try:
+                    drawn.logprob = token_logprob(logits[index], drawn.token_id, num_top)
+                except ValueError as error:
+                    found[index] = error
+        return found
+
+    def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
+        """The row after all edits; or its token, where that needs no draw."""
+        params, best = row.params, row.best
+        history = np.array(row.history, np.int64)
+        must = edits.forced(params, history)
+        if must is not None and must < self.vocab_size and (row.mask is None or _allows(row.mask, must)):
+            return Drawn(must, state=row.state)
+        stages = _stages(params, self.vocab_size)
+        first = []
+        while stages and stages[0] in ("penalties", "dry"):
+            first.append(stages.pop(0))
+        bans = edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
+        if (
+            params.logits_processors
+            or params.logit_bias
+            or params.allowed_token_ids
+            or first
+            or bans
+            or row.mask is not None
+        ):
             if best is None:
                 # numpy's argmax stops at a NaN and so finds it; a mask must not hide it.
-                _likeliest(row)
-            x, best = self._biased(row, params, forbids), None
-        if best is None:
-            try:
-                best = _likeliest(x)
-            except NonFiniteLogitsError:
-                if not forbids:
-                    raise
-                raise RequestError("min_tokens", params.min_tokens, "such that some token may be sampled") from None
+                _likeliest(x)
+            x = self._edit(index, x, row, history, first, bans)
+            best = int(np.argmax(x))
+            if x[best] == -np.inf:
+                if params.min_tokens and row.position - row.num_prompt < params.min_tokens:
+                    raise RequestError("min_tokens", params.min_tokens, "such that some token may be sampled")
+                raise ValueError(NONE_LEFT)
+            _verify_greatest(x, best)
+        elif best is None:
+            best = _likeliest(x)
         if params.greedy:
-            return best
+            return Drawn(best, state=row.state)
         if params.seed is None:
             raise RequestError("seed", None, "set before a token is sampled at a temperature above 0")
-        token_ids, scaled = filtered(x, float(x[best]), params)
-        return _gumbel_argmax(token_ids, scaled, params.seed, position)
+        cut, stages = _leading_cut(params, stages)
+        return _Open(index, row, x, float(x[best]), cut, stages)
 
-    def _biased(self, row: F32, params: SamplingParams, forbids: bool) -> F64:
-        x = row.astype(np.float64)
-        for token_id, bias in (params.logit_bias or {}).items():
-            if token_id >= self.vocab_size:
-                raise RequestError("logit_bias", token_id, f"a token id below {self.vocab_size}")
-            x[token_id] += bias
-        if forbids:
-            # As vLLM: the ends of a text stay out of reach under ignore_eos too.
-            for token_id in (*self.eos_token_ids, *(params.stop_token_ids or ())):
-                if token_id < self.vocab_size:
-                    x[token_id] = -np.inf
-        return x
+    def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
+        """A copy of the row with processors, biases, penalties, masks and bans."""
+        params = row.params
+        if index >= len(self._edited):
+            self._edited = np.empty((min(SPAN, max(index + 1, 2 * len(self._edited))), self.vocab_size), np.float32)
+        edited: F32 = self._edited[index]
+        edited[:] = edits.processed(x, params, history, row.num_prompt) if params.logits_processors else x
+        if params.logit_bias:
+            edits.biased(edited, params.logit_bias)
+        for stage in first:
+            edits.edit(edited, history, row.num_prompt, params, stage == "dry")
+        if params.allowed_token_ids:
+            edits.allow_only(edited, params.allowed_token_ids)
+        if row.mask is not None:
+            edits.masked(edited, row.mask)
+        edited[[token_id for token_id in bans if token_id < self.vocab_size]] = -np.inf
+        return edited
+
+    def _draw(self, waiting: list[_Open]) -> list[Drawn | ValueError]:
+        if not waiting:
+            return []
+        rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in waiting), strict=True)
+        pools = self._select(list(rows), list(greatest), list(cuts))
+        made: list[Drawn | ValueError] = []
+        finals: list[Candidates] = []
+        wholes: list[Candidates] = []
+        for opened, pool in zip(waiting, pools, strict=True):
+            for stage in opened.stages:
+                pool = self._stage(stage, pool, opened.row)
+            wholes.append(pool)
+            if opened.row.params.mirostat:
+                pool = filters.mirostat(pool, opened.row.params, _mu(opened.row), self.vocab_size)
+            finals.append(pool)
+        for opened, whole, token_id in zip(waiting, wholes, _gumbel_argmax(waiting, finals), strict=True):
+            params, state = opened.row.params, opened.row.state
+            if params.mirostat:
+                place = int(np.searchsorted(whole.token_ids, token_id))
+                error = float(filters.surprise(whole)[place]) - params.mirostat_tau
+                state = _mu(opened.row) - params.mirostat_eta * error
+            made.append(Drawn(token_id, state=state))
+        return made
+
+    def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
+        params = row.params
+        if stage in ("penalties", "dry"):
+            history = np.array(row.history, np.int64)
+            values = pool.scaled + pool.base
+            if stage == "dry":
+                values = edits.dried(pool.token_ids, values, history, params)
+            else:
+                values = edits.penalized(pool.token_ids, values, history, row.num_prompt, params)
+            return Candidates(pool.token_ids, values, 0.0).settled()
+        if stage == "xtc":
+            return filters.xtc(pool, params, noise.uniform(params.seed or 0, row.position, noise.XTC))
+        return _FILTERS[stage](pool, params)
+
+
+_FILTERS = {
+    "temperature": filters.temperature,
+    "min_p": filters.min_p,
+    "top_k": filters.top_k,
+    "typical_p": filters.typical_p,
+    "top_p": filters.top_p,
+    "top_n_sigma": filters.top_n_sigma,
+}
+
+
+def _own(error: Exception) -> ValueError:
+    return error if isinstance(error, ValueError) else ValueError(str(error))
+
+
+def _allows(mask: NDArray[np.uint32], token_id: int) -> bool:
+    return bool(int(mask[token_id // 32]) >> (token_id % 32) & 1)
+
+
+def _mu(row: Row) -> float:
+    """Mirostat's state: twice the aim before the first token."""
+    return 2.0 * row.params.mirostat_tau if row.state is None else row.state
+
+
+def _stages(params: SamplingParams, vocab_size: int) -> list[str]:
+    """The samplers that do something, in their order. Mirostat takes the place of the filters."""
+    active = {
+        "penalties": params.penalizes,
+        "dry": params.dries,
+        "temperature": params.temperature != 1.0 or params.dynatemp_range > 0.0,
+    }
+    if not params.mirostat:
+        active |= {
+            "top_n_sigma": params.top_n_sigma > 0.0,
+            "min_p": params.min_p > 0.0,
+            "top_k": 0 < params.top_k < vocab_size,
+            "typical_p": params.typical_p < 1.0,
+            "top_p": params.top_p < 1.0,
+            "xtc": params.xtc_probability > 0.0,
+        }
+    return [stage for stage in params.order if active.get(stage)]
+
+
+def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[str]]:
+    """The stages that one `select` does alike, and the others. min_p and top_k both keep a head of the ranking, so
+    their order does not matter, nor does temperature's to top_k."""
+    cut, taken = Cut(), 0
+    for stage in stages:
+        if stage == "temperature" and cut.floor == -np.inf and params.dynatemp_range == 0.0:
+            cut = cut._replace(temperature=params.temperature)
+        elif stage == "min_p":
+            cut = cut._replace(floor=float(np.log(params.min_p)))
+        elif stage == "top_k":
+            cut = cut._replace(top_k=params.top_k)
+        elif stage == "top_p":
+            return cut._replace(top_p=params.top_p), stages[taken + 1 :]
+        else:
+            break
+        taken += 1
+    return cut, stages[taken:]
 
 
 def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
@@ -168,7 +303,7 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
     log_sum = greatest + np.log(np.exp(x - greatest).sum())
     here = x[token_id]
     rank = 1 + int(np.count_nonzero(x > here)) + int(np.count_nonzero(x[:token_id] == here))
-    top = _largest(x, len(x) if num_top < 0 else num_top)
+    top = largest(x, len(x) if num_top < 0 else num_top)
     return TokenLogprob(
         token_id=token_id,
         logprob=float(here - log_sum),
@@ -177,60 +312,34 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
     )
 
 
-def filtered(x: F32 | F64, greatest: float, params: SamplingParams) -> tuple[Ids, F64]:
-    """The token ids that temperature, min_p, top_k and top_p leave, ascending, and their scaled logits.
-
-    `x` [V] are the logits after bias and masks, `greatest` is their maximum, which becomes 0. Each filter keeps a
-    head of the ranking, so that their order matters in one place only: top_p counts its mass among what min_p and
-    top_k left.
-    """
-    if 0 < params.top_k < len(x):
-        token_ids = np.sort(_largest(x, params.top_k))
-        scaled = x[token_ids].astype(np.float64)
-    else:
-        token_ids = np.arange(len(x))
-        scaled = x.astype(np.float64)
-    scaled -= greatest
-    # A tiny temperature sends all but the likeliest to -inf, which is its meaning.
-    with np.errstate(over="ignore"):
-        scaled /= params.temperature
-    weights = np.exp(scaled) if params.min_p > 0 or params.top_p < 1 else None
-    if weights is None:
-        keep = scaled > -np.inf
-    else:
-        # A weight of 0 would pass min_p = 0, but lies hundreds below the likeliest, out of reach of any noise.
-        keep = weights >= params.min_p if params.min_p > 0 else weights > 0
-    if not keep.all():
-        token_ids, scaled = token_ids[keep], scaled[keep]
-        weights = None if weights is None else weights[keep]
-    if weights is not None and params.top_p < 1:
-        kept = np.sort(_nucleus(x[token_ids], weights, params.top_p))
-        token_ids, scaled = token_ids[kept], scaled[kept]
-    return token_ids, scaled
+def _gumbel_argmax(waiting: list[_Open], pools: list[Candidates]) -> list[int]:
+    """Of each pool the id whose scaled logit plus noise is greatest."""
+    found = [int(pool.token_ids[0]) for pool in pools]
+    few = [i for i, pool in enumerate(pools) if 1 < len(pool.token_ids) <= FEW]
+    if few:
+        counts = [len(pools[i].token_ids) for i in few]
+        seeds = [waiting[i].row.params.seed or 0 for i in few]
+        positions = [waiting[i].row.position for i in few]
+        words = noise.bits_of_rows(seeds, positions, counts, np.concatenate([pools[i].token_ids for i in few]))
+        sums = noise.gumbel(words) + np.concatenate([pools[i].scaled for i in few])
+        start = 0
+        for i, count in zip(few, counts, strict=True):
+            found[i] = int(pools[i].token_ids[np.argmax(sums[start : start + count])])
+            start += count
+    for i, pool in enumerate(pools):
+        if len(pool.token_ids) > FEW:
+            found[i] = _of_many(pool, waiting[i].row.params.seed or 0, waiting[i].row.position)
+    return found
 
 
-def _nucleus(x: F32 | F64, weights: F64, top_p: float) -> Ids:
-    """Indices of the shortest head of the ranking by `x` that holds `top_p` of the sum of `weights`, best first."""
-    target = top_p * weights.sum()
-    width = min(256, len(x))
-    while True:
-        # Mass is summed from the likeliest on, one by one, so a wider head does not change the sums before it.
-        head = _largest(x, width)
-        mass = np.cumsum(weights[head])
-        if mass[-1] >= target or width == len(x):
-            return head[: int(np.searchsorted(mass, target)) + 1]
-        width = min(8 * width, len(x))
-
-
-def _gumbel_argmax(token_ids: Ids, scaled: F64, seed: int, position: int) -> int:
-    """The id whose scaled logit plus noise is greatest. `token_ids` ascend; the greatest `scaled` is 0."""
-    if len(token_ids) == 1:
-        return int(token_ids[0])
-    if len(token_ids) > 512:
-        # Whoever is further below the likeliest token's sum than noise can lift need not be looked at.
-        first = token_ids[np.argmax(scaled)][None]
-        floor = noise.gumbel(noise.bits(seed, position, first))[0] - noise.GUMBEL_MAX - 1e-6
-        near = scaled >= floor
+def _of_many(pool: Candidates, seed: int, position: int) -> int:
+    """The same for one wide pool."""
+    token_ids, scaled = pool.token_ids, pool.scaled
+    # Whoever is further below the likeliest token's sum than noise can lift need not be looked at.
+    first = token_ids[np.argmax(scaled)][None]
+    floor = noise.gumbel(noise.bits(seed, position, first))[0] - noise.GUMBEL_MAX - 1e-6
+    near = scaled >= floor
+    if not near.all():
         token_ids, scaled = token_ids[near], scaled[near]
     size = int(token_ids[-1]) + 1
     if 2 * len(token_ids) > size:
@@ -244,17 +353,10 @@ def _gumbel_argmax(token_ids: Ids, scaled: F64, seed: int, position: int) -> int
 def _likeliest(x: F32 | F64) -> int:
     """Lowest index of the greatest entry. numpy's argmax gives the first, and the first NaN where there is one."""
     best = int(np.argmax(x))
-    if not np.isfinite(x[best]):
-        raise NonFiniteLogitsError(f"logits are not finite: the greatest, of token {best}, is {x[best]}")
+    _verify_greatest(x, best)
     return best
 
 
-def _largest(x: F32 | F64, k: int) -> Ids:
-    """Indices of the `k` greatest entries, best first, ties by lower index."""
-    if k <= 0:
-        return np.empty(0, np.int64)
-    if k >= len(x):
-        return np.argsort(-x, kind="stable")
-    near = np.flatnonzero(x >= np.partition(x, len(x) - k)[len(x) - k])
-    order = np.argsort(-x[near], kind="stable")[:k]
-    return near[order]
+def _verify_greatest(x: F32 | F64, best: int) -> None:
+    if not np.isfinite(x[best]):
+        raise NonFiniteLogitsError(f"logits are not finite: the greatest, of token {best}, is {x[best]}")

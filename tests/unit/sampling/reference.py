@@ -5,6 +5,14 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.sampling.filters import Candidates, select
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import Row, Sampler, _leading_cut, _stages
+from headrace.types import TokenLogprob
+
 M32 = 0xFFFFFFFF
 
 
@@ -85,3 +93,35 @@ def chi_square_z(counts: dict[int, int], law: dict[int, float]) -> float:
     chi = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     shift = 2 / (9 * freedom)
     return float(((chi / freedom) ** (1 / 3) - (1 - shift)) / math.sqrt(shift))
+
+
+def sample(
+    sampler: Sampler,
+    logits: NDArray[np.float32],
+    params: list[SamplingParams],
+    positions: list[int],
+    num_prompts: list[int],
+) -> tuple[list[int], dict[int, TokenLogprob]]:
+    """Token ids of rows that need no history, and log-probabilities by row. Raises the first error."""
+    rows = [Row(*each) for each in zip(params, positions, num_prompts, strict=True)]
+    token_ids, logprobs = [], {}
+    for i, drawn in enumerate(sampler.sample_rows(logits, rows)):
+        if isinstance(drawn, ValueError):
+            raise drawn
+        token_ids.append(drawn.token_id)
+        if drawn.logprob is not None:
+            logprobs[i] = drawn.logprob
+    return token_ids, logprobs
+
+
+def sample_one(
+    sampler: Sampler, row: NDArray[np.float32], params: SamplingParams, position: int, num_prompt: int
+) -> int:
+    return sample(sampler, row[None], [params], [position], [num_prompt])[0][0]
+
+
+def filtered(x: NDArray[np.float32], params: SamplingParams) -> Candidates:
+    """What `select` leaves of a row by itself, which is all that these parameters ask for."""
+    cut, stages = _leading_cut(params, _stages(params, len(x)))
+    assert not stages
+    return select(x, float(x.max()), cut)

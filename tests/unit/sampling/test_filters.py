@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.unit.sampling.reference import chi_square_z, kept, ranking
+from tests.unit.sampling.reference import chi_square_z, filtered, kept, ranking, sample_one
 
-from headrace.sampling import noise, sampler
+from headrace.sampling import filters, noise
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.sampler import Sampler, filtered
+from headrace.sampling.sampler import Sampler
 
 LOGITS = st.lists(st.floats(-20, 20, width=32) | st.integers(-4, 4).map(float), min_size=1, max_size=40)
 TEMPERATURES = st.sampled_from([0.05, 0.5, 0.8, 1.0, 1.7, 100.0])
@@ -23,9 +24,9 @@ def left(logits: list[float], **fields: float) -> tuple[list[int], list[float]]:
     """Token ids that the filters keep, ascending, and their probabilities."""
     params = SamplingParams(seed=0, **fields)  # type: ignore[arg-type]
     x = np.array(logits, np.float32)
-    token_ids, scaled = filtered(x, float(x.max()), params)
-    weights = np.exp(scaled)
-    return token_ids.tolist(), (weights / weights.sum()).tolist()
+    found = filtered(x, params)
+    weights = np.exp(found.scaled)
+    return found.token_ids.tolist(), (weights / weights.sum()).tolist()
 
 
 def agrees(logits: list[float], **fields: float) -> None:
@@ -116,7 +117,7 @@ def frequency_z(logits: list[float], fields: dict[str, float]) -> float:
     for seed in (0, 1, 2**32, 2**63 - 1):
         params = SamplingParams(seed=seed, **fields)  # type: ignore[arg-type]
         for position in range(NUM_DRAWS // 4):
-            counts[drawer.sample_row(row, params, position, 0)[0]] += 1
+            counts[sample_one(drawer, row, params, position, 0)] += 1
     return chi_square_z(counts, law)
 
 
@@ -142,11 +143,15 @@ def test_control_scaled_noise_is_caught(monkeypatch: pytest.MonkeyPatch, scale: 
 
 
 def test_control_noise_that_ignores_the_position_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = noise.bits_of_all
-    monkeypatch.setattr(noise, "bits_of_all", lambda seed, position, num: honest(seed, position // 8, num))
+    honest = noise.bits_of_rows
+
+    def coarse(seeds: list[int], positions: list[int], counts: list[int], token_ids: Any) -> Any:
+        return honest(seeds, [position // 8 for position in positions], counts, token_ids)
+
+    monkeypatch.setattr(noise, "bits_of_rows", coarse)
     assert frequency_z(some_logits(24), LAWS[0]) > LIMIT
 
 
 def test_control_an_unfiltered_draw_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_nucleus", lambda x, weights, top_p: np.array(ranking(x.tolist())))
+    monkeypatch.setattr(filters, "_nucleus", lambda x, weights, top_p: np.array(ranking(x.tolist())))
     assert frequency_z(some_logits(24), {"temperature": 1.0, "top_p": 0.8}) > LIMIT

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.unit.sampling.reference import ranking, token_gumbel
+from tests.unit.sampling.reference import filtered, ranking, sample, sample_one, token_gumbel
 
-from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.sampler import NonFiniteLogitsError, Sampler, filtered
+from headrace.sampling.sampler import NonFiniteLogitsError, Sampler
 
 INF = math.inf
 FINITE = st.lists(st.floats(-30, 30, width=32) | st.integers(-3, 3).map(float), min_size=1, max_size=30)
@@ -26,7 +25,7 @@ def rows_of(*rows: list[float]) -> NDArray[np.float32]:
 
 def one(logits: list[float], params: SamplingParams, position: int = 5, num_prompt: int = 2) -> int:
     sampler = Sampler(len(logits), [1])
-    return sampler.sample(rows_of(logits), [params], [position], [num_prompt])[0][0]
+    return sample(sampler, rows_of(logits), [params], [position], [num_prompt])[0][0]
 
 
 @given(FINITE)
@@ -50,9 +49,10 @@ def test_leaving_out_who_can_not_win_changes_nothing(spread: float) -> None:
     sampler = Sampler(3000, [])
     for position in range(50):
         params = SamplingParams(seed=9)
-        token_ids, scaled = filtered(row, float(row.max()), params)
-        sums = [s + token_gumbel(9, position, i) for i, s in zip(token_ids.tolist(), scaled.tolist(), strict=True)]
-        assert sampler.sample_row(row, params, position, 0)[0] == token_ids[int(np.argmax(sums))]
+        found = filtered(row, params)
+        pairs = zip(found.token_ids.tolist(), found.scaled.tolist(), strict=True)
+        sums = [s + token_gumbel(9, position, i) for i, s in pairs]
+        assert sample_one(sampler, row, params, position, 0) == found.token_ids[int(np.argmax(sums))]
 
 
 def test_seed_and_position_matter() -> None:
@@ -81,17 +81,17 @@ def test_min_tokens_masks_eos_under_ignore_eos_too() -> None:
 
 
 def test_min_tokens_that_forbids_everything_is_refused() -> None:
-    with pytest.raises(RequestError, match="min_tokens"):
+    with pytest.raises(ValueError, match="min_tokens"):
         one([0.0, 9.0], SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=[0]), 2, 2)
 
 
 def test_bias_beyond_the_vocabulary_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"logit_bias: 3 .* below 3"):
+    with pytest.raises(ValueError, match=r"logit_bias: 3 .* below 3"):
         one([0.0, 1.0, 2.0], SamplingParams(temperature=0.0, logit_bias={3: 1.0}))
 
 
 def test_a_seed_is_needed() -> None:
-    with pytest.raises(RequestError, match="seed"):
+    with pytest.raises(ValueError, match="seed"):
         one([0.0, 1.0], SamplingParams())
 
 
@@ -133,7 +133,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     sampler = Sampler(4, [])
     logits = rows_of([0.0, 1.0, 2.0, 3.0])
     params = SamplingParams(seed=3, temperature=0.3, top_k=1, logit_bias={0: 100.0}, logprobs=1)
-    [token_id], logprobs = sampler.sample(logits, [params], [1], [1])
+    [token_id], logprobs = sample(sampler, logits, [params], [1], [1])
     assert token_id == 0
     assert logprobs[0].logprob == pytest.approx(-math.log(sum(math.exp(x) for x in logits[0].tolist())))
     assert (logprobs[0].rank, logprobs[0].top[0][0]) == (4, 3)
@@ -141,7 +141,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 def test_logprobs_only_where_asked_for() -> None:
     params = [GREEDY, SamplingParams(temperature=0.0, logprobs=0), SamplingParams(temperature=0.0, logprobs=2)]
-    token_ids, logprobs = Sampler(3, []).sample(rows_of(*[[0.0, 1.0, 2.0]] * 3), params, [1] * 3, [1] * 3)
+    token_ids, logprobs = sample(Sampler(3, []), rows_of(*[[0.0, 1.0, 2.0]] * 3), params, [1] * 3, [1] * 3)
     assert token_ids == [2, 2, 2]
     assert {i: [t for t, _ in entry.top] for i, entry in logprobs.items()} == {1: [], 2: [2, 1]}
 
@@ -149,9 +149,9 @@ def test_logprobs_only_where_asked_for() -> None:
 def test_shapes_are_checked() -> None:
     sampler = Sampler(4, [])
     with pytest.raises(ValueError, match=r"\(1, 3\), expected \[S, 4\]"):
-        sampler.sample(np.zeros((1, 3), np.float32), [GREEDY], [0], [0])
-    with pytest.raises(ValueError, match="2 rows, 1 params"):
-        sampler.sample(np.zeros((2, 4), np.float32), [GREEDY], [0], [0])
+        sample(sampler, np.zeros((1, 3), np.float32), [GREEDY], [0], [0])
+    with pytest.raises(ValueError, match="2 rows of logits, 1 rows"):
+        sample(sampler, np.zeros((2, 4), np.float32), [GREEDY], [0], [0])
     with pytest.raises(ValueError, match="token id 4"):
         sampler.prompt_logprobs(np.zeros((1, 4), np.float32), [4], 0)
     with pytest.raises(ValueError, match="2 rows of logits, 1 tokens"):
@@ -159,13 +159,17 @@ def test_shapes_are_checked() -> None:
 
 
 def test_no_rows() -> None:
-    assert Sampler(4, []).sample(np.zeros((0, 4), np.float32), [], [], []) == ([], {})
+    assert sample(Sampler(4, []), np.zeros((0, 4), np.float32), [], [], []) == ([], {})
 
 
 def test_the_logits_are_left_as_they_were() -> None:
     logits = np.random.default_rng(1).normal(size=(1, 50)).astype(np.float32)
     before = logits.copy()
-    Sampler(50, [3]).sample(
-        logits, [SamplingParams(seed=1, top_k=5, min_tokens=2, logit_bias={4: 3.0}, logprobs=2)], [1], [1]
+    sample(
+        Sampler(50, [3]),
+        logits,
+        [SamplingParams(seed=1, top_k=5, min_tokens=2, logit_bias={4: 3.0}, logprobs=2)],
+        [1],
+        [1],
     )
     assert np.array_equal(logits, before)
