@@ -21,6 +21,13 @@ from headrace.server.chat import ChatTemplate
 from headrace.server.inputs import Prompt
 from headrace.server.outputs import RequestOutput, RequestState, deltas_of, request_output
 from headrace.server.text import Tokenizer
+from headrace.server.vectors import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    check_form,
+    finished,
+)
 from headrace.types import Request, Stats
 
 Message = dict[str, Any]
@@ -84,6 +91,43 @@ class LLM:
             request_output(states, str(place), text)
             for place, (states, text) in enumerate(zip(groups, texts, strict=True))
         ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt: the hidden state after the final norm of its last token, or the "mean" over all.
+
+        float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
+        `RequestError` before any work is done if a prompt can not be served, `HeadraceError` if one fails on its way.
+        """
+        info = self.core.info
+        kind = check_form(pooling, dimensions, info.hidden_size)
+        groups: list[list[RequestState]] = []
+        texts: list[str | None] = []
+        for prompt in _as_list(prompts):
+            text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, info)
+            texts.append(text)
+            [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, pooling=kind)
+            groups.append([self._state(request, 0)])
+        self._run(groups, use_tqdm)
+        outputs = []
+        for place, ([state], text) in enumerate(zip(groups, texts, strict=True)):
+            token_ids = state.request.prompt_token_ids
+            if not state.pooled:
+                raise HeadraceError(f"prompt {place} failed: {state.finish.message if state.finish else 'no end'}")
+            vector = finished(state.pooled, kind, len(token_ids), dimensions, normalize)
+            outputs.append(
+                EmbeddingRequestOutput(
+                    str(place), text, token_ids, EmbeddingOutput(vector), True, state.num_cached_tokens
+                )
+            )
+        return outputs
 
     def chat(
         self,

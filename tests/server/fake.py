@@ -13,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.core.scheduler import Scheduler
 from headrace.executor.process import main
-from headrace.executor.simulated import Oracle, SimulatedExecutor
+from headrace.executor.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
 from headrace.types import EngineInfo
 
 VOCAB_SIZE = 256
@@ -27,6 +27,7 @@ def build(config: EngineConfig, delay: float = 0.0) -> EngineCore:
         model=config.model,
         max_model_len=config.max_model_len or 2048,
         vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
         eos_token_ids=[EOS],
         block_size=config.block_size,
         num_blocks=num_blocks,

@@ -19,17 +19,26 @@ from headrace.sampling.params import SamplingParams
 from headrace.types import Request, ScheduledBatch, StepResult, TokenLogprob
 
 _EMPTY = -1
+HIDDEN_SIZE = 8
 
 
 class Oracle:
     """The "model": a pure function from a context to its next token.
 
     `eos_probability` is the share of contexts that end with the first of `eos_token_ids`; other tokens are uniform
-    over the vocabulary and are never one of these.
+    over the vocabulary and are never one of these. `forced_share` of the stretches of eight positions have tokens that
+    a grammar prescribes: they depend on seed and position alone.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int] = (), eos_probability: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        eos_probability: float = 0.0,
+        forced_share: float = 0.0,
+    ) -> None:
         self.vocab_size = vocab_size
+        self.forced_share = forced_share
         self.eos_token_ids = sorted(eos_token_ids)
         self.eos_probability = eos_probability if self.eos_token_ids else 0.0
 
@@ -38,6 +47,9 @@ class Oracle:
 
         No end-of-sequence and no stop token comes before `min_tokens`, as with a real sampler's mask.
         """
+        forced = self._forced_token(params, len(context) // 3, num_generated)
+        if forced is not None:
+            return forced
         digest = blake2b(context.tobytes(), digest_size=16, key=(params.seed or 0).to_bytes(8, "little")).digest()
         stop = params.stop_token_ids or ()
         draw = int.from_bytes(digest[8:], "little") / 2**64
@@ -50,6 +62,33 @@ class Oracle:
                 return token
             token = (token + 1) % self.vocab_size
         raise ValueError("every token of the vocabulary is forbidden")
+
+    def forced_after(self, params: SamplingParams, position: int, num_generated: int) -> list[int]:
+        """The tokens at `position` and after it that leave no choice, up to the first that does. An end-of-sequence may
+        be among them, and there may be more than the request has room for."""
+        tokens: list[int] = []
+        while (token := self._forced_token(params, position + len(tokens), num_generated + len(tokens))) is not None:
+            tokens.append(token)
+        return tokens
+
+    def _forced_token(self, params: SamplingParams, position: int, num_generated: int) -> int | None:
+        if not self.forced_share or position % 8 < 3:
+            return None
+        stretch, token = (
+            blake2b(number.to_bytes(8, "little"), digest_size=8, key=(params.seed or 0).to_bytes(8, "little")).digest()
+            for number in (position // 8 + 2**40, position)
+        )
+        if int.from_bytes(stretch, "little") / 2**64 >= self.forced_share:
+            return None
+        chosen = int.from_bytes(token, "little") % self.vocab_size
+        early = num_generated < params.min_tokens
+        return None if early and chosen in (*self.eos_token_ids, *(params.stop_token_ids or ())) else chosen
+
+    def state_after(self, params: SamplingParams, state: float | None, token_id: int) -> float | None:
+        """The sampler's state after it has drawn `token_id`; None for the requests (three of four) without one."""
+        if not self.forced_share or (params.seed or 0) % 4:
+            return None
+        return ((state or 0.0) * 31 + token_id) % 1009 + 0.5
 
     def logprob(self, token_id: int, position: int, num_top: int) -> TokenLogprob:
         """A made-up but repeatable log-probability. The chosen token is the likeliest."""
@@ -152,10 +191,21 @@ class SimulatedExecutor:
             context = self.read(batch.block_tables[index], num)
             if context[2::3] != array("q", range(num)):
                 raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
+            if batch.histories.get(index, []) != (list(context[1::3]) if params.needs_history else []):
+                raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} was given another's history")
             token = self.oracle.next_token(context, params, num - num_prompt)
             result.token_ids[index] = token
+            state = self.oracle.state_after(params, batch.states.get(index), token)
+            if state is not None:
+                result.states[index] = state
+            if params.logprobs is None:
+                forced = self.oracle.forced_after(params, num + 1, num + 1 - num_prompt)
+                if forced:
+                    result.forced[index] = forced
             if params.logprobs is not None:
                 result.logprobs[index] = self.oracle.logprob(token, num, params.logprobs)
+        if index in batch.pooling:
+            result.pooled[index] = self._pool(batch, index)
         if params.prompt_logprobs is not None and start < num_prompt - 1:
             following = tokens[1:]
             if index in batch.next_token_ids:
@@ -164,6 +214,19 @@ class SimulatedExecutor:
             result.prompt_logprobs[index] = [
                 self.oracle.logprob(token, start + 1 + i, params.prompt_logprobs) for i, token in enumerate(following)
             ]
+
+    def _pool(self, batch: ScheduledBatch, index: int) -> list[float]:
+        """Eight numbers that the context decides; of "mean" a sum, each of whose rows must be added once."""
+        kind, before = batch.pooling[index]
+        start, stop = batch.starts[index], batch.starts[index] + batch.lens[index]
+        if kind == "mean" and bool(before) != bool(start):
+            raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} pools from position {start} on, not from 0")
+        context = self.read(batch.block_tables[index], stop)
+        total = before or [0.0] * HIDDEN_SIZE
+        for num in range(start + 1, stop + 1) if kind == "mean" else (stop,):
+            digest = blake2b(context[: 3 * num].tobytes(), digest_size=HIDDEN_SIZE).digest()
+            total = [x + byte - 127.5 for x, byte in zip(total, digest, strict=True)]
+        return total
 
     def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int) -> None:
         slots, size = self.slots, self.block_size

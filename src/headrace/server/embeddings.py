@@ -7,10 +7,6 @@ replies; `add_routes` puts it on an app.
 
 from __future__ import annotations
 
-import base64
-import math
-import sys
-from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,17 +15,13 @@ from starlette.responses import Response
 
 from headrace import bounds
 from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
 from headrace.server import routing
 from headrace.server.errors import json_response
 from headrace.server.inputs import Prompt, new_request_id
 from headrace.server.openai import OpenAI, as_prompts
 from headrace.server.parsing import Body, convert
 from headrace.server.streams import until_gone
-from headrace.types import Pooling
-
-POOLINGS: tuple[Pooling, ...] = ("last", "mean")
-PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
+from headrace.server.vectors import EMBEDDING_PARAMS, check_form, finished, likeness, packed
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -77,28 +69,6 @@ class Vectors(NamedTuple):
     num_tokens: int
 
 
-def finished(
-    pooled: Sequence[float], kind: str, num_tokens: int, dimensions: int | None = None, normalize: bool = True
-) -> list[float]:
-    """What the engine pooled, as the vector that is told: the mean taken, cut to `dimensions`, made one long, rounded
-    to float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
-    divisor = num_tokens if kind == "mean" else 1
-    vector = [x / divisor for x in pooled[:dimensions]]
-    if normalize:
-        norm = math.sqrt(math.fsum(x * x for x in vector))
-        vector = [x / norm for x in vector] if norm else vector
-    return array("f", vector).tolist()
-
-
-def check_form(pooling: str | None, dimensions: int | None, hidden_size: int) -> Pooling:
-    """The kind of pooling; "last" if none is given. Raises `RequestError`."""
-    if pooling not in (None, *POOLINGS):
-        raise RequestError("pooling", pooling, "last or mean")
-    if dimensions is not None and not 1 <= dimensions <= hidden_size:
-        raise RequestError("dimensions", dimensions, f"from 1 to {hidden_size}, the model's own")
-    return "mean" if pooling == "mean" else "last"
-
-
 class Embeddings:
     """The routes without HTTP. Raises `HeadraceError`s of all kinds."""
 
@@ -133,7 +103,7 @@ class Embeddings:
             )
             prompts.append(token_ids)
         async with front.open(
-            prompts, PARAMS, priority=priority, cache_salt=cache_salt, draw=lambda: 0, pooling=kind
+            prompts, EMBEDDING_PARAMS, priority=priority, cache_salt=cache_salt, draw=lambda: 0, pooling=kind
         ) as generation:
             async for _ in generation:
                 pass
@@ -199,19 +169,6 @@ class Embeddings:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         told = {"warnings": request.warnings} if request.warnings else {}
         return fields | {"model": self.api.model, "usage": usage} | told
-
-
-def packed(vector: Sequence[float]) -> str:
-    """Base64 of little-endian float32."""
-    numbers = array("f", vector)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode("ascii")
-
-
-def likeness(a: Sequence[float], b: Sequence[float]) -> float:
-    """The cosine between two vectors of length one."""
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

@@ -202,11 +202,11 @@ def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
             item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": item}]}
         if not isinstance(item, dict):
             raise RequestError(f"input[{index}]", item, "a text or an item")
-        item = {"type": "message"} | item if "role" in item else dict(item)
-        if item.get("type") == "message" and isinstance(item.get("content"), str):
-            kind = "output_text" if item.get("role") == "assistant" else "input_text"
-            item["content"] = [{"type": kind, "text": item["content"]}]
-        items.append(item | {"id": item.get("id") or f"msg_{new_id}_in{index}"})
+        read: dict[str, Any] = {"type": "message"} | item if "role" in item else dict(item)
+        if read.get("type") == "message" and isinstance(read.get("content"), str):
+            kind = "output_text" if read.get("role") == "assistant" else "input_text"
+            read["content"] = [{"type": kind, "text": read["content"]}]
+        items.append(read | {"id": read.get("id") or f"msg_{new_id}_in{index}"})
     return items
 
 
