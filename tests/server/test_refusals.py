@@ -20,7 +20,7 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
 from headrace.bounds import BOUNDS
-from headrace.server import anthropic, limits, parsing, schema
+from headrace.server import anthropic, limits, ollama, parsing, schema
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -38,8 +38,15 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
         anthropic.CountTokensRequest,
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     ),
+    "/api/generate": (ollama.GenerateRequest, {"model": "fake", "prompt": "hi", "logprobs": True, "stream": False}),
+    "/api/chat": (
+        ollama.ChatRequest,
+        {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "stream": False},
+    ),
+    "/api/show": (ollama.ShowRequest, {"model": "fake"}),
+    "/api/pull": (ollama.ShowRequest, {"model": "fake", "stream": False}),
 }
-NO_BODY = {"/ping"}
+NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy"}
 CONTEXT = 2048
 
 
@@ -68,7 +75,9 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     error = body["error"]
     message = str(error) if isinstance(error, str) else str(error["message"])
     path = reply.request.url.path
-    if path.startswith("/v1/messages"):
+    if path.startswith("/api/"):
+        assert isinstance(error, str)
+    elif path.startswith("/v1/messages"):
         assert (body["type"], set(error)) == ("error", {"type", "message"})
     else:
         assert set(error) == {"message", "type", "param", "code"}

@@ -21,6 +21,7 @@ from headrace.server.errors import error_body, json_response
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import Body, add_warning, convert, renamed
 from headrace.server.parts import Content, Part, Reasoning
+from headrace.server.translation import arguments_object
 
 IGNORED = {
     "service_tier": "there is one tier",
@@ -322,7 +323,7 @@ class MessagesAnswer:
                     "type": "tool_use",
                     "id": call["id"],
                     "name": function["name"],
-                    "input": _object(function["arguments"]),
+                    "input": arguments_object(function["arguments"]),
                 }
             )
         return self._head(content) | self._ending() | {"usage": self._usage()}
@@ -401,15 +402,6 @@ def _delta(part: Part) -> dict[str, Any] | None:
     if isinstance(part, Reasoning):
         return {"type": "thinking_delta", "thinking": part.text}
     return {"type": "input_json_delta", "partial_json": part.arguments} if part.arguments else None
-
-
-def _object(text: str) -> dict[str, Any]:
-    """A call's arguments. What is no JSON object, as only a call that was cut off can have, is told as text."""
-    try:
-        value = msgspec.json.decode(text or b"{}")
-    except msgspec.DecodeError:
-        return {"_incomplete": text}
-    return value if isinstance(value, dict) else {"_incomplete": text}
 
 
 def event(body: dict[str, Any]) -> bytes:

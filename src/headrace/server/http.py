@@ -24,7 +24,7 @@ from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.insight.metrics import ServerMetrics
-from headrace.server import anthropic, routing, schema
+from headrace.server import anthropic, ollama, ollama_replies, routing, schema
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
@@ -41,7 +41,7 @@ logger = logging.getLogger("headrace.server")
 # A step may take long; an engine that says nothing for as long as this, and owes something, is not ready.
 STALLED_S = 120.0
 # Whose clients look for errors in another shape than OpenAI's.
-REFUSALS = {"/v1/messages": anthropic.refuse}
+REFUSALS = {"/v1/messages": anthropic.refuse, "/api/": ollama_replies.refuse}
 # How long open streams may go on after SIGTERM.
 DRAIN_S = 30.0
 
@@ -90,6 +90,7 @@ def create_app(
     app.state.client = client
     _add_api(app, api)
     anthropic.add_routes(app, api)
+    ollama.add_routes(app, api)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
 
