@@ -113,6 +113,10 @@ def verify(request: Request, info: EngineInfo) -> None:
     known = [("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)]
     known.append(("stop_token_ids", params.stop_token_ids or []))
     known.append(("logit_bias", list(params.logit_bias or ())))
+    known.append(("allowed_token_ids", params.allowed_token_ids or []))
+    known.append(("dry_sequence_breakers", params.dry_sequence_breaker_ids or []))
+    known += [("bad_words", token_ids) for token_ids in params.bad_words_token_ids or ()]
+    known += [("thinking_token_ids", token_ids) for token_ids in params.thinking_token_ids or ()]
     for field, token_ids in known:
         for token_id in token_ids:
             if not 0 <= token_id < info.vocab_size:

@@ -126,6 +126,7 @@ class _Open:
         "num_prompt_logprobs_seen",
         "request",
         "started",
+        "state",
         "stream",
     )
 
@@ -138,6 +139,7 @@ class _Open:
         self.arrival_time = arrival_time
         self.last_time: float | None = None
         self.delivered = list(request.resume_token_ids)
+        self.state = request.resume_state
         self.num_prompt_logprobs = 0
         self.num_prompt_logprobs_seen = 0
 
@@ -160,7 +162,7 @@ class _Open:
         """The request to tell a new engine."""
         self.num_prompt_logprobs_seen = 0
         known = {name: getattr(self.request, name) for name in self.request.__struct_fields__}
-        return Request(**(known | {"resume_token_ids": list(self.delivered)}))
+        return Request(**(known | {"resume_token_ids": list(self.delivered), "resume_state": self.state}))
 
 
 class EngineClient:
@@ -362,6 +364,7 @@ class EngineClient:
             if entry is None:
                 continue
             was_waiting = not entry.started
+            entry.state = output.states.get(request_id, entry.state)
             entry.accept(delta)
             if was_waiting and entry.started:
                 self._leave_queue(entry)
