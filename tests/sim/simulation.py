@@ -36,6 +36,7 @@ class Account:
     expected: list[int]
     emitted: list[int] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
+    state: float | None = None
     started: bool = False
     aborted: bool = False
     failed: bool = False
@@ -74,7 +75,7 @@ class Simulation:
         self.world = world or draw_world(self.rng)
         self.report = Report(seed)
         self.scheduler = make_scheduler(**self.world.scheduler_args())
-        self.oracle = Oracle(self.world.vocab_size, [0], self.world.eos_probability)
+        self.oracle = Oracle(self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share)
         self.executor = SimulatedExecutor(
             self.world.num_blocks,
             self.world.block_size,
@@ -124,9 +125,11 @@ class Simulation:
         for index in self._failing:
             self.accounts[members[batch.seq_ids[index]]].failed = True
         self._failing = []
+        forced = {members[batch.seq_ids[index]]: tokens for index, tokens in result.forced.items()}
         output = scheduler.commit(batch, result)
         self._log(f"out {output.request_ids} {output.token_ids} {output.started} {output.finished} {output.stats}")
         self._keep_ledger(output, batch)
+        self._check_forced(output, forced)
         self._check()
         report.num_steps += 1
         if len(batch):
@@ -236,7 +239,11 @@ class Simulation:
 
     def _resumed(self, request: Request) -> Request:
         stream = self.oracle.stream(request, self.scheduler.max_model_len, self._fingerprint(request))
-        return msgspec.structs.replace(request, resume_token_ids=stream[: self.rng.randint(0, len(stream))])
+        return msgspec.structs.replace(
+            request,
+            resume_token_ids=stream[: self.rng.randint(0, len(stream))],
+            resume_state=self.rng.choice([None, 3.5]),
+        )
 
     def _add(self, event: str, request: Request) -> None:
         self._event(event, f"{request}")
@@ -246,6 +253,7 @@ class Simulation:
         seq = self.scheduler.sequences[request.request_id]
         self.fingerprints[seq.seq_id] = self._fingerprint(request)
         account = Account(request, len(self.accounts), stream[len(request.resume_token_ids) :])
+        account.state = request.resume_state
         self.accounts[request.request_id] = account
 
     def _refused(self, event: str, request: Request) -> None:
@@ -317,6 +325,22 @@ class Simulation:
         ended = sum(account.ended for account in accounts.values()) if self.draining else self.scheduler.num_finished
         if ended + len(self.scheduler.sequences) != len(accounts):
             raise Violation(f"I-9: {len(accounts)} accepted, {ended} ended, {len(self.scheduler.sequences)} inside")
+
+    def _check_forced(self, output: StepOutput, forced: dict[str, list[int]]) -> None:
+        """What was forced comes in the step that forced it, whole, unless the answer has ended before."""
+        columns = dict(zip(output.request_ids, output.token_ids, strict=True))
+        for name, tokens in columns.items():
+            wanted = forced.get(name, [])
+            if tokens[1:] != wanted[: len(tokens) - 1] or (len(tokens) <= len(wanted) and name not in output.finished):
+                raise Violation(f"I-12: {name} got {tokens[1:]} after its token, {wanted} were forced")
+            self.report.events["forced"] += len(tokens) - 1
+            account = self.accounts[name]
+            account.state = self.oracle.state_after(account.request.params, account.state, tokens[0])
+            if output.states.get(name) != account.state:
+                raise Violation(f"I-12: {name} has the state {output.states.get(name)}, not {account.state}")
+            self.report.events["state"] += account.state is not None
+        if output.states.keys() - columns.keys():
+            raise Violation("I-12: a state is told of a request that got no token")
 
     def _check_end(self, account: Account, reason: str, stop_reason: object) -> None:
         name, params = account.request.request_id, account.request.params

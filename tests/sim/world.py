@@ -46,13 +46,14 @@ class World:
     max_overtaking: int
     vocab_size: int
     eos_probability: float
+    forced_share: float
     max_alive: int
     stems: list[list[int]]
     salts: list[str]
     rates: dict[str, float]
 
     def scheduler_args(self) -> dict[str, Any]:
-        rest = {"vocab_size", "eos_probability", "max_alive", "stems", "salts", "rates"}
+        rest = {"vocab_size", "eos_probability", "forced_share", "max_alive", "stems", "salts", "rates"}
         return {name: value for name, value in asdict(self).items() if name not in rest} | {"eos_token_ids": [0]}
 
 
@@ -82,6 +83,7 @@ def draw_world(rng: Random) -> World:
         max_overtaking=rng.choice([1, 3, 32]),
         vocab_size=vocab_size,
         eos_probability=rng.choice([0.0, 0.02, 0.2]),
+        forced_share=rng.choice([0.0, 0.2, 0.8]),
         max_alive=rng.choice([4, 12, 24]),
         stems=stems,
         salts=rng.choice([[""], ["", "tenant"]]),
@@ -117,4 +119,5 @@ def draw_params(rng: Random, world: World) -> SamplingParams:
         stop_token_ids=[1] if world.vocab_size > 2 and rng.random() < 0.1 else None,
         logprobs=rng.choice([None, None, 2]),
         prompt_logprobs=1 if rng.random() < 0.1 else None,
+        no_repeat_ngram_size=2 if rng.random() < 0.2 else 0,
     )

@@ -33,8 +33,8 @@ class Counters:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
 
-    def stats(self, pool: BlockPool, num_running: int, num_waiting: int) -> Stats:
-        """The counters, with the gauges of this moment."""
+    def stats(self, pool: BlockPool, num_running: int, num_waiting: int, beam_blocks: tuple[int, int]) -> Stats:
+        """The counters, with the gauges of this moment. `beam_blocks`: held by searches, and as if they shared none."""
         return Stats(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -49,4 +49,6 @@ class Counters:
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
             num_batched_tokens=self.num_batched_tokens,
+            num_beam_blocks=beam_blocks[0],
+            num_beam_blocks_unshared=beam_blocks[1],
         )

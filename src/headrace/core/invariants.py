@@ -26,7 +26,9 @@ def check_scheduler(s: Scheduler) -> None:
     for seq in holders:
         _check_table(s, seq, flight.get(id(seq), 0))
     for seq in s.sequences.values():
-        _check_sequence(s, seq)
+        for member in seq.members:
+            _check_sequence(s, member)
+    _check_searches(s)
     _check_batch(s)
 
 
@@ -51,10 +53,11 @@ def _check_cache(s: Scheduler) -> None:
 def _check_ledger(s: Scheduler) -> None:
     if s.num_added != s.num_finished + len(s.sequences):
         raise InvariantError("I-9", f"{s.num_added} added != {s.num_finished} ended + {len(s.sequences)} in the system")
-    places = {Status.WAITING: len(s.waiting), Status.RUNNING: len(s.running)}
-    for status, num in places.items():
-        if num != sum(seq.status is status for seq in s.sequences.values()):
-            raise InvariantError("I-10", f"{num} sequences are listed as {status.name}")
+    running = [member for seq in s.sequences.values() for member in seq.members if member.status is Status.RUNNING]
+    waiting = [seq for seq in s.sequences.values() if seq.status is Status.WAITING]
+    for listed, found in ((s.waiting, waiting), (s.running, running)):
+        if len(listed) != len(found):
+            raise InvariantError("I-10", f"{len(listed)} sequences are listed that are not the {len(found)} there are")
     ended = {name for name, seq in s.sequences.items() if seq.status is Status.FINISHED}
     if ended != s.finished.keys():
         raise InvariantError("I-9", "the ends to be told are not those of the ended sequences")
@@ -92,7 +95,10 @@ def _check_sequence(s: Scheduler, seq: Sequence) -> None:
     request = seq.request
     if seq.tokens[: seq.num_known] != [*request.prompt_token_ids, *request.resume_token_ids]:
         raise InvariantError("I-12", f"{name}: the known tokens have changed")
-    if len(seq.tokens) > seq.max_len or (seq.status is not Status.FINISHED and seq.num_computed >= len(seq.tokens)):
+    told = seq.search is not None and seq.seq_id in seq.search.tops
+    if len(seq.tokens) > seq.max_len or (
+        seq.status is not Status.FINISHED and seq.num_computed >= len(seq.tokens) + told
+    ):
         raise InvariantError("I-12", f"{name}: {seq.num_computed} computed of {len(seq.tokens)}, max {seq.max_len}")
     if seq.status is Status.WAITING and (seq.block_table or seq.num_computed):
         raise InvariantError("I-8", f"{name} waits and holds blocks")
@@ -101,6 +107,23 @@ def _check_sequence(s: Scheduler, seq: Sequence) -> None:
         raise InvariantError("I-17", f"{name}: {seq.num_preemptions} preemptions, {seq.num_recomputed} recomputed")
     if seq.num_overtaken > s.waiting.max_overtaking:
         raise InvariantError("I-18", f"{name} was overtaken {seq.num_overtaken} times")
+
+
+def _check_searches(s: Scheduler) -> None:
+    for name, search in s.searches.open.items():
+        first = search.live[0]
+        if s.sequences.get(name) is not first or any(seq.search is not search for seq in search.live):
+            raise InvariantError("I-10", f"{name}: the beams are not those of the request")
+        if len(search.live) > search.width or (search.pending and search.pending != search.live[1:]):
+            raise InvariantError("I-10", f"{name}: {len(search.live)} beams, {search.width} wanted, some are lost")
+        absent = first.status if not search.pending else Status.WAITING
+        if any(seq.status is not absent or seq.order != first.order for seq in search.live[1:]):
+            raise InvariantError("I-10", f"{name}: a beam is not where the others are")
+        held = len(set().union(*(seq.block_table for seq in search.live)))
+        if held > search.claim(s.block_size) or search.claim(s.block_size) > s.pool.num_blocks:
+            raise InvariantError("I-19", f"{name}: the beams hold {held} blocks of {search.claim(s.block_size)}")
+    if len(s.running) + s.searches.num_absent() > s.max_num_seqs:
+        raise InvariantError("I-15", f"{s.searches.num_absent()} beams to come have no room to run")
 
 
 def _check_batch(s: Scheduler) -> None:

@@ -13,16 +13,19 @@ from collections.abc import Iterable
 from headrace.core.batches import make_batch
 from headrace.core.blocks import BlockPool
 from headrace.core.counters import Counters
+from headrace.core.endings import append_forced, finish_of
 from headrace.core.families import Families
-from headrace.core.finish import STOP, finish_after, is_pooled, stop_ids
+from headrace.core.finish import STOP, is_pooled
+from headrace.core.intake import make_sequence
 from headrace.core.invariants import check_scheduler
 from headrace.core.outputs import keep_pooled, keep_states, pass_on_logprobs
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
+from headrace.core.searches import Search, Searches
 from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.tables import BlockTables
-from headrace.errors import ContextLengthError, HeadraceError, RequestError
-from headrace.types import Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
+from headrace.errors import HeadraceError, RequestError
+from headrace.types import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 MAX_PREEMPTIONS = 2
 
@@ -56,15 +59,15 @@ class Scheduler:
         cache_key: bytes = b"",
         cache_fingerprint: bytes = b"",
     ) -> None:
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_overtaking", max_overtaking),
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("max_overtaking", max_overtaking, 1),
+            ("max_model_len", max_model_len, 2),
+            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_model_len < 2 or long_prefill_token_threshold < 0:
-            raise ValueError("max_model_len must be at least 2 and long_prefill_token_threshold at least 0")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be fcfs or priority, got {policy!r}")
         self.pool = BlockPool(num_blocks, block_size)
@@ -89,6 +92,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.families = Families()
         self.tables = BlockTables(self.pool, self.cache, self.families, enable_prefix_caching)
+        self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
         # The step in flight: its batch, its sequences in the same order, and those of them that were aborted since.
         self.batch: ScheduledBatch | None = None
         self.flight: list[Sequence] = []
@@ -112,31 +116,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Its end is told by a later `commit`, even if its resumed tokens end it at once.
 
-        Raises `RequestError` for an empty prompt, an id in use or too many resumed tokens, and
+        Raises `RequestError` for an empty prompt, an id in use, too many resumed tokens or too wide a beam search, and
         `ContextLengthError` for a prompt that leaves no room for a token (so it could never run).
         """
-        num_prompt = len(request.prompt_token_ids)
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
-        if not num_prompt:
-            raise RequestError("prompt_token_ids", [], "at least one token")
-        if num_prompt >= self.max_model_len:
-            raise ContextLengthError("prompt", num_prompt, f"at most {self.max_model_len - 1} tokens long")
-        params = request.params
-        max_len = min(num_prompt + (params.max_tokens or NEVER), self.max_model_len)
-        if num_prompt + len(request.resume_token_ids) > max_len:
-            bound = f"at most {max_len - num_prompt} tokens long"
-            raise RequestError("resume_token_ids", len(request.resume_token_ids), bound)
-        root = self.cache.root(request.cache_salt)
-        self._num_seqs_ever += 1
-        seq = Sequence(request, self._num_seqs_ever, max_len, stop_ids(params, self.eos_token_ids), root)
+        seq = make_sequence(request, self._next_id(), self.max_model_len, self.eos_token_ids, self.cache)
         if self.policy == "priority":
             seq.rank = request.priority
-        if request.group:
-            seq.family = self.cache.family_key(root, request.group, request.prompt_token_ids)
+        self.searches.begin(request, seq, self.max_num_seqs)
         self.sequences[seq.request_id] = seq
         self.num_added += 1
-        finish = self._finish_of(seq) if request.resume_token_ids else None
+        finish = finish_of(seq, self.eos_token_ids) if request.resume_token_ids else None
         if finish:
             self._end(seq, finish)
         else:
@@ -150,12 +141,6 @@ class Scheduler:
             return False
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
-        else:
-            self._leave(seq)
-        if self.batch is not None and seq in self.flight:
-            self.zombies.append(seq)
-        else:
-            self.tables.release(seq)
         self._end(seq, Finish("abort"))
         return True
 
@@ -165,8 +150,7 @@ class Scheduler:
         seq = self.sequences.get(request_id)
         if seq is None or seq.status is not Status.RUNNING or self.batch is not None:
             return False
-        seq.num_forced += 1
-        self._preempt(seq)
+        self._preempt(seq, forced=True)
         return True
 
     def reset_prefix_cache(self) -> None:
@@ -243,13 +227,15 @@ class Scheduler:
         rows: Iterable[tuple[Sequence, int, bool, int]]
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
-        if aborted or result.errors or -1 in result.token_ids:
+        found: dict[str, BeamResult] = {}
+        if aborted or result.errors or self.searches.open or -1 in result.token_ids:
             # A deferred chunk has computed all but its last token, and sampled nothing.
             rows = [
                 (s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)
             ]
             failed = self._drop_failed(rows, result.errors)
-            rows = [row for index, row in enumerate(rows) if index not in failed]
+            found = self._advance_searches(rows, result, failed)
+            rows = [row for index, row in enumerate(rows) if index not in failed and row[0].search is None]
         seqs: list[Sequence] = []
         ended: list[tuple[Sequence, Finish]] = []
         for seq, length, sampled, token in rows:
@@ -260,7 +246,7 @@ class Scheduler:
                 seq.tokens.append(token)
                 seqs.append(seq)
                 if num + 1 >= seq.max_len or token in seq.stop_ids:
-                    finish = self._finish_of(seq)
+                    finish = finish_of(seq, self.eos_token_ids)
                     if finish:
                         ended.append((seq, finish))
             elif is_pooled(seq.pooling, num, len(seq.tokens)):
@@ -268,10 +254,10 @@ class Scheduler:
         added = [[s.tokens[-1]] for s in seqs]
         if result.forced:
             tails = [(flight[index], token_ids) for index, token_ids in result.forced.items()]
-            self._append_forced(tails, seqs, added, ended)
+            append_forced(tails, seqs, added, ended, self.eos_token_ids)
+        for index in result.deferred - failed:
+            self.tables.trim(flight[index])
         for seq, finish in ended:
-            self._leave(seq)
-            self.tables.release(seq)
             self._end(seq, finish)
         self.counters.num_generated_tokens += sum(map(len, added)) if result.forced else len(added)
         output = StepOutput(
@@ -280,9 +266,10 @@ class Scheduler:
             token_ids=added,
             started=self._started,
             finished=self.finished,
+            beams=found,
         )
         if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
-            kept = set(range(len(flight))) - failed
+            kept = {i for i, s in enumerate(flight) if i not in failed and s.search is None}
             pass_on_logprobs(batch, flight, result, output, kept)
             keep_states(flight, result, output, kept)
             keep_pooled(batch, flight, result, output, kept)
@@ -300,8 +287,7 @@ class Scheduler:
         self._retire()
         for seq in flight:
             if seq.status is Status.RUNNING:
-                seq.num_forced += 1
-                self._preempt(seq)
+                self._preempt(seq, forced=True)
 
     # -- parts of schedule() -------------------------------------------------------------------------------------
 
@@ -316,6 +302,12 @@ class Scheduler:
             if seq.status is Status.RUNNING:
                 self._grow(seq, 1)
 
+    def _part_tails(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Of `seqs`, with one token to compute each, those that can write it: beams that share the block get a copy."""
+        shared = [s for s in seqs if s.search is not None and s.block_table and self.tables.shares_tail(s)]
+        stuck = {s.seq_id for s in shared if s.status is Status.RUNNING and not self._grow(s, 1)}
+        return [s for s in seqs if s.seq_id not in stuck]
+
     def _grow(self, seq: Sequence, length: int) -> bool:
         """Blocks for `length` more tokens; preempts the last in the queue's order until there is room.
 
@@ -326,21 +318,24 @@ class Scheduler:
             candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS]
             if not candidates:
                 return False
-            victim = max(candidates, key=ORDER)
-            victim.num_preemptions += 1
-            self._preempt(victim)
-            if victim is seq:
+            self._preempt(max(candidates, key=ORDER))
+            if seq.status is not Status.RUNNING:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Back to the queue, by recompute: blocks are let go, and found again if they are still cached."""
-        self._leave(seq)
-        seq.move(Status.WAITING)
-        seq.high_water = max(seq.high_water, seq.num_computed)
-        self.tables.release(seq)
+    def _preempt(self, seq: Sequence, forced: bool = False) -> None:
+        """Back to the queue, with all beams of a search, by recompute: blocks are let go, and found again if they are
+        still cached. One that was `forced` is not counted among those that protect."""
+        for member in seq.members:
+            if member.status is Status.RUNNING:
+                self._leave(member)
+                member.move(Status.WAITING)
+                member.high_water = max(member.high_water, member.num_computed)
+                self.tables.release(member)
+            member.num_forced += forced
+            member.num_preemptions += not forced
         self.counters.num_preemptions += 1
-        self.waiting.add(seq)
+        self.waiting.add(seq if seq.search is None else seq.search.retire())
 
     def _chunk(self, seq: Sequence, num_computed: int, budget: int) -> int:
         """How many tokens of `seq` after the first `num_computed` go into a step with `budget` left."""
@@ -358,18 +353,23 @@ class Scheduler:
         """
         waiting = self.waiting
         index = 0
-        while index < len(waiting) and budget and len(self.running) < self.max_num_seqs:
+        room = self.max_num_seqs - len(self.running) - self.searches.num_absent()
+        while index < len(waiting) and budget and room:
             seq = waiting[index]
             if self.families.awaited(seq):
                 index += 1
                 continue
-            length = self._admit(seq, budget, promised)
+            num_seqs = 1 if seq.search is None else seq.search.width
+            length = self._admit(seq, budget, promised) if num_seqs <= room else 0
             if not length:
                 break
             waiting.remove(seq)
             chunks.append((seq, length))
+            room -= num_seqs
             budget -= length
             promised += self.tables.missing(seq)
+            if seq.search is not None and seq.search.pending:
+                promised += seq.search.reserve(self.block_size)
             if self.policy == "priority" and waiting.count_overtaking(seq, self.families.awaited):
                 index = 0
 
@@ -378,8 +378,10 @@ class Scheduler:
         if seq.num_preemptions >= MAX_PREEMPTIONS:
             # Protected: once in, never thrown out again. So all of those must fit together at their longest.
             protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
-            if sum(self.tables.worst_case(s) for s in (*protected, seq)) > self.pool.num_blocks:
+            if self.tables.claims([*protected, seq]) > self.pool.num_blocks:
                 return 0
+        if seq.search is not None:
+            promised += seq.search.reserve(self.block_size)
         room = self.pool.num_available - promised
         if seq is self._refused and room <= self._refused_room and self.running:
             # To look for its prefix at every step that it waits would cost more than the step, for a long prompt.
@@ -427,45 +429,36 @@ class Scheduler:
         return bool(aborted)
 
     def _drop_failed(self, rows: list[tuple[Sequence, int, bool, int]], errors: dict[int, str]) -> set[int]:
-        """Which rows do not count: those of sequences aborted in flight, and of chunks that failed, which end here."""
-        failed = set()
+        """Which rows do not count: those of sequences aborted in flight, and of chunks that failed, which end here, a
+        search with all its beams."""
         for index, (seq, _, sampled, token) in enumerate(rows):
-            if seq.status is Status.FINISHED:
-                failed.add(index)
-            elif index in errors or (sampled and token < 0):
-                failed.add(index)
-                self._leave(seq)
-                self.tables.release(seq)
+            if seq.status is not Status.FINISHED and (index in errors or (sampled and token < 0)):
                 self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
-        return failed
+        return {index for index, row in enumerate(rows) if row[0].status is Status.FINISHED}
 
-    def _append_forced(
-        self,
-        tails: list[tuple[Sequence, list[int]]],
-        seqs: list[Sequence],
-        added: list[list[int]],
-        ended: list[tuple[Sequence, Finish]],
-    ) -> None:
-        """Let the tokens that a grammar forces follow those just sampled, each under the rules of an end.
-
-        They are known and not computed: the next step has a wider gap. What comes after an end is dropped.
-        """
-        places = {id(seq): place for place, seq in enumerate(seqs)}
-        for seq, _ in ended:
-            del places[id(seq)]
-        for seq, token_ids in tails:
-            place = places.get(id(seq), -1)
-            for token_id in token_ids if place >= 0 else ():
-                seq.tokens.append(token_id)
-                added[place].append(token_id)
-                finish = self._finish_of(seq)
-                if finish:
-                    ended.append((seq, finish))
-                    break
-
-    def _finish_of(self, seq: Sequence) -> Finish | None:
-        num = len(seq.tokens)
-        return finish_after(seq.tokens[-1], num - seq.num_prompt, num >= seq.max_len, seq.params, self.eos_token_ids)
+    def _advance_searches(
+        self, rows: list[tuple[Sequence, int, bool, int]], result: StepResult, failed: set[int]
+    ) -> dict[str, BeamResult]:
+        """Take in what the step gave for beams. Returns what was found by those searches that end with it."""
+        found: dict[str, BeamResult] = {}
+        touched: dict[str, Search] = {}
+        for index, (seq, length, sampled, _) in enumerate(rows):
+            if seq.search is None or index in failed:
+                continue
+            seq.num_computed += length
+            if seq.num_computed >= seq.publish_at:
+                self.tables.publish(seq)
+            if sampled:
+                seq.search.tops[seq.seq_id] = result.logprobs[index].top
+            touched[seq.request_id] = seq.search
+        for request_id, search in touched.items():
+            beams = self.searches.advance(search)
+            self.sequences[request_id] = search.live[0]
+            if beams is not None:
+                found[request_id] = beams
+                self.counters.num_generated_tokens += sum(len(beam.token_ids) for beam in beams.beams)
+                self._end(search.live[0], beams.beams[0].finish)
+        return found
 
     def _leave(self, seq: Sequence) -> None:
         """Out of the running set."""
@@ -473,14 +466,27 @@ class Scheduler:
         self.families.leave(seq)
 
     def _end(self, seq: Sequence, finish: Finish) -> None:
-        seq.move(Status.FINISHED)
+        """End a request. What a step in flight may still write stays held until it is retired (I-7)."""
+        for member in seq.members:
+            if member.status is Status.RUNNING:
+                self._leave(member)
+            if self.batch is not None and member in self.flight:
+                self.zombies.append(member)
+            else:
+                self.tables.release(member)
+            member.move(Status.FINISHED)
+        self.searches.open.pop(seq.request_id, None)
         self.finished[seq.request_id] = finish
+
+    def _next_id(self) -> int:
+        self._num_seqs_ever += 1
+        return self._num_seqs_ever
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Gauges are read from the state at this moment; counters have grown since the start."""
-        return self.counters.stats(self.pool, len(self.running), len(self.waiting))
+        return self.counters.stats(self.pool, self.searches.num_requests(), len(self.waiting), self.searches.blocks())
 
     def check(self) -> None:
         """Raise `InvariantError` if the accounting is broken. Right at any moment between two calls."""

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import sys
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from headrace.errors import InvariantError
 from headrace.types import Request
+
+if TYPE_CHECKING:
+    from headrace.core.searches import Search
 
 NEVER = sys.maxsize
 
@@ -40,10 +44,12 @@ class Sequence:
     needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water` is the
     largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and minus
     infinity once the sequence was overtaken too often. `needs_history` says that its sampler wants to see all tokens;
-    `state` is what the sampler knows beyond them, after the last one.
+    `state` is what the sampler knows beyond them, after the last one. `arrival` is the `seq_id` of the first beam of
+    its `search`, if it is a beam, else its own.
     """
 
     __slots__ = (
+        "arrival",
         "block_table",
         "family",
         "high_water",
@@ -65,6 +71,7 @@ class Sequence:
         "rank",
         "request",
         "request_id",
+        "search",
         "seq_id",
         "started",
         "state",
@@ -80,6 +87,8 @@ class Sequence:
         self.needs_history = request.params.needs_history
         self.state = request.resume_state
         self.seq_id = seq_id
+        self.arrival = seq_id
+        self.search: Search | None = None
         self.tokens = [*request.prompt_token_ids, *request.resume_token_ids]
         self.num_prompt = len(request.prompt_token_ids)
         self.num_known = len(self.tokens)
@@ -105,7 +114,12 @@ class Sequence:
     @property
     def order(self) -> tuple[float, int]:
         """Place in the queue; the largest is the first victim of a preemption."""
-        return self.rank, self.seq_id
+        return self.rank, self.arrival
+
+    @property
+    def members(self) -> list[Sequence]:
+        """The sequences that come and go together with this one: the beams of its search, or itself."""
+        return [self] if self.search is None else self.search.live
 
     @property
     def may_share(self) -> bool:
@@ -114,6 +128,23 @@ class Sequence:
         if self.pooling == "mean":
             return False
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
+
+    def fork(self, seq_id: int) -> Sequence:
+        """Another beam of the same search with the same tokens, waiting and without blocks."""
+        seq = Sequence(self.request, seq_id, self.max_len, self.stop_ids, self.keys[0])
+        for name in (
+            "arrival",
+            "rank",
+            "params",
+            "high_water",
+            "num_preemptions",
+            "num_forced",
+            "num_overtaken",
+            "started",
+        ):
+            setattr(seq, name, getattr(self, name))
+        seq.search, seq.tokens, seq.keys = self.search, list(self.tokens), list(self.keys)
+        return seq
 
     def move(self, status: Status) -> None:
         """Change the status. Raises `InvariantError` (I-10) for a transition that is not legal."""

@@ -27,6 +27,12 @@ class BlockTables:
         """Blocks that `seq` holds when it is as long as it may become. Its last token is never computed."""
         return self.pool.blocks_for(seq.max_len - 1)
 
+    def claims(self, seqs: list[Sequence]) -> int:
+        """Blocks that `seqs` hold together at their longest. A search claims once for all its beams."""
+        searches = {id(seq.search): seq.search for seq in seqs if seq.search is not None}
+        alone = sum(self.worst_case(seq) for seq in seqs if seq.search is None)
+        return alone + sum(search.claim(self.pool.block_size) for search in searches.values())
+
     def missing(self, seq: Sequence) -> int:
         """Blocks that `seq` lacks to compute all the tokens it knows."""
         return self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
@@ -74,15 +80,47 @@ class BlockTables:
         return True
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Blocks for `length` more tokens. False, with nothing changed, if there are not enough."""
-        num = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_table)
+        """Blocks for `length` more tokens, and a copy of the partly filled block if others hold it too. False, with
+        nothing changed, if there are not enough."""
+        table = seq.block_table
+        copied = seq.search is not None and self.shares_tail(seq)
+        num = self.pool.blocks_for(seq.num_computed + length) - len(table) + copied
         if num <= 0:
             return True
         blocks = self.pool.allocate(num)
         if blocks is None:
             return False
-        seq.block_table.extend(blocks)
+        if copied:
+            # Its holders may be gone before the step that copies it is retired.
+            self.pool.pin(table[-1])
+            self.copies.append((table[-1], blocks[0]))
+            table[-1] = blocks.pop(0)
+        table.extend(blocks)
         return True
+
+    def trim(self, seq: Sequence) -> None:
+        """Take back blocks that hold none of the computed tokens: of a chunk that was cut after it had run."""
+        num = self.pool.blocks_for(seq.num_computed)
+        self.pool.release(seq.block_table[num:])
+        seq.block_table = seq.block_table[:num]
+
+    def shares_tail(self, seq: Sequence) -> bool:
+        """Whether the block that `seq` would write next is partly filled and not its own."""
+        if not seq.num_computed % self.pool.block_size:
+            return False
+        tail = seq.block_table[-1]
+        return self.pool.refs[tail] - self.pool.pins.count(tail) > 1 or self.pool.cached[tail]
+
+    def fork(self, source: Sequence, seq: Sequence, num: int) -> None:
+        """Let `seq`, which holds nothing, begin with the first `num` tokens that `source` has computed, in the same
+        blocks. The last of them, if `num` ends within it, is copied by whoever writes first."""
+        pool = self.pool
+        seq.block_table = source.block_table[: pool.blocks_for(num)]
+        pool.take(seq.block_table)
+        seq.num_computed = num
+        seq.num_published = num // pool.block_size
+        seq.publish_at = NEVER if source.publish_at == NEVER else (seq.num_published + 1) * pool.block_size
+        seq.keys = max(seq.keys, source.keys[: seq.num_published + 1], key=len)
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the blocks that `seq` has filled."""
@@ -94,7 +132,11 @@ class BlockTables:
             seq.publish_at = NEVER
 
     def release(self, seq: Sequence) -> None:
-        """Take everything back: `seq` has computed nothing any more."""
+        """Take everything back: `seq` has computed nothing any more, and what was to be copied for it is not."""
+        for source, target in [copy for copy in self.copies if copy[1] in seq.block_table]:
+            self.copies.remove((source, target))
+            self.pool.pins.remove(source)
+            self.pool.release((source,))
         self.pool.release(seq.block_table)
         # A new list, since the old one may still be lent to the step's batch.
         seq.block_table = []

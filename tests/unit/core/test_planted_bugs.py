@@ -115,7 +115,7 @@ def allocation_not_rolled_back(s, _):
     s.pool.allocate = partial
 
 
-@bug("I-12", "I-13", checking=False)
+@bug("I-11", "I-12", "I-13", checking=False)
 def lost_token(s, _):
     commit, now = s.commit, every(7)
 
@@ -141,6 +141,46 @@ def token_known_twice(s, _):
         return output
 
     s.commit = doubling
+
+
+@bug("I-12", checking=False)
+def forced_tokens_dropped(s, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "append_forced", lambda *args: None)
+
+
+@bug("I-11", "I-12", "I-13", checking=False)
+def forced_past_the_end(s, monkeypatch):
+    def without_rules(tails, seqs, added, ended, eos_token_ids):
+        for seq, token_ids in tails:
+            if seq in seqs:
+                seq.tokens += token_ids
+                added[seqs.index(seq)] += token_ids
+
+    monkeypatch.setattr(scheduler_module, "append_forced", without_rules)
+
+
+@bug("I-12", checking=False)
+def sampler_state_lost_by_a_preemption(s, _):
+    preempt = s._preempt
+
+    def forgetful(seq, forced=False):
+        preempt(seq, forced)
+        seq.state = None
+
+    s._preempt = forgetful
+
+
+@bug("I-12", checking=False)
+def history_without_the_resumed_tokens(s, _):
+    build = s._build
+
+    def short(ready, chunks):
+        batch = build(ready, chunks)
+        for index, history in batch.histories.items():
+            batch.histories[index] = history[: batch.num_prompts[index]] if len(history) > 20 else history
+        return batch
+
+    s._build = short
 
 
 @bug("I-9", checking=False)
@@ -258,7 +298,7 @@ def block_too_many(s, _):
     s.tables.grow = lambda seq, length: grow(seq, length + s.block_size * now())
 
 
-@bug("I-10")
+@bug("I-2", "I-10")
 def preempted_and_still_running(s, _):
     leave, now = s._leave, every(5)
 

@@ -1,0 +1,36 @@
+"""From a `Request` to a `Sequence`: what is refused at the door, and where a sequence ends at the latest.
+
+Pure functions; called by the scheduler alone. That the token ids exist in the model is `core.engine.verify`'s matter.
+"""
+
+from __future__ import annotations
+
+from headrace.core.finish import stop_ids
+from headrace.core.prefix import PrefixCache
+from headrace.core.sequence import NEVER, Sequence
+from headrace.errors import ContextLengthError, RequestError
+from headrace.types import Request
+
+
+def make_sequence(
+    request: Request, seq_id: int, max_model_len: int, eos_token_ids: frozenset[int], cache: PrefixCache
+) -> Sequence:
+    """A waiting sequence without blocks.
+
+    Raises `RequestError` for an empty prompt or too many resumed tokens, and `ContextLengthError` for a prompt that
+    leaves no room for a token (so it could never run).
+    """
+    num_prompt = len(request.prompt_token_ids)
+    if not num_prompt:
+        raise RequestError("prompt_token_ids", [], "at least one token")
+    if num_prompt >= max_model_len:
+        raise ContextLengthError("prompt", num_prompt, f"at most {max_model_len - 1} tokens long")
+    max_len = min(num_prompt + (request.params.max_tokens or NEVER), max_model_len)
+    if num_prompt + len(request.resume_token_ids) > max_len:
+        bound = f"at most {max_len - num_prompt} tokens long"
+        raise RequestError("resume_token_ids", len(request.resume_token_ids), bound)
+    root = cache.root(request.cache_salt)
+    seq = Sequence(request, seq_id, max_len, stop_ids(request.params, eos_token_ids), root)
+    if request.group:
+        seq.family = cache.family_key(root, request.group, request.prompt_token_ids)
+    return seq
