@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -31,6 +32,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     they are known, not sampled again, and count towards max_tokens and min_tokens. `resume_state` is what
     `StepOutput.states` told last of that answer, for samplers whose state is no function of the tokens. With `pooling`
     nothing is sampled: the request ends when its prompt is computed, and `StepOutput.pooled` tells its hidden state.
+    With `beam` the request is a search: `params` says where answers end, and all come in one `BeamResult` at the end.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     resume_token_ids: list[int] = []
     resume_state: float | None = None
     pooling: Pooling = ""
+    beam: BeamSearchParams | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -101,9 +104,9 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     the model says (a grammar leaves no choice): they are known without a forward pass. Never for a request that wants
     log-probabilities. `states[i]` is the sampler's state after token_ids[i], to be handed back with the next chunk.
     `pooled[i]` are hidden states after the final norm: those of the chunk's last row, or the sum in float64 over the
-    sequence's rows so far, added one after the other. Chunks in `deferred` were to be sampled and could not be yet, because something that their sampler needs is late:
-    their last token is computed again in the next step. `errors[i]` says why chunk i failed; its sequence alone is
-    ended, and its blocks are never published.
+    sequence's rows so far, added one after the other. Chunks in `deferred` were to be sampled and could not be yet,
+    because something that their sampler needs is late: their last token is computed again in the next step.
+    `errors[i]` says why chunk i failed; its sequence alone is ended, and its blocks are never published.
     """
 
     step_id: int
@@ -125,8 +128,30 @@ class Finish(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class Beam(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of a beam search. `score` ranks it: the sum of its log-probabilities (natural, under the raw logits,
+    less the penalties of a diverse search) / length ** length_penalty. `cumulative_logprob` is the plain sum."""
+
+    token_ids: list[int]
+    score: float
+    cumulative_logprob: float
+    finish: Finish
+
+
+class BeamResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a beam search found, the best answer first, and the most KV blocks that its beams held at once: shared as
+    they were (`num_blocks`), and as many as beams with blocks of their own would have held (`num_blocks_unshared`)."""
+
+    beams: list[Beam]
+    num_blocks: int
+    num_blocks_unshared: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of the engine, read from its state and not kept beside it. Counters only grow."""
+    """Gauges and counters of the engine, read from its state and not kept beside it. Counters only grow.
+
+    `num_beam_blocks` are held by beam searches, `num_beam_blocks_unshared` is what they would hold if no beam shared.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -141,6 +166,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_batched_tokens: int = 0
+    num_beam_blocks: int = 0
+    num_beam_blocks_unshared: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -153,7 +180,8 @@ class StepOutput(msgspec.Struct, kw_only=True):
 
     `started` maps a request to the prompt tokens it found in the prefix cache, in the step that first ran it.
     A request appears in `finished` exactly once, and never again in any later output. `states` is for whoever may have
-    to resume the request elsewhere (`Request.resume_state`). Times are monotonic seconds.
+    to resume the request elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the output that
+    tells of its end. Times are monotonic seconds.
     """
 
     step_id: int
@@ -167,6 +195,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     pooled: dict[str, list[float]] = {}
     started: dict[str, int] = {}
     finished: dict[str, Finish] = {}
+    beams: dict[str, BeamResult] = {}
     stats: Stats | None = None
 
 
