@@ -13,7 +13,8 @@
  * Scratch holds a tile of rows of 2^18 inputs and more.
  *
  * Include after vec.h. An ISA gives a struct with
- *     enum { max_rows, ahead, unpacks }    rows of its greatest tile; how far to prefetch; whether int4 is unpacked
+ *     enum { max_rows, unpacks }           rows of its greatest tile; whether int4 is unpacked
+ *     static int64_t ahead(int rows)       how far a tile of so many rows prefetches
  *     template <int mode, bool nibbles, bool stream> static void tile(int rows, const Span&)
  *     static void unpack(const uint8_t* from, uint8_t* to, int64_t octs)   int4 octs to int8 ones
  *     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) */
@@ -128,7 +129,8 @@ HR_INLINE uint8_t* on_line(uint8_t* p) { return (uint8_t*)(((uintptr_t)p + 63) &
 /* Each panel is streamed once. What comes next is known before a piece ends, so that prefetching does not stop. */
 template <class Isa, int mode, bool nibbles>
 static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
-    constexpr int64_t LEAST = 64 << 10, AHEAD = Isa::ahead;
+    constexpr int64_t LEAST = 64 << 10;
+    const int64_t distance = Isa::ahead(rows);
     const int64_t panels = hr_num_panels(p.num_out);
     const int64_t least = at_least(1, LEAST / p.l.panel_bytes), threads = task->num_threads;
     int64_t piece = hr_next(task), next = begin_of(piece, panels, threads, least);
@@ -141,8 +143,8 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
     const int64_t a_group = rows * (activation_header<mode>() + 8 * p.l.group_octs);
     /* The groups at the end of a piece, while which the beginning of the next is fetched. */
     const int64_t bytes = p.l.group_bytes;
-    const int64_t tail = bytes > 2 * AHEAD ? 0 : at_most(p.l.groups, (AHEAD + bytes - 1) / bytes);
-    const int64_t ahead = tail ? tail * bytes : AHEAD;
+    const int64_t tail = bytes > 2 * distance ? 0 : at_most(p.l.groups, (distance + bytes - 1) / bytes);
+    const int64_t ahead = tail ? tail * bytes : distance;
     while (next < panels) {
         const int64_t first = next, last = begin_of(piece + 1, panels, threads, least);
         piece = hr_next(task), next = begin_of(piece, panels, threads, least);
@@ -230,7 +232,7 @@ static void many_rows(const Linear& p, HrTask* task) {
                 const int64_t from = rows * t / tiles;
                 const int n = (int)(rows * (t + 1) / tiles - from);
                 for (int64_t i = 0; i < share; i += HR_LINE) __builtin_prefetch(w + t * share + i, 0, 2);
-                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, Isa::ahead};
+                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, Isa::ahead(n)};
                 if (tiles > few) Isa::template tile<mode, nibbles && !unpack, false>(n, s);
                 else Isa::template tile<mode, nibbles, true>(n, s);
                 a += n * a_row;

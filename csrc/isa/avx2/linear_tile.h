@@ -80,7 +80,8 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
 }
 
 struct Avx2 {
-    enum { max_rows = 4, ahead = 4096, unpacks = 0 };
+    enum { max_rows = 4, unpacks = 0 };
+    static constexpr int64_t ahead(int) { return 4096; }
 
     template <int mode, bool nibbles, bool stream>
     static void tile(int rows, const Span& s) {

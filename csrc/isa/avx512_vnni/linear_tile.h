@@ -25,13 +25,16 @@ HR_INLINE __m512i line(const uint8_t* p) { return _mm512_loadu_si512(p); }
 HR_INLINE __m512i all_quad(const uint8_t* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
 HR_INLINE __m512 all_float(const uint8_t* p) { return _mm512_set1_ps(*(const float*)p); }
 
+enum { HELD = 4 }; /* rows whose float sums fit the registers beside the integer ones */
+
 #define HR_ROWS _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
 #define HR_BLOCKS _Pragma("GCC unroll 2") for (int b = 0; b < 2; b++)
 
 /* Not inlined: within a caller gcc 12 spills the sums, and a third of the speed is gone. */
 template <int R, int mode, bool nibbles, bool stream>
 __attribute__((noinline)) static void tile_of(const Span& s) {
-    constexpr bool held = R <= 4; /* float sums stay in registers */
+    constexpr bool held = R <= HELD; /* float sums stay in registers */
+    constexpr int level = R <= HELD ? 3 : 2;
     const uint8_t *w = s.w, *a = s.a;
     const int64_t ahead = s.ahead;
     const __m512i low = _mm512_set1_epi8(15);
@@ -46,8 +49,8 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
         __m512i c[R][2];
         HR_ROWS HR_BLOCKS c[r][b] = start(rows + 4 * r);
         if (stream && mode != HR_MODE_CHANNEL) {
-            __builtin_prefetch(header + ahead);
-            if (mode == HR_MODE_MIN) __builtin_prefetch(header + ahead + 64);
+            __builtin_prefetch(header + ahead, 0, level);
+            if (mode == HR_MODE_MIN) __builtin_prefetch(header + ahead + 64, 0, level);
         }
         int64_t n = g + 1 < s.groups ? s.octs : s.last_octs;
         do {
@@ -56,7 +59,7 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                 __m512i x1 = _mm512_and_si512(x, low), y1 = _mm512_and_si512(y, low);
                 __m512i x2 = _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
                 __m512i y2 = _mm512_and_si512(_mm512_srli_epi16(y, 4), low);
-                if (stream) __builtin_prefetch(w + ahead), __builtin_prefetch(w + ahead + 64);
+                if (stream) __builtin_prefetch(w + ahead, 0, level), __builtin_prefetch(w + ahead + 64, 0, level);
                 HR_ROWS {
                     const __m512i q = all_quad(a + 4 * r);
                     dot4(c[r][0], x1, q), dot4(c[r][1], y1, q);
@@ -69,7 +72,10 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
             } else {
                 _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
                     const __m512i x = line(w + 128 * i), y = line(w + 128 * i + 64);
-                    if (stream) __builtin_prefetch(w + ahead + 128 * i), __builtin_prefetch(w + ahead + 128 * i + 64);
+                    if (stream) {
+                        __builtin_prefetch(w + ahead + 128 * i, 0, level);
+                        __builtin_prefetch(w + ahead + 128 * i + 64, 0, level);
+                    }
                     HR_ROWS {
                         const __m512i q = all_quad(a + 4 * (R * i + r));
                         dot4(c[r][0], x, q), dot4(c[r][1], y, q);
@@ -121,7 +127,10 @@ HR_INLINE void transpose(__m512i* x) {
 }
 
 struct Avx512 {
-    enum { max_rows = 12, ahead = 4096, unpacks = 1 };
+    enum { max_rows = 12, unpacks = 1 };
+    /* Few rows wait for memory, so into the first level of cache, just ahead. More rows give it time, but would fill
+     * the first level with what is not needed yet. */
+    static constexpr int64_t ahead(int rows) { return rows <= HELD ? 4096 : 12288; }
 
     template <int mode, bool nibbles, bool stream>
     static void tile(int rows, const Span& s) {
