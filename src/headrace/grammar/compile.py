@@ -77,12 +77,23 @@ def refusal(said: str, constraint: StructuredOutputs) -> RequestError:
     """llguidance's complaint as an error of the request."""
     field = f"structured_outputs.{constraint.kind}"
     said = said.replace("<non-verbose/>", "").strip()
+    if said.startswith("NoExtension"):
+        said = "no answer can meet it"
     if constraint.kind == "json":
         schema = json.loads(str(constraint.json))
         where = schemas.locate(schema, said)
         at = f" at {where}" if where else ""
         return RequestError(field, "a schema", f"one that headrace can hold an answer to; here{at}: {said[:500]}")
     return RequestError(field, getattr(constraint, constraint.kind), f"one that can be compiled: {said[:500]}")
+
+
+def only_whitespace(tokenizer: llguidance.LLTokenizer, pattern: str) -> bool:
+    """Whether whatever matches the regex is whitespace to JSON. Raises `RequestError` for what is no regex."""
+    text = f"start: T\nT: /{llguidance.regex_to_lark(pattern, '')}/ & ~/[ \\t\\r\\n]*/"
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    # What is left of it, without whitespace, is nothing: then no text can be begun.
+    matcher.compute_bitmask()
+    return matcher.is_error() and "NoExtension" in matcher.get_error()
 
 
 def json_options(constraint: StructuredOutputs) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace import __version__
 from headrace.server import replies
+from headrace.server.forms import shortfall
 from headrace.server.generation import Front, Generation
 from headrace.server.inputs import new_request_id
 from headrace.server.outputs import Piece, RequestState
@@ -65,7 +66,8 @@ class Answer(ABC):
         return self._reply()
 
     def _reply(self) -> dict[str, Any]:
-        choices = [self._choice(place, state) for place, state in enumerate(self.generation.states)]
+        states, told = self.generation.states, self.generation.told()
+        choices = [self._choice(place, states[place]) | {"index": index} for index, place in enumerate(told)]
         counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)}
         return self._head | {"object": self.name, "choices": choices} | counts | self._prompt_fields() | self.told()
 
@@ -120,6 +122,9 @@ class Answer(ABC):
             "stop_reason": finish.stop_reason if finish else None,
             "seed": state.request.params.seed,
         }
+        short = shortfall(state.request.params.structured_outputs, state.text, finish)
+        if short is not None:
+            fields["warnings"] = [short]
         if self.request.return_token_ids:
             fields["token_ids"] = list(token_ids)
         return fields

@@ -8,31 +8,22 @@ tokens and no engine; called by the server's routes and by the offline `chat`.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import msgspec
 
 from headrace import bounds
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import RequestError
 from headrace.server import sandbox
+from headrace.server.bounded import BoundedProcess
 from headrace.server.text import Tokenizer
 
 Message = Mapping[str, Any]
-
-MAX_WALL_SECONDS = 30.0
-"""A backstop behind the sandbox's own bound on processor time, wide enough for a machine under load."""
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -64,6 +55,11 @@ class ChatTemplate:
         if not sources:
             raise RequestError("messages", "a conversation", "a prompt: the model has no chat template")
         return cls(sources, tokenizer.special_tokens)
+
+    @property
+    def sources(self) -> list[str]:
+        """The Jinja sources."""
+        return list(self._sources.values())
 
     def render(
         self,
@@ -132,66 +128,18 @@ class TemplateRunner:
 
     def __init__(self, max_cpu_seconds: float = sandbox.MAX_CPU_SECONDS) -> None:
         """`max_cpu_seconds`: processor time of one job, after which its process is killed."""
-        self._max_cpu_seconds = max_cpu_seconds
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = BoundedProcess(sandbox.__name__, [str(max_cpu_seconds)], max_cpu_seconds)
 
     def run(self, job: sandbox.Job) -> sandbox.Result:
         """Render. Raises what msgspec raises for variables that are not plain JSON; all else is in the result."""
-        body = msgspec.msgpack.encode(job)
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._stop()
-                self._process = self._start()
-            reply = self._ask(self._process, body)
-            if reply is None:
-                return sandbox.Result(error=self._epitaph(self._stop()))
-            return msgspec.msgpack.decode(reply, type=sandbox.Result)
+        reply = self._process.ask(msgspec.msgpack.encode(job))
+        if isinstance(reply, str):
+            return sandbox.Result(error=reply)
+        return msgspec.msgpack.decode(reply, type=sandbox.Result)
 
     def close(self) -> None:
         """End the process. A later `run` starts another."""
-        with self._lock:
-            self._stop()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", sandbox.__name__, str(self._max_cpu_seconds)]
-        try:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except OSError as error:
-            raise HeadraceError(f"the chat template's process does not start: {error}") from error
-
-    def _ask(self, process: subprocess.Popen[bytes], body: bytes) -> bytes | None:
-        deadline = time.monotonic() + MAX_WALL_SECONDS
-        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
-        try:
-            sandbox.write_frame(stdin, body)
-        except BrokenPipeError:
-            return None
-        # The sandbox writes its frame in one go, so what can be read will come to its end.
-        if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return None
-        return sandbox.read_frame(stdout)
-
-    def _stop(self) -> int:
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        try:
-            # One that has closed its pipe is about to say how it ended.
-            process.wait(timeout=0.5 if process.poll() is None else 0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-        return process.returncode
-
-    def _epitaph(self, returncode: int) -> str:
-        if returncode in (-signal.SIGPROF, -signal.SIGKILL):
-            return f"it took more than {self._max_cpu_seconds:g} s of processor time"
-        return "it brought its process to an end"
+        self._process.close()
 
 
 @functools.cache

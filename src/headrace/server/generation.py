@@ -14,10 +14,12 @@ from typing import Protocol, TypeVar
 from headrace.errors import HeadraceError
 from headrace.sampling.params import SamplingParams
 from headrace.server.client import EngineClient, RequestStream
+from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
-from headrace.server.outputs import Piece, RequestState
+from headrace.server.outputs import Piece, RequestState, best
 from headrace.server.text import Tokenizer
-from headrace.types import EngineInfo, Pooling
+from headrace.server.words import THINK
+from headrace.types import EngineInfo, Finish, Pooling
 
 # Below this many characters the work is shorter than the hand-over to a thread.
 LARGE_TEXT = 4096
@@ -49,6 +51,23 @@ class Front:
         self.client = client
         self.tokenizer = tokenizer
         self.observer = observer
+        # What begins and ends the model's reasoning.
+        self.marks = THINK
+        self._grammars: GrammarChecker | None = None
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """Who finds out whether a constraint can be honoured."""
+        if self._grammars is None:
+            self._grammars = GrammarChecker(self.tokenizer, self.info.vocab_size, self.info.eos_token_ids)
+        return self._grammars
+
+    async def check(self, params: SamplingParams) -> list[str]:
+        """To be called before `open` for parameters with a constraint: what it leaves open, in words.
+
+        Raises `RequestError` for a constraint that can not be honoured.
+        """
+        return await self.grammars.check_soon(params)
 
     @property
     def info(self) -> EngineInfo:
@@ -85,6 +104,8 @@ class Front:
 
         Raises `RequestError`, `QueueFullError` or `EngineDeadError`. The caller must close what it gets.
         """
+        if params.structured_outputs is not None:
+            self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         groups = [
             make_requests(
@@ -95,6 +116,8 @@ class Front:
                 cache_salt=cache_salt,
                 draw=draw or draw_seed,
                 pooling=pooling,
+                tokenizer=self.tokenizer,
+                marks=self.marks,
             )
             for token_ids in prompts
         ]
@@ -104,27 +127,39 @@ class Front:
             for group in groups
             for index, request in enumerate(group)
         ]
-        return Generation(stream, states, params.n, self.observer)
+        return Generation(stream, states, len(groups[0]) if groups else params.n, self.observer, params.n)
 
 
 class Generation:
-    """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`.
+    """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. The caller wants `num_told` of n.
 
     An async iterator of lists of (place in `states`, piece). Use it in an `async with`: leaving that aborts whatever
     is still running.
     """
 
     def __init__(
-        self, stream: RequestStream, states: list[RequestState], n: int, observer: FinishObserver | None
+        self,
+        stream: RequestStream,
+        states: list[RequestState],
+        n: int,
+        observer: FinishObserver | None,
+        num_told: int | None = None,
     ) -> None:
         self.states = states
         self.n = n
+        self.num_told = n if num_told is None else num_told
         self._stream = stream
         self._observer = observer
 
     def of_prompt(self, place: int) -> list[RequestState]:
         """The answers to one prompt."""
         return self.states[place * self.n : (place + 1) * self.n]
+
+    def told(self) -> list[int]:
+        """Places of the answers to hand out when all have ended: `outputs.best` of each prompt's, in that order."""
+        places = {id(state): place for place, state in enumerate(self.states)}
+        groups = [self.of_prompt(prompt) for prompt in range(len(self.states) // self.n)]
+        return [places[id(state)] for group in groups for state in best(group, self.num_told)]
 
     def __aiter__(self) -> Generation:
         return self
@@ -145,6 +180,17 @@ class Generation:
                 raise NumericalError(state.finish.message or "the model gave no usable numbers for this request")
             pieces.append((place, piece))
         return pieces
+
+    def end(self, place: int) -> None:
+        """End one answer where it is: who reads it has all that was asked for."""
+        state = self.states[place]
+        if state.finish is not None:
+            return
+        state.finish = Finish("stop")
+        state.metrics.finished_time = state.metrics.last_token_time
+        self._stream.abort(place)
+        if self._observer is not None:
+            self._observer.on_finish(state, "stop")
 
     def close(self) -> None:
         """Abort what still runs. May be called twice."""

@@ -3,18 +3,16 @@
 A template is code from a checkpoint's author, or from a client where that is allowed. It runs in jinja2's immutable
 sandbox, set up as transformers sets it up, in a process of its own with a bound on processor time, memory and output;
 what the sandbox does not stop (a product of two long strings, a comparison of deeply shared lists), the kernel does.
-Speaks msgpack frames on stdin and stdout (4-byte length, little-endian). Called by `chat.TemplateRunner` only.
+Its jobs and answers are msgpack. Called by `chat.TemplateRunner` only.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import resource
-import signal
 import sys
 from datetime import datetime
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import jinja2
 import msgspec
@@ -24,6 +22,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from headrace.server.bounded import serve
 
 MAX_CPU_SECONDS = 1.0
 MAX_OUTPUT = 8 * 2**20
@@ -170,42 +170,18 @@ def render(job: Job) -> Result:
         return Result(error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error))
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """One frame, or None at the end of the stream."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    size = int.from_bytes(head, "little")
-    body = stream.read(size)
-    return body if len(body) == size else None
-
-
-def write_frame(stream: BinaryIO, body: bytes) -> None:
-    stream.write(len(body).to_bytes(4, "little") + body)
-    stream.flush()
-
-
 def main(max_cpu_seconds: float) -> None:
-    """Answer jobs until stdin ends. Beyond its processor time a job ends the process, by SIGPROF's default action."""
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr
+    """Answer jobs until stdin ends."""
     environment()
     datetime.now().strftime("%c")
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (body := read_frame(stdin)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
-        result = render(msgspec.msgpack.decode(body, type=Job))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        try:
-            reply = msgspec.msgpack.encode(result)
-        except UnicodeEncodeError:
-            reply = msgspec.msgpack.encode(Result(error="the chat template writes lone surrogates"))
-        write_frame(stdout, reply)
+    serve(_answer, max_cpu_seconds, MAX_ADDRESS_SPACE)
+
+
+def _answer(body: bytes) -> bytes:
+    try:
+        return msgspec.msgpack.encode(render(msgspec.msgpack.decode(body, type=Job)))
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(Result(error="the chat template writes lone surrogates"))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import msgspec
 from headrace import bounds
 from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
+from headrace.server.forms import form_of
 from headrace.server.parsing import Body, add_warning, convert
 
 
@@ -76,6 +77,16 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
+    # The form of the answer, see `server.forms`.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_structural_tag: str | None = None
+    guided_whitespace_pattern: str | None = None
     # Labels for the caller's own books; they change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -101,12 +112,24 @@ class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class TokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize: a text, or messages to be put through the chat template first."""
+    """POST /tokenize: a text, or messages to be put through the chat template first.
+
+    The four fields from `content` on are llama-server's, whose reply has another shape.
+    """
 
     model: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -114,6 +137,8 @@ class TokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -129,21 +154,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
     "echo": (False,),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": ("none",),
     "web_search_options": (),
     "suffix": ("",),
     "documents": ([],),
@@ -161,6 +176,7 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mm_processor_kwargs": (({},), "text models only"),
     "kv_transfer_params": ((), "no other engine to exchange the cache with"),
     "vllm_xargs": (({},), "arguments of vLLM's plugins"),
+    "guided_decoding_backend": ((), "there is one, llguidance"),
     "include_metrics": ((False,), "timings come with every reply"),
 }
 
@@ -196,6 +212,7 @@ def sampling_params(request: Sampled, defaults: Mapping[str, Any], **more: Any) 
     `more` overrides both. Raises `RequestError`.
     """
     given = {name: getattr(request, name) for name in PASSED_ON if getattr(request, name) is not None}
+    _, given["structured_outputs"] = form_of(request)
     return SamplingParams(**{**defaults, **given, **more})
 
 

@@ -199,7 +199,7 @@ def test_threads_share_a_runner(runner: TemplateRunner) -> None:
 
 def test_a_killed_process_is_started_again(runner: TemplateRunner) -> None:
     assert rendered("x", runner) == "x"
-    process = runner._process
+    process = runner._process._process
     assert process is not None
     process.kill()
     process.wait()
@@ -209,7 +209,7 @@ def test_a_killed_process_is_started_again(runner: TemplateRunner) -> None:
 def test_closing_ends_the_process() -> None:
     made = TemplateRunner()
     assert rendered("x", made) == "x"
-    process = made._process
+    process = made._process._process
     assert process is not None
     made.close()
     assert process.poll() is not None
