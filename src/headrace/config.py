@@ -81,6 +81,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     api_key: str | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
+    enable_auto_tool_choice: bool = True
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int = 2**20
     max_restarts: int = 3

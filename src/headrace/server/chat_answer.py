@@ -63,9 +63,14 @@ class ChatAnswer(Answer):
         return "tool_calls" if finish.reason == "stop" and self._messages[place].calls else finish.reason
 
     def _take(self, place: int, text: str) -> list[Part]:
-        parts = self._parsers[place].feed(text, self.generation.states[place].finish is not None)
+        parser = self._parsers[place]
+        parts = parser.feed(text, self.generation.states[place].finish is not None)
+        if self.request.include_reasoning is False:
+            parts = [part for part in parts if not isinstance(part, Reasoning)]
         for part in parts:
             self._messages[place].add(part)
+        if parser.ended:
+            self.generation.end(place)
         return parts
 
     async def whole(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from headrace.server import anthropic, ollama, ollama_replies, routing, schema
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
+from headrace.server.dialect import Dialect
 from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front
 from headrace.server.inputs import max_context, seed_source
@@ -104,6 +105,20 @@ def create_app(
     if api_key:
         app.add_middleware(ApiKeyGate, api_key=api_key, refusals=REFUSALS)
     return app
+
+
+def make_api(
+    front: Front,
+    template: ChatTemplate | None,
+    server: ServerConfig,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+) -> OpenAI:
+    """OpenAI's routes without HTTP; for the arguments see `create_app`."""
+    parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
+    dialect = Dialect.of(template, front.tokenizer, *parsers)
+    return OpenAI(front, model, template, defaults, seed_source(seed), dialect)
 
 
 def _add_api(app: FastAPI, api: OpenAI) -> None:

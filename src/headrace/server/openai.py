@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -21,6 +21,8 @@ from headrace.server import replies
 from headrace.server.answers import CompletionAnswer
 from headrace.server.chat import ChatTemplate
 from headrace.server.chat_answer import ChatAnswer
+from headrace.server.dialect import Dialect
+from headrace.server.forms import form_of, told_as
 from headrace.server.generation import Front, Generation, off_loop
 from headrace.server.inputs import draw_seed, max_context
 from headrace.server.schema import (
@@ -32,6 +34,7 @@ from headrace.server.schema import (
     parse,
     sampling_params,
 )
+from headrace.server.tools.choice import ToolUse
 
 logger = logging.getLogger("headrace.server")
 
@@ -46,6 +49,7 @@ class OpenAI:
         model: the name that is served; a request may name it or none.
         template: None if the model has no chat template.
         defaults: sampling parameters that the model's makers advise, for what a request does not give.
+        dialect: how the model writes tool calls and reasoning.
         draw: where requests without a seed get theirs; the reply tells it.
     """
 
@@ -56,11 +60,13 @@ class OpenAI:
         template: ChatTemplate | None = None,
         defaults: Mapping[str, Any] | None = None,
         draw: Callable[[], int] = draw_seed,
+        dialect: Dialect | None = None,
     ) -> None:
         self.front = front
         self.draw = draw
         self.model = model
         self.template = template
+        self.dialect = Dialect() if dialect is None else dialect
         self.defaults = dict(defaults or {})
         self.created = int(time.time())
         # Templates run one at a time in a process of their own; whoever waits for it must not fill up the threads
@@ -79,6 +85,7 @@ class OpenAI:
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             more["prompt_logprobs"] = request.logprobs
         params = sampling_params(request, self.defaults, **more)
+        await self._check_form(request, params)
         special = request.add_special_tokens is not False
         made = [
             await self.front.prompt_ids(
@@ -105,8 +112,13 @@ class OpenAI:
         more: dict[str, Any] = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
         if max_tokens is not None or "max_tokens" not in self.defaults:
             more["max_tokens"] = max_tokens
+        use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
+        if request.skip_special_tokens is None and self.dialect.needs_marks(use):
+            more["skip_special_tokens"] = False
         params = sampling_params(request, self.defaults, **more)
-        text = await self.render(request)
+        await self._check_form(request, params)
+        text = await self.render(request, use.tools)
+        new_parser = self.dialect.parsers(use, text, enforced=False)
         _, token_ids = await self.front.prompt_ids(
             text,
             add_special_tokens=bool(request.add_special_tokens),
@@ -114,13 +126,14 @@ class OpenAI:
         )
         field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         generation = self._open([token_ids], params, request, max_tokens, arrival, field)
-        return ChatAnswer(generation, request, self.front, self.model, [text])
+        return ChatAnswer(generation, request, self.front, self.model, [text], new_parser)
 
     async def chat_prompt(self, body: dict[str, Any]) -> tuple[str, list[int]]:
         """What `chat` would give the model for `body`: the text and its token ids. Raises `RequestError`."""
         request = parse(ChatCompletionRequest, body)
         self._check(request)
-        text = await self.render(request)
+        use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
+        text = await self.render(request, use.tools)
         tokenizer = self._tokenizer()
         special = bool(request.add_special_tokens)
         return text, await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
@@ -131,7 +144,11 @@ class OpenAI:
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("prompt", request.prompt, "given, or else messages, and not both")
-        text = request.prompt if request.prompt is not None else await self.render(request)
+        text = (
+            request.prompt
+            if request.prompt is not None
+            else await self.render(request, ToolUse.of(request.tools, None, True).tools)
+        )
         bounds.check("text", text, "prompt")
         special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
         tokenizer = self._tokenizer()
@@ -140,7 +157,7 @@ class OpenAI:
         reply["tokens"] = token_ids
         if request.return_token_strs:
             reply["token_strs"] = [replies.token_text(tokenizer, token_id) for token_id in token_ids]
-        return reply
+        return reply | ({"warnings": request.warnings} if request.warnings else {})
 
     async def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /detokenize."""
@@ -152,7 +169,9 @@ class OpenAI:
                 raise RequestError("tokens", token_id, f"a token id from 0 to {vocab_size - 1}")
         tokenizer = self._tokenizer()
         decode = lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)  # noqa: E731
-        return {"prompt": await off_loop(len(request.tokens), decode)}
+        text = await off_loop(len(request.tokens), decode)
+        # llama-server's name for it, too.
+        return {"prompt": text, "content": text} | ({"warnings": request.warnings} if request.warnings else {})
 
     async def warm_up(self) -> None:
         """Render a first chat, so that the templates' process is there before somebody waits for it."""
@@ -187,8 +206,13 @@ class OpenAI:
             "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
         }
 
-    async def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """The messages as one text. Raises `RequestError` if they do not fit the model's template."""
+    async def render(
+        self, request: ChatCompletionRequest | TokenizeRequest, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The messages, and the tools that the model may call, as one text.
+
+        Raises `RequestError` if they do not fit the model's template.
+        """
         messages = request.messages or []
         bounds.check("messages", messages)
         template = self.template
@@ -196,14 +220,20 @@ class OpenAI:
             raise RequestError(
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
             )
-        given = request.chat_template_kwargs or {}
+        given = dict(request.chat_template_kwargs or {})
         for name in RENDER_OPTIONS.intersection(given):
             raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
+        if request.reasoning_effort is not None:
+            self.dialect.set_effort(request, given)
+        if tools and not self.dialect.shows_tools:
+            request.warn("tools", "the model is not told of them: its chat template has no place for tools")
         go_on = bool(request.continue_final_message)
         opening = not go_on if request.add_generation_prompt is None else request.add_generation_prompt
         return await asyncio.get_running_loop().run_in_executor(
             self._renderer,
-            lambda: template.render(messages, add_generation_prompt=opening, continue_final_message=go_on, **given),
+            lambda: template.render(
+                messages, tools, add_generation_prompt=opening, continue_final_message=go_on, **given
+            ),
         )
 
     def _open(
@@ -229,10 +259,23 @@ class OpenAI:
             draw=self.draw,
         )
 
+    async def _check_form(self, request: Sampled, params: SamplingParams) -> None:
+        """Find out whether the answer can be held to its form. Raises `RequestError`."""
+        if params.structured_outputs is None:
+            return
+        name, _ = form_of(request)
+        try:
+            for told in await self.front.check(params):
+                request.warn(name, told)
+        except RequestError as error:
+            raise told_as(error, name) from None
+
     def _check(self, request: Sampled) -> None:
         self.check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise RequestError("stream_options", "an object", "left out unless stream is true")
+        if request.stream and request.best_of is not None and request.best_of > (request.n or 1):
+            raise RequestError("best_of", request.best_of, "left out of a stream, or n: the best are known at the end")
 
     def check_model(self, name: str | None) -> None:
         """Raises `ModelNotFoundError` unless `name` is what is served, or None."""

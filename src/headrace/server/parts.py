@@ -48,9 +48,16 @@ class MessageParser(Protocol):
         """
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is over, though the model might go on; what is fed then is passed over."""
+        ...
+
 
 class ContentParser:
     """All is content."""
+
+    ended = False
 
     def feed(self, text: str, final: bool) -> list[Part]:
         return [Content(text)] if text else []

@@ -60,6 +60,11 @@ def detect(templates: Iterable[str]) -> str | None:
     return "qwen3" if "</think>" in text else None
 
 
+def marks(name: str) -> tuple[str, ...]:
+    """The marks of a style, which may be special tokens."""
+    return STYLES[name].openings + STYLES[name].closings
+
+
 def begins_inside(name: str, prompt: str) -> bool:
     """Whether the answer to `prompt`, as the template rendered it, begins inside the reasoning."""
     style, end = STYLES[name], prompt.rstrip()
@@ -82,6 +87,10 @@ class ReasoningParser:
         self._closing = re.compile("|".join(map(re.escape, self._style.closings)))
         self._out: list[Part] = []
         self._run = self._read()
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
 
     def feed(self, text: str, final: bool) -> list[Part]:
         self._text.push(text, final, self._text.position)

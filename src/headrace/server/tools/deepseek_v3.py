@@ -12,6 +12,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 openers = (CALLS, CALL)
 starts = ()
+other_marks = (CALLS_END, CALL_END, SEPARATOR)
 
 
 def read(call: ToolParser) -> Reading[None]:

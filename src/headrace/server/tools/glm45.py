@@ -12,6 +12,7 @@ from headrace.server.tools.written import json_text
 
 openers = ("<tool_call>",)
 starts = ()
+other_marks = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 _NAME = re.compile(r"[^\s<>{}\"]+")
 

@@ -8,6 +8,7 @@ from headrace.server.tools.written import json_call
 
 openers = ("<tool_call>",)
 starts = ()
+other_marks = ("</tool_call>",)
 
 
 def read(call: ToolParser) -> Reading[None]:

@@ -14,6 +14,7 @@ from headrace.server.tools.written import json_calls
 
 openers = ("[TOOL_CALLS]",)
 starts = ()
+other_marks = ("[ARGS]", "[CALL_ID]")
 
 _NAME = re.compile(r"[^\s\[\]{}\"]+")
 _LETTERS = string.ascii_letters + string.digits

@@ -76,16 +76,24 @@ class ToolParser:
     Args:
         new_id: makes the ids of calls.
         enforced: whether a grammar sees to it that all calls are well-formed.
+        single: whether the answer is over after its first call.
     """
 
     def __init__(
-        self, form: Format, schemas: Schemas, new_id: Callable[[], str] = call_id, enforced: bool = False
+        self,
+        form: Format,
+        schemas: Schemas,
+        new_id: Callable[[], str] = call_id,
+        enforced: bool = False,
+        single: bool = False,
     ) -> None:
+        self.ended = False
         self.text = Reader()
         self.schemas = schemas
         self._form = form
         self._opening = re.compile("|".join(map(re.escape, form.openers)) or r"(?!)")
         self._new_id = new_id
+        self._single = single
         self._hold = -1 if enforced else HOLD
         self._out: list[Part] = []
         self._num_calls = 0
@@ -157,6 +165,9 @@ class ToolParser:
         self._stream()
         self._num_calls += 1
         self._reset()
+        if self._single:
+            self.ended = True
+            raise IllFormed
 
     def back(self) -> None:
         """Unread what was read since the last call."""
@@ -165,13 +176,14 @@ class ToolParser:
     # The loop.
 
     def _read(self) -> Reading[None]:
-        while (yield from self._content()):
+        while not self.ended and (yield from self._content()):
             self._reading = True
             try:
                 yield from self._form.read(self)
                 self._fresh = True
             except IllFormed:
-                self._give_up()
+                if not self.ended:
+                    self._give_up()
             self._reading = False
 
     def _content(self) -> Reading[bool]:

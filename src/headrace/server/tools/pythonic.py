@@ -14,6 +14,7 @@ from headrace.server.tools.written import json_text
 
 openers = ("<|python_start|>",)
 starts = ("[",)
+other_marks = ("<|python_end|>",)
 
 MAX_LITERAL = 2**16
 """Characters of one argument."""

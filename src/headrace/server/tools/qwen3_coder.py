@@ -11,6 +11,7 @@ from headrace.server.tools.written import json_text
 
 openers = ("<tool_call>", "<function=")
 starts = ()
+other_marks = ("</tool_call>",)
 
 
 def read(call: ToolParser) -> Reading[None]:

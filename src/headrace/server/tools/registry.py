@@ -58,10 +58,20 @@ def detect(templates: Iterable[str]) -> str | None:
     return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
 
 
+def marks(name: str) -> tuple[str, ...]:
+    """The marks of a format that may be special tokens."""
+    form = FORMATS[name]
+    return (*form.openers, *getattr(form, "other_marks", ()))
+
+
 def new_parser(
-    name: str, schemas: Schemas, enforced: bool = False, new_id: Callable[[], str] | None = None
+    name: str,
+    schemas: Schemas,
+    enforced: bool = False,
+    new_id: Callable[[], str] | None = None,
+    single: bool = False,
 ) -> ToolParser:
     """A parser of one answer."""
     form = FORMATS[name]
     own_id: Callable[[], str] = getattr(form, "new_id", call_id)
-    return ToolParser(cast(Format, form), schemas, new_id or own_id, enforced)
+    return ToolParser(cast(Format, form), schemas, new_id or own_id, enforced, single)
