@@ -98,13 +98,14 @@ class AsyncLLM:
         name = request_id or new_request_id()
         text, token_ids = await self._front.prompt_ids(prompt)
         params = sampling_params or SamplingParams()
+        await self._front.check(params)
         async with self._front.open(
             [token_ids], params, priority=priority, cache_salt=cache_salt, draw=self._draw
         ) as generation:
             self._streams.setdefault(name, []).append(generation)
             try:
                 async for _ in generation:
-                    yield request_output(generation.states, name, text)
+                    yield request_output(generation.states, name, text, params)
             finally:
                 self._streams[name].remove(generation)
                 if not self._streams[name]:

@@ -18,6 +18,7 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server import inputs
 from headrace.server.chat import ChatTemplate
+from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt
 from headrace.server.outputs import RequestOutput, RequestState, deltas_of, request_output
 from headrace.server.text import Tokenizer
@@ -56,6 +57,7 @@ class LLM:
         if not self.config.skip_tokenizer_init:
             path = hub.resolve_tokenizer(self.config.model, self.config.tokenizer, self.config.revision)
             self._tokenizer = Tokenizer.load_if_present(path)
+        self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises `HeadraceError` if the model directory has none, or it was not wanted."""
@@ -84,12 +86,12 @@ class LLM:
         for prompt, params, rank in zip(listed, chosen, ranks, strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
-            requests = inputs.make_requests(token_ids, params, self.core.info, priority=rank, draw=self._draw)
+            requests = self._requests(token_ids, params, rank)
             groups.append([self._state(request, index) for index, request in enumerate(requests)])
         self._run(groups, use_tqdm)
         return [
-            request_output(states, str(place), text)
-            for place, (states, text) in enumerate(zip(groups, texts, strict=True))
+            request_output(states, str(place), text, params)
+            for place, (states, text, params) in enumerate(zip(groups, texts, chosen, strict=True))
         ]
 
     def embed(
@@ -160,10 +162,10 @@ class LLM:
         """Complete one prompt, giving the output so far after each step that added to it."""
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
         params = sampling_params or SamplingParams()
-        requests = inputs.make_requests(token_ids, params, self.core.info, draw=self._draw)
+        requests = self._requests(token_ids, params)
         states = [self._state(request, index) for index, request in enumerate(requests)]
         for _ in self._steps([states]):
-            yield request_output(states, "0", text)
+            yield request_output(states, "0", text, params)
 
     def get_metrics(self) -> Stats:
         """Gauges and counters of the engine, as they are now."""
@@ -176,7 +178,14 @@ class LLM:
     def close(self) -> None:
         """Give back the model's memory. May be called twice."""
         self._closed = True
+        self._grammars.close()
         self.core.close()
+
+    def _requests(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[Request]:
+        self._grammars.check(params)
+        return inputs.make_requests(
+            token_ids, params, self.core.info, priority=priority, draw=self._draw, tokenizer=self._tokenizer
+        )
 
     def _state(self, request: Request, index: int) -> RequestState:
         verify(request, self.core.info)

@@ -124,10 +124,11 @@ def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: object
     from pathlib import Path
 
     directory = Path(str(tmp_path))
-    advice = '{"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 3, "do_sample": true, "eos_token_id": 2}'
+    advice = '{"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 3, "do_sample": true, "eos_token_id": 2'
+    advice += ', "repetition_penalty": 1.1}'
     (directory / "generation_config.json").write_text(advice)
     defaults = advised_params(EngineConfig(model=str(directory)))
-    assert defaults == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 3}
+    assert defaults == {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 3}
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), defaults=defaults) as live:
         body = {"prompt": "x", "ignore_eos": True}
         assert live.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 3

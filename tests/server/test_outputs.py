@@ -123,7 +123,7 @@ def test_after_the_engines_own_end_nothing_is_added(tokenizer: Tokenizer) -> Non
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
     made = state(None, logprobs=0)
     made.feed(delta([1, 2], Finish("length")))
-    output = request_output([made], "name", None)
+    output = request_output([made], "name", None, SamplingParams())
     assert (output.outputs[0].text, output.outputs[0].token_ids, output.finished) == ("", [1, 2], True)
     assert output.outputs[0].logprobs is not None
     assert output.outputs[0].logprobs[0][1].decoded_token is None

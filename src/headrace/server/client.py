@@ -284,6 +284,9 @@ class EngineClient:
                 bound = f"at most {max_context(self.info) - 1} tokens long"
                 raise ContextLengthError("prompt", len(request.prompt_token_ids), bound)
             verify(request, self.info)
+            if request.params.logits_processors and not self._link.in_process:
+                bound = "left out, unless the engine runs in the caller's own process"
+                raise RequestError("logits_processors", "functions", bound)
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._admit(len(requests), num_tokens)
         stream = RequestStream(requests, self.abort)

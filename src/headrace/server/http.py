@@ -24,7 +24,7 @@ from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.insight.metrics import ServerMetrics
-from headrace.server import anthropic, ollama, ollama_replies, routing, schema
+from headrace.server import anthropic, llama_server, ollama, ollama_replies, routing, schema
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
@@ -43,6 +43,7 @@ logger = logging.getLogger("headrace.server")
 STALLED_S = 120.0
 # Whose clients look for errors in another shape than OpenAI's.
 REFUSALS = {"/v1/messages": anthropic.refuse, "/api/": ollama_replies.refuse}
+REFUSALS |= dict.fromkeys(llama_server.UNDER, llama_server.refuse)
 # How long open streams may go on after SIGTERM.
 DRAIN_S = 30.0
 
@@ -74,7 +75,7 @@ def create_app(
     """
     metrics = ServerMetrics(client, model)
     client.observer = metrics
-    api = OpenAI(Front(client, tokenizer, metrics), model, template, defaults, seed_source(seed))
+    api = make_api(Front(client, tokenizer, metrics), template, server, model, defaults, seed)
     storage = Storage(api, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
     life = Life(client, server.log_stats_interval, api.warm_up, storage)
     app = FastAPI(
@@ -92,6 +93,7 @@ def create_app(
     _add_api(app, api)
     anthropic.add_routes(app, api)
     ollama.add_routes(app, api)
+    llama_server.add_routes(app, api)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
 
@@ -132,7 +134,10 @@ def _add_api(app: FastAPI, api: OpenAI) -> None:
 
     async def tokenize(request: Request) -> Response:
         """Text, or messages, to token ids."""
-        return json_response(await api.tokenize(await routing.body(request)))
+        body = await routing.body(request)
+        if body.get("content") is not None:
+            return json_response(await llama_server.tokenize(api, schema.parse(schema.TokenizeRequest, body)))
+        return json_response(await api.tokenize(body))
 
     async def detokenize(request: Request) -> Response:
         """Token ids to text."""
@@ -286,11 +291,9 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
     if not path.is_file():
         return {}
     advised = hub.read_json(path)
-    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    names["max_new_tokens"] = "max_tokens"
+    names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
+    names |= {"max_new_tokens": "max_tokens", "no_repeat_ngram_size": "no_repeat_ngram_size"}
     found = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
-    if advised.get("repetition_penalty", 1.0) not in (None, 1.0):
-        logger.warning("generation_config.json advises a repetition_penalty, which is not supported yet")
     if found:
         logger.info("sampling defaults from the model's generation_config.json: %s", found)
     return found
@@ -313,20 +316,26 @@ class _Uvicorn(uvicorn.Server):
         self.config.app.state.life.draining = True  # type: ignore[union-attr]
 
 
+def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The model's tokenizer and chat template, where it has them. Raises `ModelNotFoundError`, `CheckpointError`."""
+    if engine.skip_tokenizer_init:
+        return None, None
+    path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
+    tokenizer = Tokenizer.load_if_present(path)
+    if tokenizer is None:
+        logger.warning("the model has no tokenizer: prompts must be token ids")
+    elif server.chat_template or tokenizer.chat_template:
+        return tokenizer, ChatTemplate.of(tokenizer, server.chat_template)
+    return tokenizer, None
+
+
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     _set_up_logging(server.uvicorn_log_level)
-    tokenizer = template = None
-    if not engine.skip_tokenizer_init:
-        path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
-        tokenizer = Tokenizer.load_if_present(path)
-        if tokenizer is None:
-            logger.warning("the model has no tokenizer: prompts must be token ids")
-        elif server.chat_template or tokenizer.chat_template:
-            template = ChatTemplate.of(tokenizer, server.chat_template)
+    tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
     client = ProcessClient(engine, server)

@@ -18,6 +18,7 @@ from headrace import bounds
 from headrace.errors import ContextLengthError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server.text import Tokenizer
+from headrace.server.words import THINK, with_token_ids
 from headrace.types import EngineInfo, Pooling, Request
 
 # Kept below 2**53 with room for n, so that JSON readers with doubles can send a told seed back.
@@ -115,10 +116,14 @@ def make_requests(
     cache_salt: str = "",
     draw: Callable[[], int] = draw_seed,
     pooling: Pooling = "",
+    tokenizer: Tokenizer | None = None,
+    marks: tuple[str, str] = THINK,
 ) -> list[Request]:
     """The `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
 
-    Fills in the seed (drawn if none is given) and max_tokens (None is the rest of the context). Raises `RequestError`.
+    With `best_of` they are as many, and tell of log-probabilities, so that `outputs.best` can choose. Fills in the
+    seed (drawn if none is given), max_tokens (None is the rest of the context), and token ids for the texts in
+    `params`; `marks` are those of the model's reasoning. Raises `RequestError`.
     """
     if not isinstance(params, SamplingParams):
         raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
@@ -130,18 +135,27 @@ def make_requests(
     # A context that ends before min_tokens ends the answer all the same.
     min_tokens = min(params.min_tokens, max_tokens)
     seed = draw() if params.seed is None else params.seed
-    group = new_request_id() if params.n > 1 else ""
+    count = params.best_of or params.n
+    group = new_request_id() if count > 1 else ""
+    logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
+    params = with_token_ids(params, tokenizer, info.vocab_size, marks)
     return [
         Request(
             request_id=new_request_id(),
             prompt_token_ids=token_ids,
             params=msgspec.structs.replace(
-                params, n=1, seed=(seed + index) % 2**63, max_tokens=max_tokens, min_tokens=min_tokens
+                params,
+                n=1,
+                best_of=None,
+                seed=(seed + index) % 2**63,
+                max_tokens=max_tokens,
+                min_tokens=min_tokens,
+                logprobs=logprobs,
             ),
             priority=priority,
             cache_salt=cache_salt,
             group=group,
             pooling=pooling,
         )
-        for index in range(params.n)
+        for index in range(count)
     ]

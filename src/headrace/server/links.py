@@ -33,6 +33,9 @@ OnLost = Callable[[str], None]
 
 
 class Link(Protocol):
+    in_process: bool
+    """Whether requests stay objects of this process, functions in them too."""
+
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         """Start an engine and wait until it is loaded. Raises what it failed with. May be called again after a loss."""
         ...
@@ -51,6 +54,8 @@ class ProcessLink:
 
     `command` is what to run; it gets the number of its end of the socket as last argument.
     """
+
+    in_process = False
 
     def __init__(self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._config = config
@@ -166,6 +171,8 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 class InprocLink:
     """The same loop on a thread, without bytes: messages are handed over as they are."""
+
+    in_process = True
 
     def __init__(self, build: Callable[[], EngineCore]) -> None:
         self._build = build

@@ -7,12 +7,14 @@ Knows no sockets and no asyncio.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from headrace.sampling.params import SamplingParams
 from headrace.server.text import DetokenizeStream, Tokenizer
 from headrace.types import Finish, Request, StepOutput, TokenLogprob
 
@@ -247,16 +249,39 @@ class RequestState:
         return Logprob(logprob, rank, None if self.tokenizer is None else self.tokenizer.token_text(token_id)[0])
 
 
-def request_output(states: Sequence[RequestState], request_id: str, prompt: str | None) -> RequestOutput:
-    """The answers to one prompt in vLLM's shape, as far as they have come."""
+def request_output(
+    states: Sequence[RequestState], request_id: str, prompt: str | None, params: SamplingParams
+) -> RequestOutput:
+    """The answers to one prompt in vLLM's shape, as far as they have come; of `best_of`, the best n at the end."""
     first = states[0]
+    finished = all(state.finish is not None for state in states)
+    outputs = [state.completion() for state in (best(states, params.n) if finished else states)]
+    if len(states) > params.n:
+        for index, output in enumerate(outputs):
+            output.index = index
+            # Asked for on the way, to choose by; the sum stays.
+            output.logprobs = None if params.logprobs is None else output.logprobs
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
         prompt_token_ids=first.request.prompt_token_ids,
-        outputs=[state.completion() for state in states],
-        finished=all(state.finish is not None for state in states),
+        outputs=outputs,
+        finished=finished,
         prompt_logprobs=first.prompt_entries(),
         metrics=first.metrics,
         num_cached_tokens=first.num_cached_tokens,
     )
+
+
+def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
+    """The `n` answers of the greatest mean log-probability per token, best first, equal ones in their order.
+
+    The mean is OpenAI's definition of `best_of`; the sum would favour the short. An answer without a token is last.
+    """
+    if n == len(states):
+        return list(states)
+
+    def mean(state: RequestState) -> float:
+        return sum(entry.logprob for entry in state.logprobs) / len(state.logprobs) if state.logprobs else -math.inf
+
+    return sorted(states, key=mean, reverse=True)[:n]
