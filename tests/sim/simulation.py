@@ -7,6 +7,7 @@ every token with what the oracle says offline. Any difference raises `Violation`
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from hashlib import blake2b
 from random import Random
 
 import msgspec
-from tests.sim.world import World, draw_params, draw_request, draw_world
+from tests.sim.plain_beams import plain_beams
+from tests.sim.world import World, draw_params, draw_request, draw_search, draw_world
 
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
 from headrace.errors import ContextLengthError, RequestError
 from headrace.executor.simulated import Oracle, SimulatedExecutor
-from headrace.types import Request, ScheduledBatch, StepOutput
+from headrace.types import BeamResult, Finish, Request, ScheduledBatch, StepOutput
 
 
 class Violation(Exception):
@@ -37,6 +39,7 @@ class Account:
     emitted: list[int] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     state: float | None = None
+    beams: list[tuple[float, float, list[int]]] = field(default_factory=list)
     started: bool = False
     aborted: bool = False
     failed: bool = False
@@ -82,6 +85,7 @@ class Simulation:
             self.oracle,
             fingerprint_of=lambda seq_id: self.fingerprints[seq_id],
             fail=self._fail_chunk,
+            defer=self._defer_chunk,
         )
         self.checking = checking
         self.accounts: dict[str, Account] = {}
@@ -117,6 +121,7 @@ class Simulation:
         in_use.update(block for copy in batch.copies for block in copy)
         if not self.draining:
             self._events_in_flight(batch)
+        self.fingerprints.update((s.seq_id, self._fingerprint(s.request)) for s in scheduler.flight)
         result = self.executor.run(batch)
         for block in in_use:
             if scheduler.pool.refs[block] == 0:
@@ -142,7 +147,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.pool.fail_at = 0
         # Every live sequence may be computed three times over, one token a step, with the others waiting.
-        bound = 10 + 3 * sum(s.max_len for s in scheduler.sequences.values())
+        bound = 10 + 3 * sum(s.max_len * (s.search.width if s.search else 1) for s in scheduler.sequences.values())
         while scheduler.has_work():
             if not bound:
                 raise Violation(f"I-17: {len(scheduler.sequences)} requests did not end")
@@ -177,6 +182,8 @@ class Simulation:
                 self._add_group()
             if self._happens("resume"):
                 self._add_resumed()
+            if self._happens("beams"):
+                self._add_search()
         if self._happens("too long"):
             size = min(world.max_model_len, world.num_blocks * world.block_size + 1) + rng.choice([0, 1, 50])
             request = draw_request(rng, world, self._name())
@@ -220,6 +227,33 @@ class Simulation:
         self._event("chunk failure", f"{step_id} {index}")
         self._failing.append(index)
         return True
+
+    def _defer_chunk(self, step_id: int, index: int) -> bool:
+        if self.draining or not self._happens("late sampler"):
+            return False
+        self._event("late sampler", f"{step_id} {index}")
+        return True
+
+    def _add_search(self) -> None:
+        request = draw_search(self.rng, self.world, self._name())
+        beam, size, num_prompt = request.beam, self.world.block_size, len(request.prompt_token_ids)
+        room = min(request.params.max_tokens, self.scheduler.max_model_len - num_prompt)
+        whole = num_prompt // size
+        if whole + beam.beam_width * (-(-(num_prompt + room - 1) // size) - whole) > self.world.num_blocks:
+            self._refused("too wide", request)
+            return
+        self._add("beams", request)
+        stops = frozenset([*((0,) if not request.params.ignore_eos else ()), *(request.params.stop_token_ids or ())])
+        prompt, print_ = request.prompt_token_ids, self._fingerprint(request)
+
+        def tops(token_ids: list[int]) -> list[tuple[int, float]]:
+            context = array("q")
+            for position, token in enumerate([*prompt, *token_ids]):
+                context.extend((print_, token, position))
+            token = self.oracle.next_token(context, request.params, len(token_ids))
+            return self.oracle.logprob(token, len(prompt) + len(token_ids), self.world.vocab_size).top
+
+        self.accounts[request.request_id].beams = plain_beams(tops, beam, stops, room)
 
     def _add_group(self) -> None:
         group = self._name()
@@ -321,6 +355,9 @@ class Simulation:
                 raise Violation(f"I-9: {name} ended twice")
             account.ended = True
             self.report.events[f"end by {finish.reason}"] += 1
+            if account.request.beam is not None and finish.reason in ("stop", "length"):
+                self._check_beams(account, output.beams.get(name), finish)
+                continue
             self._check_end(account, finish.reason, finish.stop_reason)
         ended = sum(account.ended for account in accounts.values()) if self.draining else self.scheduler.num_finished
         if ended + len(self.scheduler.sequences) != len(accounts):
@@ -341,6 +378,17 @@ class Simulation:
             self.report.events["state"] += account.state is not None
         if output.states.keys() - columns.keys():
             raise Violation("I-12: a state is told of a request that got no token")
+
+    def _check_beams(self, account: Account, result: BeamResult | None, finish: Finish) -> None:
+        name, beams = account.request.request_id, result.beams if result else []
+        found = [(beam.score, beam.cumulative_logprob, beam.token_ids) for beam in beams]
+        if found != account.beams:
+            raise Violation(f"I-13: the beams of {name} are {found}, not {account.beams}")
+        if not result or finish != beams[0].finish or not 0 < result.num_blocks <= result.num_blocks_unshared:
+            raise Violation(f"I-12: {name} ended by {finish} with {result}")
+        self.report.events["beams found"] += len(found)
+        self.report.events["beam blocks"] += result.num_blocks
+        self.report.events["beam blocks unshared"] += result.num_blocks_unshared
 
     def _check_end(self, account: Account, reason: str, stop_reason: object) -> None:
         name, params = account.request.request_id, account.request.params

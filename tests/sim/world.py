@@ -9,11 +9,15 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+import msgspec
+
+from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
 from headrace.types import Request
 
 EVENTS = (
     "arrival",
+    "beams",
     "group",
     "resume",
     "too long",
@@ -26,6 +30,7 @@ EVENTS = (
     "cache reset",
     "reset in flight",
     "chunk failure",
+    "late sampler",
     "poison",
 )
 
@@ -69,6 +74,7 @@ def draw_world(rng: Random) -> World:
     # A swarm: each seed leaves out some kinds of events altogether, so that others show what they do alone.
     rates = {name: rng.choice([0, 0, 0.02, 0.1, 0.3]) for name in EVENTS}
     rates["arrival"] = rng.choice([0.1, 0.3, 0.8])
+    rates["late sampler"] = rng.choice([0, 0, 0.05, 0.3])
     rates["chunk failure"] = rng.choice([0, 0, 0, 0.005, 0.03])
     return World(
         num_blocks=num_blocks,
@@ -106,6 +112,32 @@ def draw_request(rng: Random, world: World, name: str, group: str = "") -> Reque
         cache_salt=rng.choice(world.salts),
         group=group,
     )
+
+
+def draw_search(rng: Random, world: World, name: str) -> Request:
+    """A beam search. It may be too wide for the pool, which the scheduler must tell."""
+    request = draw_request(rng, world, name)
+    num_groups = rng.choice([1, 1, 1, 2, 3])
+    width = num_groups * rng.randint(1, 3)
+    most = min(world.max_num_seqs, world.max_num_batched_tokens)
+    if width > most:
+        num_groups, width = 1, rng.randint(1, most)
+    params = SamplingParams(
+        seed=rng.randrange(2**63),
+        temperature=0.0,
+        max_tokens=rng.randint(1, 10),
+        ignore_eos=rng.random() < 0.2,
+        stop_token_ids=[1] if world.vocab_size > 2 and rng.random() < 0.2 else None,
+    )
+    beam = BeamSearchParams(
+        beam_width=width,
+        length_penalty=rng.choice([1.0, 1.0, 0.0, 2.0, -1.0]),
+        early_stopping=rng.choice([False, True, "never"]),
+        num_beam_groups=num_groups,
+        diversity_penalty=rng.choice([0.0, 0.4, 3.0]) if num_groups > 1 else 0.0,
+        n=rng.choice([None, rng.randint(1, width)]),
+    )
+    return msgspec.structs.replace(request, params=params, beam=beam)
 
 
 def draw_params(rng: Random, world: World) -> SamplingParams:

@@ -177,13 +177,16 @@ class Scheduler:
         num_running = len(running)
         ready = [s for s in running if len(s.tokens) - s.num_computed == 1]
         wide = [s for s in running if len(s.tokens) - s.num_computed > 1] if len(ready) < num_running else []
-        edge = [s for s in ready if not s.num_computed % size and len(s.block_table) * size <= s.num_computed]
+        edge = [s for s in ready if not s.num_computed % size]
         if edge:
             self._grow_by_one(edge)
+        promised = 0
+        if self.searches.open:
+            ready = self._part_tails(ready)
+            promised = self.searches.num_reserved()
 
         budget = self.max_num_batched_tokens - len(ready)
         chunks: list[tuple[Sequence, int]] = []
-        promised = 0
         for seq in wide:
             if seq.status is not Status.RUNNING:
                 continue

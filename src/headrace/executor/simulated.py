@@ -92,7 +92,10 @@ class Oracle:
 
     def logprob(self, token_id: int, position: int, num_top: int) -> TokenLogprob:
         """A made-up but repeatable log-probability. The chosen token is the likeliest."""
-        top = [((token_id + i) % self.vocab_size, -0.5 - i) for i in range(min(max(num_top, 0), self.vocab_size))]
+        top = [
+            ((token_id + i) % self.vocab_size, -0.5 - 0.3 * i - 0.3 * (token_id * 31 + position * 7 + i * 53) % 17 / 17)
+            for i in range(min(max(num_top, 0), self.vocab_size))
+        ]
         return TokenLogprob(token_id, -0.5 - position % 16 / 1024, 1, top)
 
     def stream(self, request: Request, max_model_len: int, fingerprint: int = 0) -> list[int]:
@@ -118,8 +121,9 @@ class SimulatedExecutor:
     """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
 
     `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
-    `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots. `delay` is
-    slept in each step, in seconds. Raises `InvariantError` for batches that contradict themselves.
+    `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots; `defer` makes it
+    sample nothing in this step. `delay` is slept in each step, in seconds. Raises `InvariantError` for batches that
+    contradict themselves.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class SimulatedExecutor:
         *,
         fingerprint_of: Callable[[int], int] = lambda seq_id: 0,
         fail: Callable[[int, int], bool] | None = None,
+        defer: Callable[[int, int], bool] | None = None,
         delay: float = 0.0,
     ) -> None:
         self.num_blocks = num_blocks
@@ -140,6 +145,7 @@ class SimulatedExecutor:
         self.slots = array("q", [_EMPTY]) * (3 * num_blocks * block_size)
         self._fingerprint_of = fingerprint_of
         self._fail = fail
+        self._defer = defer
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Copy blocks, write the chunks, read back, and derive the tokens."""
@@ -164,6 +170,8 @@ class SimulatedExecutor:
                 self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
                 result.errors[index] = "simulated failure"
             else:
+                if batch.samples[index] and self._defer is not None and self._defer(batch.step_id, index):
+                    result.deferred.add(index)
                 self._sample(batch, index, tokens, result)
         return result
 
@@ -187,7 +195,7 @@ class SimulatedExecutor:
     def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
         start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]
         num = start + batch.lens[index]
-        if batch.samples[index]:
+        if batch.samples[index] and index not in result.deferred:
             context = self.read(batch.block_tables[index], num)
             if context[2::3] != array("q", range(num)):
                 raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
