@@ -76,6 +76,7 @@ LAYERS: dict[str, Layer] = {
             "types",
             "sampling.params",
             "sampling.constraints",
+            "grammar.calls",
             "grammar.compile",
             "grammar.vocabulary",
             "bounds",

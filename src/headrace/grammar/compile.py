@@ -7,11 +7,12 @@ server's bounded process, which tries it first, and in the engine.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from headrace.errors import RequestError
 from headrace.grammar import schemas
@@ -21,6 +22,9 @@ WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
 """Between two tokens of JSON, unless the request says otherwise: one line break with an indentation, or a few spaces.
 
 A model that can not stop writing whitespace would go on to the end of max_tokens."""
+
+# A grammar in Lark's syntax has this rule; one in GBNF begins at "root".
+_START = re.compile(r"^\s*start\s*(\[.*\]\s*)?:(?!:)", re.MULTILINE)
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
@@ -57,7 +61,8 @@ def compile_grammar(constraint: StructuredOutputs) -> Grammar:
         case "grammar":
             text = str(constraint.grammar)
             try:
-                return Grammar(llguidance.LLMatcher.grammar_from_lark(any_to_lark(text)))
+                lark = text if _START.search(text) else gbnf_to_lark(text)
+                return Grammar(llguidance.LLMatcher.grammar_from_lark(lark))
             except Exception as error:
                 # The converter tells of mistakes by whatever it stumbles over.
                 raise RequestError(field, text, f"a grammar in Lark's syntax or in GBNF ({error})") from None
