@@ -20,7 +20,7 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
 from headrace.bounds import BOUNDS
-from headrace.server import anthropic, limits, ollama, parsing, schema
+from headrace.server import anthropic, limits, llama_server, ollama, parsing, schema
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -46,7 +46,9 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/api/show": (ollama.ShowRequest, {"model": "fake"}),
     "/api/pull": (ollama.ShowRequest, {"model": "fake", "stream": False}),
 }
-NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy"}
+BODIES["/completion"] = BODIES["/completions"] = (llama_server.LlamaCompletionRequest, {"prompt": "hi", "n_predict": 2})
+BODIES["/apply-template"] = (schema.ChatCompletionRequest, {"messages": [{"role": "user", "content": "hi"}]})
+NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy", "/props", "/slots/{slot_id}", "/infill"}
 CONTEXT = 2048
 
 
@@ -77,6 +79,8 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     path = reply.request.url.path
     if path.startswith("/api/"):
         assert isinstance(error, str)
+    elif path.startswith(llama_server.UNDER):
+        assert (error["code"], set(error)) == (status, {"message", "type", "code"})
     elif path.startswith("/v1/messages"):
         assert (body["type"], set(error)) == ("error", {"type", "message"})
     else:

@@ -31,6 +31,7 @@ IGNORED = {
     "truncate": "a prompt that does not fit is refused, not cut",
     "shift": "an answer ends where the context does",
 }
+NAMES = {"max_tokens": "options.num_predict", "response_format": "format"}
 # Set when a server starts, not by a request.
 LOADING = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -111,7 +112,7 @@ class Ollama:
         made = self._common(asked) | {"messages": messages}
         if asked.tools:
             made["tools"] = asked.tools
-        with translation.told_as({"response_format": "format"}, "options."):
+        with translation.told_as(NAMES, "options."):
             return Lines(await self.api.chat(made), asked, chat=True, ids=False)
 
     async def generate(self, body: dict[str, Any]) -> Lines | dict[str, Any]:
@@ -126,7 +127,7 @@ class Ollama:
         made = self._common(asked)
         system = [{"role": "system", "content": asked.system}] if asked.system else []
         messages = [*system, {"role": "user", "content": asked.prompt}]
-        with translation.told_as({"response_format": "format", "structured_outputs": "format"}, "options."):
+        with translation.told_as(NAMES, "options."):
             if not asked.raw and not asked.context:
                 return Lines(await self.api.chat(made | {"messages": messages}), asked, chat=False, ids=True)
             if asked.raw:

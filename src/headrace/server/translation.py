@@ -53,8 +53,8 @@ def sampling(options: msgspec.Struct) -> dict[str, Any]:
 def told_as(names: Mapping[str, str], prefix: str = "") -> Iterator[None]:
     """Within it, a `RequestError` names fields as the client's API does: `names` maps from this server's names;
     sampling parameters are under `prefix`."""
-    theirs = {ours: prefix + ours for ours in SAME} | {"seed": prefix + "seed"} if prefix else {}
-    theirs |= {ours: prefix + name for name, ours in NAMES.items() if not names.get(ours)} | dict(names)
+    theirs = {ours: prefix + ours for ours in (*SAME, "seed")} | {"repetition_penalty": prefix + "repeat_penalty"}
+    theirs |= names
     try:
         yield
     except RequestError as error:
