@@ -100,18 +100,39 @@ struct Scratch {
 };
 
 
+/* Tile t of `span` is the one that holds position p. */
+template <class K>
+void point_at_tile(const Cache& c, const Keys& keys, int64_t p, int64_t t, Span* span) {
+    typedef typename K::E E;
+    int64_t slot = keys.blocks[p / c.block_size] * c.block_size + p % c.block_size;
+    int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
+    span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
+    span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
+    if (K::type == HR_I8) {
+        span->k_scale[t] = c.args->k_scale + tile * 16;
+        span->v_scale[t] = c.args->v_scale + tile * 16;
+    }
+}
+
 /* The tiles of the span that begins at position `begin`, as far as they hold keys. */
 template <class K>
 void point_at_span(const Cache& c, const Keys& keys, int64_t begin, Span* span) {
-    typedef typename K::E E;
+    for (int64_t p = most(begin, keys.first / 16 * 16); p < least(begin + HR_SPAN, keys.last); p += 16)
+        point_at_tile<K>(c, keys, p, (p - begin) / 16, span);
+}
+
+/* What to fetch while that span is worked on: for each of its tiles the one that this thread needs as many tiles later
+ * as a span has, be it of the next piece. */
+template <class K>
+void point_ahead(const Cache& c, const Keys& keys, const Keys* then, int64_t begin, Span* ahead) {
+    const int64_t end = (keys.last + 15) / 16 * 16;
     for (int64_t p = most(begin, keys.first / 16 * 16); p < least(begin + HR_SPAN, keys.last); p += 16) {
-        int64_t t = (p - begin) / 16, slot = keys.blocks[p / c.block_size] * c.block_size + p % c.block_size;
-        int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
-        span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
-        span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
-        if (K::type == HR_I8) {
-            span->k_scale[t] = c.args->k_scale + tile * 16;
-            span->v_scale[t] = c.args->v_scale + tile * 16;
+        const int64_t later = p + HR_SPAN, t = (p - begin) / 16;
+        if (later < end) {
+            point_at_tile<K>(c, keys, later, t, ahead);
+        } else if (then) {
+            const int64_t q = then->first / 16 * 16 + later - end;
+            if (q < then->last) point_at_tile<K>(c, *then, q, t, ahead);
         }
     }
 }
@@ -133,14 +154,6 @@ void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffe
         if (K::type == HR_I8) ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
     }
     span->k[t] = k, span->v[t] = v, span->k_scale[t] = ks, span->v_scale[t] = vs;
-}
-
-/* For tiles that no product fetches on its way. */
-template <class K>
-void fetch_tile(const Cache& c, const Span& span, int t) {
-    int64_t bytes = c.head_dim * 16 * (int64_t)sizeof(typename K::E);
-    for (int64_t i = 0; i < bytes; i += 64) fetch((const char*)span.k[t] + i);
-    for (int64_t i = 0; i < bytes; i += 64) fetch((const char*)span.v[t] + i);
 }
 
 template <class K>
@@ -282,7 +295,7 @@ void attend_span(const Cache& c, const Span& span, const Span& next, State& st, 
     for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
 }
 
-/* One piece; the next one is taken at the last span, so that its first keys can be fetched by then. */
+/* One piece; the next one is taken at the last span but one, so that its first keys can be fetched by then. */
 template <class K>
 bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, void* memory) {
     const HrArgs_attention* a = c.args;
@@ -319,12 +332,11 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
     for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = 0.0f;
     memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
 
-    bool more = false;
+    bool more = false, taken = false;
+    Keys then = keys;
     Span span = {};
     span.ld_v = c.head_dim;
-    const int64_t origin = keys.first / HR_SPAN * HR_SPAN;
-    if (!gather) point_at_span<K>(c, keys, origin, &span);
-    for (int64_t begin = origin; begin < keys.last; begin += HR_SPAN) {
+    for (int64_t begin = keys.first / HR_SPAN * HR_SPAN; begin < keys.last; begin += HR_SPAN) {
         const int first_tile = (int)(most(0, keys.first - begin) / 16);
         const int last_tile = (int)((least(HR_SPAN, keys.last - begin) + 15) / 16);
         for (int64_t r = 0; r < piece.rows; r++) {
@@ -332,31 +344,26 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
             int32_t lo = (int32_t)most(0, low - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
             for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
         }
+        if (!taken && begin + 2 * HR_SPAN >= keys.last) {
+            taken = true, more = work->take(next_piece);
+            if (more) then = keys_of(a, *next_piece);
+        }
         if (gather)
             for (int t = first_tile; t < last_tile; t++) gather_tile<K>(c, keys, begin + t * 16, t, gathered, &span);
-        Span next = span;
-        if (begin + HR_SPAN >= keys.last) {
-            more = work->take(next_piece);
-            if (more && !gather) {
-                const Keys then = keys_of(a, *next_piece);
-                point_at_span<K>(c, then, then.first / HR_SPAN * HR_SPAN, &next);
-                for (int t = 0; t < SPAN_TILES; t++)
-                    if (next.k[t] != span.k[t] && (t < first_tile || t >= last_tile)) fetch_tile<K>(c, next, t);
-            }
-        } else if (!gather) {
-            point_at_span<K>(c, keys, begin + HR_SPAN, &next);
-        }
+        else
+            point_at_span<K>(c, keys, begin, &span);
+        Span ahead = span;
+        if (!gather) point_ahead<K>(c, keys, more ? &then : nullptr, begin, &ahead);
         if (K::type == HR_I8)
-            for (int t = 0; t < SPAN_TILES; t++) fetch(next.k_scale[t]), fetch(next.v_scale[t]);
+            for (int t = first_tile; t < last_tile; t++) fetch(ahead.k_scale[t]), fetch(ahead.v_scale[t]);
         if (widen) {
             Span floats = span;
             floats.ld_v = c.ld_acc;
-            for (int t = first_tile; t < last_tile; t++) widen_tile<K>(c, t, widened, &floats, next);
+            for (int t = first_tile; t < last_tile; t++) widen_tile<K>(c, t, widened, &floats, ahead);
             attend_span<K, F32>(c, floats, floats, st, num_tiles, combos);
         } else {
-            attend_span<K, K>(c, span, next, st, num_tiles, combos);
+            attend_span<K, K>(c, span, ahead, st, num_tiles, combos);
         }
-        span = next;
     }
 
     for (int64_t n = 0; n < combos; n++) {
