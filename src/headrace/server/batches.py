@@ -34,6 +34,7 @@ MAX_OPEN = 64
 MAX_TOLD = 100
 MAX_METADATA = 16
 LOOK_AGAIN_S = 0.02
+HOUR_S = 3600
 ENDED = ("failed", "completed", "expired", "cancelled")
 DEFAULT_PAGE = 20
 
@@ -106,7 +107,7 @@ class Batches:
             "error_file_id": None,
             "created_at": now,
             "in_progress_at": None,
-            "expires_at": now + 3600 * int(window[1]),
+            "expires_at": now + HOUR_S * int(window[1]),
             "finalizing_at": None,
             "completed_at": None,
             "failed_at": None,

@@ -82,6 +82,12 @@ def answerer(api: OpenAI, said: Responses, vectors: Embeddings) -> Answerer:
     )
 
 
+def offline_answerer(api: OpenAI) -> Answerer:
+    """The same without a server: responses are kept nowhere."""
+    nowhere = Store("resp_", None, max_items=1, max_bytes=MAX_BATCH_BYTES, evict=True)
+    return answerer(api, Responses(api, nowhere), Embeddings(api))
+
+
 def add_routes(app: FastAPI, storage: Storage) -> None:
     """/v1/files, /v1/batches, /v1/responses and /v1/embeddings."""
     files.add_routes(app, storage.files)

@@ -1,0 +1,117 @@
+"""`headrace run-batch`: answer a file of requests in OpenAI's batch format, without a server and without HTTP.
+
+The same requests through the same code as /v1/batches, so the same answers. The output grows by whole lines, and what
+it has already is not asked again: a run that was killed is taken up where it stood by the same command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.options import build, options
+from headrace.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from headrace.server.batch_file import Report
+
+SOME_FAILED = 3
+"""Exit status of a run that went through, but has lines in its output that tell of an error."""
+
+
+# What of the server's settings changes an answer.
+TEXT_SETTINGS = (
+    "served_model_name",
+    "chat_template",
+    "generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
+    "enable_auto_tool_choice",
+)
+
+
+@options(EngineConfig, ServerConfig, skip=("model", *(set(ServerConfig.__struct_fields__) - set(TEXT_SETTINGS))))
+def run_batch(
+    input_path: Annotated[Path | None, typer.Argument(metavar="INPUT", help="A file of requests, one a line.")] = None,
+    output_path: Annotated[Path | None, typer.Argument(metavar="OUTPUT", help="The file of answers.")] = None,
+    *,
+    input_file: Annotated[Path | None, typer.Option("-i", "--input-file", metavar="FILE", help="INPUT.")] = None,
+    output_file: Annotated[Path | None, typer.Option("-o", "--output-file", metavar="FILE", help="OUTPUT.")] = None,
+    model: Annotated[str, typer.Option(metavar="TEXT", help="A directory, a hub id, or 'builtin'.")] = "builtin",
+    max_concurrency: Annotated[
+        int | None, typer.Option(metavar="INT", min=1, help="Requests open at once; max_num_seqs if not given.")
+    ] = None,
+    **fields: Any,
+) -> None:
+    """Answer a file of requests (OpenAI's batch format); a broken run is taken up where it stood."""
+    source = _one("INPUT", "-i", input_path, input_file)
+    target = _one("OUTPUT", "-o", output_path, output_file)
+    engine = build(EngineConfig, fields | {"model": model})
+    server = build(ServerConfig, fields)
+    from headrace.server import batch_file
+
+    batch_file.check_paths(source, target)
+    report = asyncio.run(_run(source, target, engine, server, max_concurrency or engine.max_num_seqs))
+    print(
+        f"{report.num_lines} lines: {report.num_known} answered before, {report.num_completed} answered now, "
+        f"{report.num_failed} errors in {target}",
+        file=sys.stderr,
+    )
+    if report.num_failed:
+        raise typer.Exit(SOME_FAILED)
+
+
+def _one(name: str, flag: str, argument: Path | None, option: Path | None) -> Path:
+    given = [path for path in (argument, option) if path is not None]
+    if len(given) != 1:
+        raise typer.BadParameter(f"give {name} once, as an argument or by {flag}")
+    return given[0]
+
+
+async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerConfig, concurrency: int) -> Report:
+    from headrace.compose import build_engine
+    from headrace.server.batch_file import answer_file
+    from headrace.server.client import InprocClient
+    from headrace.server.generation import Front
+    from headrace.server.http import advised_params, load_text, make_api
+    from headrace.server.storage import offline_answerer
+
+    # Lines beyond the queue's bound wait here, and not in the engine.
+    client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
+    tokenizer, template = load_text(engine, server)
+    defaults = advised_params(engine) if server.generation_config == "auto" else {}
+    name = server.served_model_name or engine.model
+    api = make_api(Front(client, tokenizer), template, server, name, defaults, engine.seed)
+    await client.start()
+    try:
+        with _progress() as show:
+            return await answer_file(source, target, offline_answerer(api), concurrency, show)
+    finally:
+        await client.close()
+
+
+@contextlib.contextmanager
+def _progress() -> Any:
+    """A function of (lines done, lines in all) that shows a bar where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("Requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
