@@ -201,9 +201,8 @@ def processed(x: F32, params: SamplingParams, history: I64, num_prompt: int) -> 
         try:
             x = np.asarray(processor(known[:num_prompt], known[num_prompt:], x.copy()), np.float32)
         except Exception as error:
-            raise RequestError(
-                "logits_processors", name, f"without faults ({type(error).__name__}: {error})"
-            ) from error
-        if x.shape != (width,) or np.isnan(x).any():
-            raise RequestError("logits_processors", name, f"one that gives {width} logits, none of them a NaN")
+            why = f"{type(error).__name__}: {error}"
+            raise RequestError("logits_processors", name, f"a function that does not fail ({why})") from error
+        if x.shape != (width,) or not x.max() < np.inf:
+            raise RequestError("logits_processors", name, f"one that gives {width} logits, no NaN and no infinity")
     return x
