@@ -177,6 +177,8 @@ def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> N
         ("generate", {"format": "yaml"}, "format"),
         ("generate", {"options": {"temperature": "hot"}}, "options.temperature"),
         ("generate", {"options": []}, "options"),
+        ("generate", {"options": {"num_predict": -3}}, "options.num_predict"),
+        ("generate", {"options": {"seed": -2}}, "options.seed"),
         ("generate", {"context": [256]}, "prompt"),
         ("generate", {"prompt": "x" * 2049, "raw": True}, "prompt"),
         ("generate", {"think": "a lot"}, "think"),

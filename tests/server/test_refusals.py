@@ -20,7 +20,16 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
 from headrace.bounds import BOUNDS
-from headrace.server import anthropic, limits, llama_server, ollama, parsing, schema
+from headrace.server import (
+    anthropic,
+    embeddings,
+    limits,
+    llama_server,
+    ollama,
+    parsing,
+    responses_input,
+    schema,
+)
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -47,8 +56,20 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/api/pull": (ollama.ShowRequest, {"model": "fake", "stream": False}),
 }
 BODIES["/completion"] = BODIES["/completions"] = (llama_server.LlamaCompletionRequest, {"prompt": "hi", "n_predict": 2})
-BODIES["/apply-template"] = (schema.ChatCompletionRequest, {"messages": [{"role": "user", "content": "hi"}]})
+BODIES["/apply-template"] = (llama_server.TemplateRequest, {"messages": [{"role": "user", "content": "hi"}]})
+BODIES["/v1/responses"] = (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 2, "store": False})
+BODIES["/v1/embeddings"] = (embeddings.EmbeddingRequest, {"input": "hi"})
+for path in ("/score", "/v1/score"):
+    BODIES[path] = (embeddings.ScoreRequest, {"text_1": "hi", "text_2": "ho"})
+for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+    BODIES[path] = (embeddings.RerankRequest, {"query": "hi", "documents": ["ho"]})
+# Without a body of JSON, or (files, batches) with tests of their own.
 NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy", "/props", "/slots/{slot_id}", "/infill"}
+NO_BODY |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"}
+# A negative one is allowed and means none, or the range is the model's; tested where the API is.
+OWN_RANGES = {"n_predict", "dimensions", "top_n", "max_tool_calls"}
+OWN_RANGES |= {"/completion seed", "/completions seed", "/completion max_tokens", "/completions max_tokens"}
+ROWS = {"repeat_penalty": "repetition_penalty", "n_probs": "logprobs", "max_output_tokens": "max_tokens"}
 CONTEXT = 2048
 
 
@@ -63,7 +84,12 @@ def numeric_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
     return found
 
 
-FIELDS = [(path, name, row) for path, (kind, _) in BODIES.items() for name, row in numeric_fields(kind).items()]
+FIELDS = [
+    (path, name, ROWS.get(name, row))
+    for path, (kind, _) in BODIES.items()
+    for name, row in numeric_fields(kind).items()
+    if name not in OWN_RANGES and f"{path} {name}" not in OWN_RANGES
+]
 
 
 def raw(live: Live, path: str, text: str | bytes, **headers: str) -> httpx.Response:
@@ -185,8 +211,8 @@ def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: 
         ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty"),
         ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
         ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"prompt": "x", "guided_json": {}}, "guided_json"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"prompt": "x", "guided_json": 5}, "guided_json"),
         ({"prompt": "x", "priority": 1}, "priority"),
         ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
@@ -203,7 +229,7 @@ def test_completions_refuse_naming_the_field(live: Live, body: dict[str, Any], f
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),

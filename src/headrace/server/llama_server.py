@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -22,7 +23,7 @@ from headrace.server.inputs import max_context
 from headrace.server.llama_replies import Results, settings
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import Body, convert
-from headrace.server.schema import ChatCompletionRequest, TokenizeRequest
+from headrace.server.schema import TokenizeRequest
 from headrace.server.text import Tokenizer
 
 IGNORED = {
@@ -105,6 +106,20 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: list[str] | None = None
+
+
+class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /apply-template: what of a chat shapes its prompt."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class LlamaServer:
@@ -200,8 +215,9 @@ class LlamaServer:
 
     async def apply_template(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /apply-template: what a chat would give the model."""
-        text, _ = await self.api.chat_prompt(body)
-        return {"prompt": text}
+        asked = convert(TemplateRequest, body)
+        text, _ = await self.api.chat_prompt(msgspec.structs.asdict(asked))
+        return {"prompt": text} | translation.warnings(asked)
 
     def props(self) -> dict[str, Any]:
         """GET /props."""
@@ -297,7 +313,7 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
 
     for path in ("/completion", "/completions"):
         routing.post(app, path, completion, refuse, takes=LlamaCompletionRequest, streams="text/event-stream")
-    routing.post(app, "/apply-template", apply_template, refuse, takes=ChatCompletionRequest)
+    routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest)
     routing.get(app, "/props", props, refuse)
     routing.get(app, "/slots", slots, refuse)
     routing.post(app, "/props", unserved, refuse)

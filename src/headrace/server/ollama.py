@@ -230,7 +230,9 @@ class Ollama:
     def _common(self, asked: Asked) -> dict[str, Any]:
         """The fields of OpenAI's that both ways to ask share; adds what is ignored to the warnings."""
         options = asked.options or Options()
-        made = {"model": self._name(asked.model), "stream": asked.stream is not False} | translation.sampling(options)
+        made = {"model": self._name(asked.model), "stream": asked.stream is not False} | translation.sampling(
+            options, "options."
+        )
         context = max_context(self.api.front.info)
         if options.num_ctx is not None and options.num_ctx != context:
             asked.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")

@@ -23,10 +23,14 @@ from headrace.server.chat_answer import ChatAnswer
 from headrace.server.errors import error_body, json_response
 from headrace.server.files import NotFoundError, page
 from headrace.server.openai import OpenAI
+from headrace.server.parsing import renamed
 from headrace.server.parts import Content, Part, Reasoning, ToolCall
 from headrace.server.responses_events import Output, encode
 from headrace.server.responses_input import ResponsesRequest, chat_body, input_items, read
 from headrace.server.store import Store, StoreFullError
+
+# What a chat calls otherwise.
+NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 logger = logging.getLogger("headrace.server")
 
@@ -255,9 +259,9 @@ class Responses:
         while True:
             try:
                 return await self.api.chat(chat_body(request, items, more))
-            except ContextLengthError:
-                if request.truncation != "auto" or len(items) < 2:
-                    raise
+            except RequestError as error:
+                if not isinstance(error, ContextLengthError) or request.truncation != "auto" or len(items) < 2:
+                    raise renamed(error, NAMES) from error
                 items = items[max(1, len(items) // 8) :]
                 # The output of a call that is gone has nothing to answer to.
                 while len(items) > 1 and items[0].get("type") == "function_call_output":

@@ -30,8 +30,11 @@ SAME = (
 LEAST_SHARE = 1e-6
 
 
-def sampling(options: msgspec.Struct) -> dict[str, Any]:
-    """OpenAI's and vLLM's parameters for those that `options` has. A negative seed or length means: none given."""
+def sampling(options: msgspec.Struct, prefix: str = "") -> dict[str, Any]:
+    """OpenAI's and vLLM's parameters for those that `options` has. A seed of -1, and a length of -1 or -2, mean: none.
+
+    Raises `RequestError` for other negative ones, with `prefix` before the name.
+    """
     made: dict[str, Any] = {}
     for name in (*SAME, *NAMES):
         value = getattr(options, name, None)
@@ -40,11 +43,15 @@ def sampling(options: msgspec.Struct) -> dict[str, Any]:
     for name in ("top_p", "typical_p"):
         if made.get(name) == 0:
             made[name] = LEAST_SHARE
+    for name, low in (("n_predict", -2), ("num_predict", -2), ("seed", -1)):
+        value = getattr(options, name, None)
+        if value is not None and value < low:
+            raise RequestError(prefix + name, value, f"{low} or more")
     if made.get("max_tokens", 0) < 0:
         del made["max_tokens"]
     seed = getattr(options, "seed", None)
     # 2**32 - 1 is how llama.cpp writes -1.
-    if seed is not None and seed >= 0 and seed != 2**32 - 1:
+    if seed is not None and seed not in (-1, 2**32 - 1):
         made["seed"] = seed
     return made
 
