@@ -46,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--works", default="", help=f"comma list of {', '.join(WORKS)} (default: all)")
     made.add_argument("--rounds", type=int, help="rounds of each work (default: 3; quick: 1 to 3)")
     made.add_argument("--quick", action="store_true", help="the fastest peers of earlier runs alone, within 10 minutes")
+    made.add_argument(
+        "--fastest", action="store_true", help="every row, beside the fastest peers of earlier runs alone"
+    )
     made.add_argument("--minutes", type=float, help=f"stop measuring after so long (quick: {QUICK_MINUTES})")
     made.add_argument("--setup-only", action="store_true", help="make environments and models, measure nothing")
     made.add_argument("--resume", action="store_true", help="go on with the last run, if it was of this commit")
@@ -116,7 +119,8 @@ def opened(args: argparse.Namespace, workshop: Workshop) -> Journal:
 def measure(args: argparse.Namespace, workshop: Workshop, say: Any) -> Journal:
     shapes = names(args.models, SHAPES, "--models")
     works = names(args.works, WORKS, "--works")
-    who = plan.contenders(plan.QUICK if args.quick else plan.FULL, shapes, works, names(args.peers, PEERS, "--peers"))
+    table = plan.QUICK if args.quick else plan.FASTEST if args.fastest else plan.FULL
+    who = plan.contenders(table, shapes, works, names(args.peers, PEERS, "--peers"))
     failed = set_up(workshop, who, say)
     if args.setup_only:
         raise SystemExit(1 if failed else 0)

@@ -111,6 +111,11 @@ QUICK: dict[str, dict[str, tuple[Contender, ...]]] = {
     },
 }
 
+# Those, and the rows that a quick run has no time for.
+FASTEST = {shape: dict(rows) for shape, rows in QUICK.items()}
+FASTEST["l1b"] |= {"batch16": (OPENVINO8, OURS4, OURS8), "context": (OURS4,)}
+FASTEST["q06"] |= {"decode": (OPENVINO4, CTRANSLATE8, OURS4, OURS8)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Turn:

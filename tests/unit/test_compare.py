@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bench.compare import figures, limits, plan, report
 from bench.compare.environments import OURS, PEERS
-from bench.compare.plan import FULL, OURS4, OURS8, QUICK, WORKS, Contender, Turn
+from bench.compare.plan import FASTEST, FULL, OURS4, OURS8, QUICK, WORKS, Contender, Turn
 from bench.compare.shapes import SHAPES, Shape, byte_letters, write_checkpoint, write_tokenizer
 from bench.peers.protocol import NUM_NEW, NUM_PROMPT
 from rich.console import Console
@@ -114,7 +114,7 @@ def test_byte_letters_are_all_different() -> None:
 
 
 def test_everybody_in_the_tables_exists() -> None:
-    for tables in (FULL, QUICK):
+    for tables in (FULL, FASTEST, QUICK):
         for shape, works in tables.items():
             assert shape in SHAPES
             for work, who in works.items():
