@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from headrace.sampling.filters import Candidates, Cut, select, weights
 from headrace.sampling.params import DEFAULT_SAMPLERS, SamplingParams
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
-LOGITS = st.lists(st.floats(-15, 15, width=32), min_size=2, max_size=40, unique=True)
+# Apart from each other: what is all but equal may fall either way.
+LOGITS = st.lists(st.integers(-960, 960).map(lambda i: i / 64), min_size=2, max_size=40, unique=True)
 SHARES = st.floats(0.01, 0.99)
 
 
@@ -68,7 +70,7 @@ def test_typical_p(logits: list[float], share: float) -> None:
         if mass >= share:
             break
     gaps = sorted(abs(-math.log(x) - level) for x in p)
-    assume(near > 1e-9 and all(b - a > 1e-9 for a, b in zip(gaps, gaps[1:], strict=False)))
+    assume(near > 1e-9 and all(b - a > 1e-9 for a, b in pairwise(gaps)))
     found = filters.typical_p(all_of(logits), SamplingParams(typical_p=share))
     assert found.token_ids.tolist() == sorted(kept)
     assert found.scaled.max() == 0.0
@@ -78,7 +80,7 @@ def test_typical_p(logits: list[float], share: float) -> None:
 def test_typical_p_is_transformers(logits: list[float], share: float) -> None:
     p = softmax(logits)
     far = sorted((abs(-math.log(x) - entropy(p)), x) for x in p)
-    assume(all(b[0] - a[0] > 1e-3 for a, b in zip(far, far[1:], strict=False)))
+    assume(all(b[0] - a[0] > 1e-3 for a, b in pairwise(far)))
     mass = np.cumsum([x for _, x in far])
     assume(np.abs(mass - share).min() > 1e-4)
     theirs = transformers.TypicalLogitsWarper(share)(torch.tensor([[0]]), torch.tensor([logits]))
@@ -97,7 +99,7 @@ def test_min_p_is_transformers(logits: list[float], floor: float) -> None:
 @given(LOGITS, SHARES)
 def test_top_p_is_transformers(logits: list[float], share: float) -> None:
     mass = np.cumsum(sorted(softmax(logits), reverse=True))
-    assume(np.abs(mass - share).min() > 1e-4 and np.diff(sorted(logits)).min() > 1e-3)
+    assume(np.abs(mass - share).min() > 1e-4)
     theirs = transformers.TopPLogitsWarper(share)(torch.tensor([[0]]), torch.tensor([logits]))
     assert filters.top_p(all_of(logits), SamplingParams(top_p=share)).token_ids.tolist() == survivors(theirs)
 
@@ -170,14 +172,17 @@ def zipf_k(logits: list[float], mu: float, vocab_size: int) -> float:
     b = [math.log(p[i] / p[i + 1]) for i in range(len(p) - 1)]
     s = sum(x * y for x, y in zip(t, b, strict=True)) / sum(x * x for x in t)
     e = s - 1
-    return float(((e * 2**mu) / (1 - vocab_size**-e)) ** (1 / s))
+    try:
+        return float(((e * 2**mu) / (1 - vocab_size**-e)) ** (1 / s))
+    except OverflowError:
+        return 1e9
 
 
 @given(LOGITS, st.floats(0.5, 12))
 def test_mirostat_1(logits: list[float], mu: float) -> None:
     p = sorted(softmax(logits), reverse=True)
     assume(p[-1] > 1e-12)
-    wanted = zipf_k(logits, mu, len(logits))
+    wanted = min(zipf_k(logits, mu, len(logits)), 1e9 + 0.5)
     assume(abs(wanted - round(wanted)) > 1e-6)
     k = max(1, min(len(logits), int(wanted)))
     found = filters.mirostat(all_of(logits), SamplingParams(mirostat=1), mu, len(logits))
