@@ -122,12 +122,16 @@ class Answer(ABC):
             "stop_reason": finish.stop_reason if finish else None,
             "seed": state.request.params.seed,
         }
-        short = shortfall(state.request.params.structured_outputs, state.text, finish)
+        short = shortfall(state.request.params.structured_outputs, self._formed(state), finish)
         if short is not None:
             fields["warnings"] = [short]
         if self.request.return_token_ids:
             fields["token_ids"] = list(token_ids)
         return fields
+
+    def _formed(self, state: RequestState) -> str:
+        """The part of an answer's text that its form is about."""
+        return state.text
 
     def _prompt_fields(self) -> dict[str, Any]:
         """What the reply as a whole tells of the prompt."""

@@ -102,6 +102,9 @@ class ChatAnswer(Answer):
             choices.append({"index": place, "delta": delta, "logprobs": logprobs} | ending)
         return choices
 
+    def _formed(self, state: RequestState) -> str:
+        return self._messages[self.generation.states.index(state)].content
+
     def _opening(self, place: int, state: RequestState) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": place, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_fields()]

@@ -5,11 +5,17 @@ Makes, for each chat, the parsers of its answers. Knows formats by name, and no 
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace.errors import RequestError
+from headrace.sampling.constraints import KINDS, StructuredOutputs
 from headrace.server import reasoning
 from headrace.server.chat import ChatTemplate
 from headrace.server.parts import ContentParser, MessageParser
@@ -18,9 +24,11 @@ from headrace.server.schema import ChatCompletionRequest, TokenizeRequest
 from headrace.server.text import Tokenizer
 from headrace.server.tools import registry
 from headrace.server.tools.choice import ToolUse
+from headrace.server.tools.form import Wanted
 
 logger = logging.getLogger("headrace.server")
 
+_ONLY: dict[str, Any] = dict.fromkeys(KINDS)
 NONE = "none"
 """As the name of a parser: there is none."""
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -32,16 +40,16 @@ FALLBACK = "hermes"
 
 class Dialect(NamedTuple):
     """`tools` and `reasoning` are names of `tools.registry` and `reasoning`; None where there is no such thing.
-    `shows_tools`: whether the chat template has a place for tools. `tool_marks`, `reasoning_marks`: whether their marks
-    are special tokens, which are left out of text unless it is asked for them. `efforts`: the variables of the chat
-    template that say how much to reason."""
+    `shows_tools`: whether the chat template has a place for tools. `token_ids`: those of the marks that are special
+    tokens, which are left out of text unless it is asked for them. `template`: the sources. `efforts`: the variables of
+    the chat template that say how much to reason."""
 
     tools: str | None = None
     reasoning: str | None = None
     auto: bool = True
     shows_tools: bool = False
-    tool_marks: bool = False
-    reasoning_marks: bool = False
+    token_ids: Mapping[str, int] = MappingProxyType({})
+    template: str = ""
     efforts: frozenset[str] = frozenset()
 
     @classmethod
@@ -69,14 +77,42 @@ class Dialect(NamedTuple):
             style,
             enable_auto_tool_choice,
             shows_tools=any("tools" in source for source in sources),
-            tool_marks=tools is not None and _any_special(tokenizer, registry.marks(tools)),
-            reasoning_marks=style is not None and _any_special(tokenizer, reasoning.marks(style)),
-            efforts=frozenset(name for name in EFFORTS if any(name in source for source in sources)),
+            token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)),
+            template="\n".join(sources),
+            efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),
         )
 
     def needs_marks(self, use: ToolUse) -> bool:
         """Whether a chat's answers must be read with their special tokens."""
-        return self.reasoning_marks or (self.tool_marks and use.mode != "none")
+        form = self.format_for(use)
+        return any(mark in self.token_ids for mark in _marks(form, self.reasoning))
+
+    def constraint(
+        self, use: ToolUse, prompt: str, given: StructuredOutputs | None
+    ) -> tuple[StructuredOutputs | None, bool]:
+        """What the answers are held to, and whether that sees to the form of all calls. `given` is what the request
+        asks of the content.
+
+        An answer that must be calls is nothing else. One that may be calls is calls or JSON as asked for.
+        """
+        form = self.format_for(use)
+        made, enforced = given, False
+        is_json = given is not None and given.kind in ("json", "json_object")
+        if form is not None and (use.mode == "required" or is_json):
+            part = registry.form(form, Wanted(use.schemas, not use.parallel, self.template, self.token_ids))
+            if use.mode == "auto" and given is not None:
+                schema = json.loads(given.json) if isinstance(given.json, str) else {"type": "object"}
+                part = {"type": "or", "elements": [part, {"type": "json_schema", "json_schema": schema}]}
+            tag = msgspec.json.encode({"type": "structural_tag", "format": part}).decode()
+            # Where a tool does not say that it takes other arguments than those it names, it takes none.
+            given = given or StructuredOutputs(json_object=True, disable_additional_properties=True)
+            made, enforced = msgspec.structs.replace(given, **{**_ONLY, "structural_tag": tag}), True
+        if made is None or self.reasoning is None:
+            return made, enforced
+        before = reasoning.prefix(self.reasoning, prompt, self.token_ids)
+        if before is None:
+            return made, enforced
+        return msgspec.structs.replace(made, prefix=msgspec.json.encode(before).decode()), enforced
 
     def set_effort(self, request: ChatCompletionRequest | TokenizeRequest, variables: dict[str, Any]) -> None:
         """Put `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
@@ -116,8 +152,19 @@ class Dialect(NamedTuple):
         return new_parser
 
 
-def _any_special(tokenizer: Tokenizer | None, marks: tuple[str, ...]) -> bool:
+def _marks(form: str | None, style: str | None) -> tuple[str, ...]:
+    """What must be seen in a text to find calls and reasoning in it."""
+    return (registry.marks(form) if form else ()) + (reasoning.marks(style) if style else ())
+
+
+def _reads(source: str, name: str) -> bool:
+    """Whether a template uses a variable, which is no other thing's attribute."""
+    return re.search(rf"(?<![\w.'\"]){name}(?!\w)", source) is not None
+
+
+def _special(tokenizer: Tokenizer | None, marks: tuple[str, ...]) -> dict[str, int]:
+    """Ids of those of `marks` that are special tokens."""
     if tokenizer is None:
-        return False
-    token_ids = [tokenizer.token_to_id(mark) for mark in marks]
-    return any(token_id is not None and tokenizer.is_special(token_id) for token_id in token_ids)
+        return {}
+    found = {mark: tokenizer.token_to_id(mark) for mark in marks}
+    return {mark: i for mark, i in found.items() if i is not None and tokenizer.is_special(i)}

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from headrace import bounds
 from headrace.errors import ContextLengthError, ModelNotFoundError, RequestError
 from headrace.sampling.params import SamplingParams
@@ -116,9 +118,11 @@ class OpenAI:
         if request.skip_special_tokens is None and self.dialect.needs_marks(use):
             more["skip_special_tokens"] = False
         params = sampling_params(request, self.defaults, **more)
-        await self._check_form(request, params)
         text = await self.render(request, use.tools)
-        new_parser = self.dialect.parsers(use, text, enforced=False)
+        held, enforced = self.dialect.constraint(use, text, params.structured_outputs)
+        params = msgspec.structs.replace(params, structured_outputs=held)
+        await (self._check_tools(request, params, use, text) if enforced else self._check_form(request, params))
+        new_parser = self.dialect.parsers(use, text, enforced)
         _, token_ids = await self.front.prompt_ids(
             text,
             add_special_tokens=bool(request.add_special_tokens),
@@ -258,6 +262,24 @@ class OpenAI:
             arrival_time=arrival,
             draw=self.draw,
         )
+
+    async def _check_tools(self, request: Sampled, params: SamplingParams, use: ToolUse, prompt: str) -> None:
+        """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the tool."""
+        try:
+            for told in await self.front.check(params):
+                request.warn("tools", told)
+        except RequestError as error:
+            for place, tool in enumerate(use.tools):
+                name = tool["function"]["name"]
+                if name not in use.schemas:
+                    continue
+                one = use._replace(schemas={name: use.schemas[name]}, mode="required")
+                held, _ = self.dialect.constraint(one, prompt, None)
+                try:
+                    await self.front.check(msgspec.structs.replace(params, structured_outputs=held))
+                except RequestError as its:
+                    raise RequestError(f"tools[{place}].function.parameters", name, its.bound, its.code) from None
+            raise told_as(error, "tools") from None
 
     async def _check_form(self, request: Sampled, params: SamplingParams) -> None:
         """Find out whether the answer can be held to its form. Raises `RequestError`."""

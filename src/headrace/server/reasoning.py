@@ -7,8 +7,8 @@ next to the marks belongs to them. Names of the styles are vLLM's. Knows no toke
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from headrace.errors import RequestError
 from headrace.server.parts import MessageParser, Part, Reasoning
@@ -71,6 +71,28 @@ def begins_inside(name: str, prompt: str) -> bool:
     if end.endswith(style.openings):
         return True
     return style.begins_inside and not end.endswith(style.closings)
+
+
+def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """The form of what may come before the answer proper, in `grammar.tags`' words; None for nothing.
+
+    `token_ids`: those of the marks that are special tokens.
+    """
+    style = STYLES[name]
+
+    def mark(text: str) -> dict[str, Any]:
+        if text in token_ids:
+            return {"type": "token", "token_id": token_ids[text]}
+        return {"type": "const_string", "value": text}
+
+    space = {"type": "regex", "pattern": "[ \\t\\r\\n]{0,4}"}
+    rest = [{"type": "any_text"}, mark(style.closings[0]), space]
+    if begins_inside(name, prompt):
+        return {"type": "sequence", "elements": rest}
+    if prompt.rstrip().endswith(style.closings):
+        return None
+    thought = {"type": "sequence", "elements": [mark(style.openings[0]), *rest]}
+    return {"type": "optional", "content": thought}
 
 
 class ReasoningParser:

@@ -3,6 +3,7 @@ separator (V3.1)."""
 
 from __future__ import annotations
 
+from headrace.server.tools.form import Part, Wanted, json_of, sequence
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
 
@@ -41,3 +42,13 @@ def read(call: ToolParser) -> Reading[None]:
         yield from text.expect(CALL_END)
         call.done()
         first = False
+
+
+def form(wanted: Wanted) -> Part:
+    fenced = "```json" in wanted.template
+    calls = []
+    for name, schema in wanted.schemas.items():
+        begin = f"function{SEPARATOR}{name}\n```json\n" if fenced else f"{name}{SEPARATOR}"
+        end = f"\n```{CALL_END}" if fenced else CALL_END
+        calls.append(sequence(wanted.text(CALL + begin), json_of(schema), wanted.text(end)))
+    return sequence(wanted.text(CALLS), wanted.several(calls, "\n" if fenced else ""), wanted.text(CALLS_END))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 
+from headrace.server.tools.form import Part, Wanted, json_of, optional, properties, sequence
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
-from headrace.server.tools.tagged import value
+from headrace.server.tools.tagged import is_text, value
 from headrace.server.tools.written import json_text
 
 openers = ("<tool_call>",)
@@ -39,3 +40,16 @@ def read(call: ToolParser) -> Reading[None]:
     if keys:
         call.write("}")
     call.done()
+
+
+def form(wanted: Wanted) -> Part:
+    calls = []
+    for name, schema in wanted.schemas.items():
+        parts = [wanted.text(f"<tool_call>{name}\n")]
+        for key, one, required in properties(schema):
+            inner: Part = {"type": "any_text"} if is_text(wanted.schemas, name, key) else json_of(one)
+            begin, end = f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"
+            part = sequence(wanted.text(begin), inner, wanted.text(end))
+            parts.append(part if required else optional(part))
+        calls.append(sequence(*parts, wanted.text("</tool_call>")))
+    return wanted.several(calls, "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from headrace.server.tools.form import Part, Wanted, sequence
+from headrace.server.tools.form import json_call as call_form
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import Reading
 from headrace.server.tools.written import json_call
@@ -21,3 +23,11 @@ def read(call: ToolParser) -> Reading[None]:
     if (yield from text.peek()):
         yield from text.expect("</tool_call>")
     call.done()
+
+
+def form(wanted: Wanted) -> Part:
+    calls = [
+        sequence(wanted.text("<tool_call>\n"), call_form(name, schema), wanted.text("\n</tool_call>"))
+        for name, schema in wanted.schemas.items()
+    ]
+    return wanted.several(calls, "\n")

@@ -4,6 +4,8 @@ by semicolons. Built-in tools are written `<|python_tag|>name.call(key="value")`
 
 from __future__ import annotations
 
+from headrace.server.tools.form import Part, Wanted
+from headrace.server.tools.form import json_call as call_form
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.pythonic import keyword_call
 from headrace.server.tools.reader import IllFormed, Reading
@@ -31,3 +33,7 @@ def read(call: ToolParser) -> Reading[None]:
             call.back()
             return
         yield from text.space()
+
+
+def form(wanted: Wanted) -> Part:
+    return wanted.several([call_form(name, schema, "parameters") for name, schema in wanted.schemas.items()], "; ")

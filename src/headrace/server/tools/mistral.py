@@ -8,6 +8,8 @@ import re
 import secrets
 import string
 
+from headrace.server.tools.form import Part, Wanted, const, json_of, sequence
+from headrace.server.tools.form import json_call as call_form
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import Reading
 from headrace.server.tools.written import json_calls
@@ -40,3 +42,11 @@ def read(call: ToolParser) -> Reading[None]:
     yield from text.space()
     yield from call.arguments()
     call.done()
+
+
+def form(wanted: Wanted) -> Part:
+    if "[ARGS]" in wanted.template:
+        named = [(f"[TOOL_CALLS]{name}[ARGS]", schema) for name, schema in wanted.schemas.items()]
+        return wanted.several([sequence(wanted.text(begin), json_of(schema)) for begin, schema in named], "")
+    calls = [call_form(name, schema) for name, schema in wanted.schemas.items()]
+    return sequence(wanted.text("[TOOL_CALLS]"), const("["), wanted.several(calls, ", "), const("]"))

@@ -7,10 +7,13 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
+from headrace.server.tools.form import Part, Wanted, const, either, json_of, optional, properties, sequence
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import MAX_DEPTH, IllFormed, Reader, Reading
-from headrace.server.tools.written import json_text
+from headrace.server.tools.written import is_json, json_text
 
 openers = ("<|python_start|>",)
 starts = ("[",)
@@ -22,7 +25,6 @@ MAX_LITERAL = 2**16
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _KEY = re.compile(r"\w+")
 _PLAIN = re.compile(r"[^\"'\[\](){},\\#]+")
-_JSON = {"true": "true", "false": "false", "null": "null"}
 
 
 def read(call: ToolParser) -> Reading[None]:
@@ -76,8 +78,8 @@ def _literal(text: Reader) -> Reading[str]:
     with text.kept():
         yield from _extent(text)
         source = text.since(start).strip()
-    if source in _JSON:
-        return _JSON[source]
+    if is_json(source):
+        return source
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -123,3 +125,28 @@ def _string(text: Reader, quote: str) -> Reading[None]:
 
 
 _PLAIN_IN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
+
+
+def form(wanted: Wanted) -> Part:
+    calls = [
+        sequence(const(f"{name}("), *_arguments_form(schema), const(")")) for name, schema in wanted.schemas.items()
+    ]
+    return sequence(const("["), wanted.several(calls, ", "), const("]"))
+
+
+def _arguments_form(schema: Mapping[str, Any]) -> list[Part]:
+    """The required arguments, then the others, in the schema's order; their values as JSON, which `read` takes too."""
+    named = properties(schema)
+    parts = [sequence(const(f"{name}="), json_of(one)) for name, one, _ in named]
+    required = [part for part, (_, _, needed) in zip(parts, named, strict=True) if needed]
+    others = [part for part, (_, _, needed) in zip(parts, named, strict=True) if not needed]
+    comma = const(", ")
+
+    def more(parts: list[Part]) -> list[Part]:
+        return [optional(sequence(comma, part)) for part in parts]
+
+    if required:
+        first, *rest = required
+        return [first, *(sequence(comma, part) for part in rest), *more(others)]
+    starts = [sequence(part, *more(others[place + 1 :])) for place, part in enumerate(others)]
+    return [optional(either(starts))] if starts else []

@@ -4,9 +4,10 @@ later, Nemotron 3. Texts stand bare and are told as JSON strings; what its schem
 
 from __future__ import annotations
 
+from headrace.server.tools.form import Part, Wanted, any_text_to, const, json_of, optional, properties, sequence
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
-from headrace.server.tools.tagged import value
+from headrace.server.tools.tagged import is_text, value
 from headrace.server.tools.written import json_text
 
 openers = ("<tool_call>", "<function=")
@@ -40,3 +41,16 @@ def read(call: ToolParser) -> Reading[None]:
         if (yield from text.peek()):
             yield from text.expect("</tool_call>")
     call.done()
+
+
+def form(wanted: Wanted) -> Part:
+    calls = []
+    for name, schema in wanted.schemas.items():
+        parts = [wanted.text(f"<tool_call>\n<function={name}>\n")]
+        for key, one, required in properties(schema):
+            end = "\n</parameter>\n"
+            inner = any_text_to(end) if is_text(wanted.schemas, name, key) else sequence(json_of(one), const(end))
+            part = sequence(const(f"<parameter={key}>\n"), inner)
+            parts.append(part if required else optional(part))
+        calls.append(sequence(*parts, wanted.text("</function>\n</tool_call>")))
+    return wanted.several(calls, "\n")

@@ -8,6 +8,7 @@ from typing import cast
 
 from headrace.errors import RequestError
 from headrace.server.tools import deepseek_v3, glm45, granite, hermes, llama3_json, mistral, pythonic, qwen3_coder
+from headrace.server.tools.form import Part, Wanted
 from headrace.server.tools.parser import Format, Schemas, ToolParser, call_id
 
 FORMATS: dict[str, ModuleType] = {
@@ -62,6 +63,12 @@ def marks(name: str) -> tuple[str, ...]:
     """The marks of a format that may be special tokens."""
     form = FORMATS[name]
     return (*form.openers, *getattr(form, "other_marks", ()))
+
+
+def form(name: str, wanted: Wanted) -> Part:
+    """The form of an answer that is one call or more, in `grammar.tags`' words."""
+    made: Part = FORMATS[name].form(wanted)
+    return made
 
 
 def new_parser(

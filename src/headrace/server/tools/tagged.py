@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from headrace.server.tools.parser import Schemas, ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
-from headrace.server.tools.written import json_text
+from headrace.server.tools.written import is_json, json_text
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
@@ -21,7 +20,7 @@ def value(call: ToolParser, name: str, key: str, closing: str, last: str) -> Rea
     said = (yield from text.until(closing)).removesuffix(last)
     bare = said.strip()
     try:
-        call.write(bare if bare not in _PYTHON and _is_json(bare) else _PYTHON[bare])
+        call.write(bare if bare not in _PYTHON and is_json(bare) else _PYTHON[bare])
     except KeyError:
         call.write(json_text(said))
 
@@ -49,18 +48,6 @@ def _kinds(schema: Any) -> set[str] | None:
         if isinstance(schema.get(several), list):
             return set().union(*(_kinds(one) or {"string"} for one in schema[several]))
     return {"other"} if "$ref" in schema else None
-
-
-def _is_json(said: str) -> bool:
-    try:
-        json.loads(said, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def _text(call: ToolParser, closing: str, last: str) -> Reading[None]:

@@ -59,3 +59,16 @@ def _plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_plain(inner) for inner in value)
     return value is None or isinstance(value, str | bool | int | float)
+
+
+def is_json(said: str) -> bool:
+    """Whether a text is one JSON value, strictly."""
+    try:
+        json.loads(said, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
