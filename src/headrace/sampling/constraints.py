@@ -33,6 +33,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     `disable_any_whitespace`: nothing may; `disable_additional_properties`: objects have no other properties than
     their schema names, where it does not say.
 
+    `prefix`: what comes before the form, as JSON text of a `format` (see `headrace.grammar.tags`): the server's way to
+    let a model reason first.
+
     Raises `RequestError` naming the field, the value and the bound.
     """
 
@@ -45,6 +48,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    prefix: str | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -57,6 +61,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             msgspec.structs.force_setattr(self, "json", text)
         if self.structural_tag is not None:
             check_json(self.structural_tag, "structural_tag")
+        if self.prefix is not None:
+            check_json(self.prefix, "prefix")
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 bounds.check("structured_text", getattr(self, name), f"structured_outputs.{name}")
@@ -73,7 +79,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     def _check_types(self) -> None:
-        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern"):
+        for name in ("regex", "grammar", "structural_tag", "whitespace_pattern", "prefix"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise RequestError(f"structured_outputs.{name}", value, "a string")
