@@ -42,7 +42,7 @@ class WaitingQueue:
         """
         aged = False
         for seq in self._seqs:
-            if seq.seq_id < by.seq_id and not passed_by(seq):
+            if seq.arrival < by.arrival and not passed_by(seq):
                 seq.num_overtaken += 1
                 if seq.num_overtaken == self.max_overtaking:
                     seq.rank = float("-inf")

@@ -168,7 +168,7 @@ class Searches:
         return None
 
     def _enter(self, parent: Sequence, seq: Sequence, num: int) -> None:
-        seq.rank = parent.rank
+        seq.rank, seq.num_overtaken = parent.rank, parent.num_overtaken
         self.tables.fork(parent, seq, num)
         seq.move(Status.RUNNING)
         self.running.append(seq)

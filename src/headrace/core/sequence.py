@@ -132,16 +132,7 @@ class Sequence:
     def fork(self, seq_id: int) -> Sequence:
         """Another beam of the same search with the same tokens, waiting and without blocks."""
         seq = Sequence(self.request, seq_id, self.max_len, self.stop_ids, self.keys[0])
-        for name in (
-            "arrival",
-            "rank",
-            "params",
-            "high_water",
-            "num_preemptions",
-            "num_forced",
-            "num_overtaken",
-            "started",
-        ):
+        for name in ("arrival", "params", "high_water", "num_preemptions", "num_forced", "started"):
             setattr(seq, name, getattr(self, name))
         seq.search, seq.tokens, seq.keys = self.search, list(self.tokens), list(self.keys)
         return seq

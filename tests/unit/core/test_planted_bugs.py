@@ -12,6 +12,7 @@ from tests.sim.simulation import Simulation, Violation
 
 import headrace.core.scheduler as scheduler_module
 from headrace.core.scheduler import Scheduler
+from headrace.core.searches import Search
 from headrace.core.sequence import Sequence
 from headrace.errors import InvariantError
 from headrace.types import Finish
@@ -183,6 +184,71 @@ def history_without_the_resumed_tokens(s, _):
     s._build = short
 
 
+@bug("I-4")
+def beams_write_where_others_read(s, _):
+    s.tables.shares_tail = lambda seq: False
+
+
+@bug("I-4", "I-13", checking=False)
+def beams_write_where_others_read_seen_from_outside(s, _):
+    s.tables.shares_tail = lambda seq: False
+
+
+@bug("I-2", "I-3", "I-7")
+def fork_without_a_reference(s, _):
+    fork = s.tables.fork
+
+    def careless(source, seq, num):
+        fork(source, seq, num)
+        s.pool.release(seq.block_table)
+
+    s.tables.fork = careless
+
+
+@bug("I-13", checking=False)
+def fork_that_knows_its_parents_next_token(s, _):
+    advance = s.searches.advance
+
+    def late(search):
+        before = list(search.live)
+        result = advance(search)
+        for seq in search.live:
+            if seq not in before and seq.tokens[-1] != before[0].tokens[-1]:
+                seq.tokens[-1] = before[0].tokens[-1]
+                break
+        return result
+
+    s.searches.advance = late
+
+
+@bug("I-10")
+def beams_left_behind_by_a_preemption(s, monkeypatch):
+    monkeypatch.setattr(Search, "retire", lambda self: self.live[0])
+
+
+@bug("I-10", "I-15")
+def beams_without_room_to_run(s, _):
+    s.searches.num_absent = lambda: 0
+
+
+@bug("I-17", "I-19", "R-11")
+def searches_claim_one_beam(s, monkeypatch):
+    monkeypatch.setattr(Search, "claim", lambda self, size: -(-(self.live[0].max_len - 1) // size))
+
+
+@bug("I-8", "I-12", "I-13", checking=False)
+def beams_do_not_wait_for_one_another(s, _):
+    advance = s.searches.advance
+
+    def hasty(search):
+        if 0 < len(search.tops) == len(search.live) - 1 and not search.pending:
+            lost = next(seq for seq in search.live if seq.seq_id not in search.tops)
+            search.tops[lost.seq_id] = next(iter(search.tops.values()))
+        return advance(search)
+
+    s.searches.advance = hasty
+
+
 @bug("I-9", checking=False)
 def end_told_twice(s, _):
     commit, told = s.commit, {}
@@ -196,7 +262,7 @@ def end_told_twice(s, _):
     s.commit = repeating
 
 
-@bug("I-8", "I-13", checking=False)
+@bug("I-8", "I-12", "I-13", checking=False)
 def failed_chunk_published(s, _):
     drop = s._drop_failed
 
