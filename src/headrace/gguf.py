@@ -23,6 +23,9 @@ MAX_ENTRIES = 65_536
 MAX_KEY_BYTES = 65_536
 MAX_NAME_BYTES = 64
 MAX_ALIGNMENT = 65_536
+MAX_TOKENS = 2**20
+"""Most tokens of a vocabulary."""
+MAX_TOKEN_BYTES = 4096
 
 _STRING, _ARRAY = 8, 9
 # By the type's number: its name, and its letter for `struct` and `array`.

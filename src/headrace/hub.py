@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, a hub id, or the built-in model. No torch, no weights.
+"""Where a model's files are: a local directory, a GGUF file, a hub id, or the built-in model. No torch, no weights.
 
 `resolve` is called by the loader (for weights), by the text layer (for the tokenizer) and by the command line.
 Nothing from the model directory is ever executed: only the file kinds in `PATTERNS` are fetched or looked at.
@@ -10,25 +10,37 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headrace import gguf
 from headrace.builtin import PATH
 from headrace.errors import CheckpointError, ModelNotFoundError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 MAX_JSON_BYTES = 64 * 2**20
+_TURN_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()
+)
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Directory that holds `model`: 'builtin', a path, or a hub id (fetched by `huggingface_hub`).
+    """Directory that holds `model`: 'builtin', a path, or a hub id (fetched by `huggingface_hub`); or a GGUF file.
 
-    Raises `ModelNotFoundError` telling what was tried.
+    A directory that holds one GGUF file and no config.json means that file. Raises `ModelNotFoundError` telling what
+    was tried.
     """
     if model == "builtin":
         return PATH
     path = Path(model).expanduser()
     if path.is_dir():
+        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise ModelNotFoundError(f"{model} holds {len(found)} GGUF files; name one, such as {found[0]}")
+        return found[0] if found else path
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if path.exists():
-        raise ModelNotFoundError(f"{model} is a file; headrace reads a directory with config.json and *.safetensors")
+        raise ModelNotFoundError(
+            f"{model} is a file; headrace reads a directory with config.json and *.safetensors, or a .gguf file"
+        )
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise ModelNotFoundError(f"{model}: no such directory, and not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
@@ -67,7 +79,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """Ids that end a text, from generation_config.json and config.json (either may give one id or a list)."""
+    """Ids that end a text, from generation_config.json and config.json (either may give one id or a list).
+
+    Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn.
+    """
+    if directory.is_file():
+        return _gguf_ends(gguf.read(directory))
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
@@ -78,3 +95,14 @@ def eos_token_ids(directory: Path) -> list[int]:
                 if token_id >= 0:  # some files write -1 for "there is none"
                     found.append(token_id)
     return found
+
+
+def _gguf_ends(file: gguf.GGUF) -> list[int]:
+    key = "tokenizer.ggml."
+    tokens = file.texts(key + "tokens", gguf.MAX_TOKENS, gguf.MAX_TOKEN_BYTES) or []
+    kinds = file.integers(key + "token_type", gguf.MAX_TOKENS) or ()
+    said = [file.integer(f"{key}{role}_token_id", 0, max(len(tokens) - 1, 0)) for role in ("eos", "eot", "eom")]
+    # Older files name one id only, and chat models end their turns with another.
+    known = [i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3 and text in _TURN_ENDS]
+    found = [token_id for token_id in said if token_id is not None] + known
+    return list(dict.fromkeys(found))

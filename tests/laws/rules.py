@@ -44,7 +44,7 @@ LAYERS: dict[str, Layer] = {
     "errors": Layer((), PURE | {"msgspec"}),
     "bounds": Layer(("errors",), PURE | {"msgspec"}),
     "env": Layer((), PURE),
-    "hub": Layer(("errors", "builtin"), HEAVY | SERVING),
+    "hub": Layer(("errors", "builtin", "gguf"), HEAVY | SERVING),
     "gguf": Layer(("errors",), PURE | {"msgspec"}),
     "config": Layer(("errors",), PURE),
     "types": Layer(("sampling.params", "sampling.beam"), PURE),
@@ -61,9 +61,11 @@ LAYERS: dict[str, Layer] = {
     "executor.simulated": Layer(("types", "sampling.params"), PURE),
     # A packed model starts without torch, which takes a second to import: only what reads checkpoints may know it.
     "runner": Layer(
-        ("types", "sampling", "grammar", "models", "backends", "quant.schemes", "hub", "bounds"), SERVING | {"torch"}
+        ("types", "sampling", "grammar", "models", "backends", "quant.schemes", "hub", "gguf", "bounds"),
+        SERVING | {"torch"},
     ),
     "runner.loader": Layer(("runner", "backends.base", "quant", "hub"), SERVING),
+    "runner.gguf_source": Layer(("runner", "backends.base", "quant", "gguf"), SERVING),
     "models": Layer(("backends.base", "runner.loader.Weights"), SERVING | HEAVY),
     "models.rope": Layer(("backends.base", "models.config"), SERVING | {"torch", "transformers"}),
     "quant": Layer(("backends.base",), SERVING | {"transformers"}),
@@ -76,7 +78,6 @@ LAYERS: dict[str, Layer] = {
             "types",
             "sampling.params",
             "sampling.constraints",
-            "grammar.calls",
             "grammar.compile",
             "grammar.vocabulary",
             "bounds",

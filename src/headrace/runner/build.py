@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace import __version__, hub, models
+from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend, KVShape
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, RequestError
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
+from headrace.quant.schemes import parse
+from headrace.runner import gguf_config
 from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.runner.runner import Runner
 from headrace.runner.source import with_weights
@@ -27,6 +29,8 @@ from headrace.types import EngineInfo
 MAX_AUTO_KV_BYTES = 4 * 2**30
 AUTO_KV_SHARE = 0.25
 MIN_AUTO_MODEL_LEN = 1024
+EXACT = "none"
+"""The quantization that dequantises blocks into the model's dtype."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,22 +93,45 @@ def build_runner(
 
 
 def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
-    """The model of `directory` with its weights. Raises `CheckpointError` or `RequestError`."""
+    """The model of `directory` (or of a GGUF file) with its weights. Raises `CheckpointError` or `RequestError`."""
+    if directory.is_file():
+        return _load_gguf(config, directory, progress)
     values = read_config(directory, models.names())
+    if config.quantization == EXACT and values.get("quantization_config") is not None:
+        raise RequestError("quantization", EXACT, "left out: only the blocks of GGUF files are dequantised as yet")
     module = models.find(values["model_type"])
     model_config = ModelConfig(values)
     checkpoint = MappedCheckpoint(directory)
-    backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint))
+    backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     model: models.Model = with_weights(
         lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
         checkpoint,
         backend,
         values.get("quantization_config"),
-        config.quantization,
+        None if config.quantization == EXACT else config.quantization,
         config.save_packed,
         progress,
     )
+    return backend, model, model_config
+
+
+def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
+    if config.save_packed:
+        raise RequestError("save_packed", True, f"off for {path.name}: a GGUF file is packed anew at every start")
+    exact = config.quantization == EXACT
+    wanted = None if exact or config.quantization is None else parse(config.quantization)
+    file = gguf.read(path)
+    reading = gguf_config.read(file)
+    model_config = ModelConfig(reading.values)
+    backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    from headrace.runner.gguf_source import GGUFWeights
+
+    weights = GGUFWeights(file, reading, backend, progress, wanted, exact)
+    module = models.find(reading.values["model_type"])
+    model: models.Model = module.Model(model_config, weights, backend.ops, max_model_len)
+    weights.finish()
     return backend, model, model_config
 
 

@@ -14,13 +14,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace import gguf
-from headrace.gguf import GGUF
+from headrace.gguf import GGUF, MAX_TOKEN_BYTES, MAX_TOKENS
 from headrace.server import tokenizer_files
 from headrace.server.tokenizer_files import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, USER_DEFINED, TokenizerFile
 
-MAX_TOKENS = 2**20
 MAX_MERGES = 2**21
-MAX_TOKEN_BYTES = 4096
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
