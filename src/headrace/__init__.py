@@ -1,4 +1,4 @@
-"""headrace: an LLM inference and serving engine. `LLM`, `AsyncLLM` and `SamplingParams` are loaded on first use."""
+"""headrace: an LLM inference and serving engine. `LLM`, `AsyncLLM` and the parameters are loaded on first use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING, Any
 from headrace import env
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
     from headrace.llm import LLM
+    from headrace.sampling.beam import BeamSearchParams
     from headrace.sampling.params import SamplingParams
 
 env.tame_openmp()
 
-_HOMES = {"LLM": "headrace.llm", "AsyncLLM": "headrace.async_llm", "SamplingParams": "headrace.sampling.params"}
+_HOMES = {
+    "LLM": "headrace.llm",
+    "AsyncLLM": "headrace.async_llm",
+    "BeamSearchParams": "headrace.sampling.beam",
+    "SamplingParams": "headrace.sampling.params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,9 @@ from headrace import hub
 from headrace.compose import build_engine
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import HeadraceError, RequestError
+from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
+from headrace.server.beams import BeamSearchOutput, beam_output
 from headrace.server.client import EngineClient, InprocClient, ProcessClient
 from headrace.server.generation import Front
 from headrace.server.inputs import Prompt, new_request_id, seed_source
@@ -110,6 +112,23 @@ class AsyncLLM:
                 self._streams[name].remove(generation)
                 if not self._streams[name]:
                     del self._streams[name]
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> BeamSearchOutput:
+        """Search for the likeliest answers to a prompt; see `BeamSearchParams`.
+
+        Raises `RequestError`, `QueueFullError` or `EngineDeadError`.
+        """
+        await self.start()
+        text, token_ids = await self._front.prompt_ids(prompt)
+        sampling = params.sampling_params()
+        async with self._front.open(
+            [token_ids], sampling, priority=priority, cache_salt=cache_salt, beam=params
+        ) as generation:
+            async for _ in generation:
+                pass
+            return beam_output(generation.states, text, self._front.tokenizer)
 
     def abort(self, request_id: str) -> None:
         """End the requests of this name; their iterations end with what has come. Unknown names are fine."""

@@ -15,8 +15,10 @@ from headrace import compose, hub
 from headrace.config import EngineConfig
 from headrace.core.engine import verify
 from headrace.errors import HeadraceError, RequestError
+from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
 from headrace.server import inputs
+from headrace.server.beams import BeamSearchOutput, beam_output, make_search
 from headrace.server.chat import ChatTemplate
 from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt
@@ -157,6 +159,28 @@ class LLM:
             token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest answers to each prompt; see `BeamSearchParams`. Outputs come in the prompts' order.
+
+        Raises `RequestError` before any work is done if one of the prompts can not be served: also where the beams
+        would not fit the step or the KV cache.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError("params", params, "a BeamSearchParams")
+        states, texts = [], []
+        for prompt in _as_list(prompts):
+            text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
+            request = make_search(token_ids, params, params.sampling_params(), self.core.info)
+            states.append(self._state(request, 0))
+            texts.append(text)
+        self._run([[state] for state in states], use_tqdm)
+        return [beam_output([state], text, self._tokenizer) for state, text in zip(states, texts, strict=True)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, giving the output so far after each step that added to it."""

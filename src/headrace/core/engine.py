@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headrace.core.scheduler import Scheduler
+from headrace.core.searches import verify_search
 from headrace.errors import RequestError
 from headrace.types import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -127,5 +128,7 @@ def verify(request: Request, info: EngineInfo) -> None:
         wanted = info.vocab_size if count == -1 else count
         if wanted is not None and info.max_logprobs != -1 and wanted > info.max_logprobs:
             raise RequestError(field, count, f"at most {info.max_logprobs} (--max-logprobs)")
+    if request.beam is not None:
+        verify_search(request, request.beam, info)
     if params.seed is None or params.max_tokens is None:
         raise RequestError("params", "seed or max_tokens unset", "complete when it reaches the engine")

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.core.beams import BeamSearch, Top
-from headrace.core.finish import LENGTH, finish_after
+from headrace.core.finish import LENGTH, finish_after, stop_ids
 from headrace.core.sequence import Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.errors import RequestError
-from headrace.sampling.beam import BeamSearchParams
-from headrace.types import Beam, BeamResult, Request
+from headrace.sampling.beam import BeamSearchParams, check_combination
+from headrace.types import Beam, BeamResult, EngineInfo, Request
 
 
 class Search:
@@ -40,8 +40,7 @@ class Search:
     def claim(self, block_size: int) -> int:
         """Blocks that the beams hold at their longest, when they share nothing but the prompt's whole blocks."""
         root = self.live[0]
-        shared = root.num_prompt // block_size
-        return shared + self.width * (-(-(root.max_len - 1) // block_size) - shared)
+        return claim_of(self.width, root.num_prompt, root.max_len, block_size)
 
     def reserve(self, block_size: int) -> int:
         """Blocks beside those of `live[0]` that the others need for the tokens they know; of a search that has not
@@ -92,15 +91,8 @@ class Searches:
             return
         if request.resume_token_ids:
             raise RequestError("resume_token_ids", len(request.resume_token_ids), "none for a beam search")
-        if params.beam_width > max_num_seqs:
-            raise RequestError("beam_width", params.beam_width, f"at most {max_num_seqs} (--max-num-seqs)")
         search = Search(root, params)
-        claim, num_blocks = search.claim(self.block_size), self.tables.pool.num_blocks
-        if claim > num_blocks:
-            bound = (
-                f"such that the beams' {claim} blocks fit the cache's {num_blocks}: narrower, or with less max_tokens"
-            )
-            raise RequestError("beam_width", params.beam_width, bound)
+        check_room(params, max_num_seqs, search.claim(self.block_size), self.tables.pool.num_blocks)
         root.search = search
         root.params = params.step_params(request.params, len(root.stop_ids))
         self.open[request.request_id] = search
@@ -188,6 +180,39 @@ class Searches:
                 )
             )
         return BeamResult(beams=beams, num_blocks=search.num_blocks, num_blocks_unshared=search.num_blocks_unshared)
+
+
+def claim_of(width: int, num_prompt: int, max_len: int, block_size: int) -> int:
+    """Blocks of `width` beams of at most `max_len` tokens that share the prompt's whole blocks. A beam's last token is
+    never computed."""
+    shared = num_prompt // block_size
+    return shared + width * (-(-(max_len - 1) // block_size) - shared)
+
+
+def check_room(params: BeamSearchParams, max_num_seqs: int, claim: int, num_blocks: int) -> None:
+    """Raise `RequestError` if the beams could never run together."""
+    if params.beam_width > max_num_seqs:
+        raise RequestError("beam_width", params.beam_width, f"at most {max_num_seqs} (--max-num-seqs)")
+    if claim > num_blocks:
+        bound = f"such that the beams' {claim} blocks fit the cache's {num_blocks}: narrower, or with less max_tokens"
+        raise RequestError("beam_width", params.beam_width, bound)
+
+
+def verify_search(request: Request, params: BeamSearchParams, info: EngineInfo) -> None:
+    """What `core.engine.verify` checks of a search, by the numbers of the engine. Raises `RequestError`."""
+    check_combination(request.params)
+    if request.pooling:
+        raise RequestError("pooling", request.pooling, "left out of a beam search")
+    num_kept = params.num_kept(len(stop_ids(request.params, info.eos_token_ids)))
+    if num_kept > info.vocab_size:
+        raise RequestError(
+            "beam_width", params.beam_width, f"less: the model has {info.vocab_size} tokens to choose from"
+        )
+    num_prompt = len(request.prompt_token_ids)
+    max_len = min(num_prompt + (request.params.max_tokens or info.max_model_len), info.max_model_len)
+    max_len = min(max_len, info.num_blocks * info.block_size + 1)
+    claim = claim_of(params.beam_width, num_prompt, max_len, info.block_size)
+    check_room(params, min(info.max_num_seqs, info.max_num_batched_tokens), claim, info.num_blocks)
 
 
 def _num_common(left: list[int], right: list[int]) -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace import __version__
 from headrace.server import replies
+from headrace.server.beams import blocks_of
 from headrace.server.forms import shortfall
 from headrace.server.generation import Front, Generation
 from headrace.server.inputs import new_request_id
@@ -68,7 +69,7 @@ class Answer(ABC):
     def _reply(self) -> dict[str, Any]:
         states, told = self.generation.states, self.generation.told()
         choices = [self._choice(place, states[place]) | {"index": index} for index, place in enumerate(told)]
-        counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)}
+        counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)} | blocks_of(self.groups)
         return self._head | {"object": self.name, "choices": choices} | counts | self._prompt_fields() | self.told()
 
     def told(self) -> dict[str, Any]:
@@ -127,6 +128,9 @@ class Answer(ABC):
             fields["warnings"] = [short]
         if self.request.return_token_ids:
             fields["token_ids"] = list(token_ids)
+        if state.beams is not None:
+            (beam,) = state.beams.beams
+            fields |= {"cumulative_logprob": beam.cumulative_logprob, "beam_score": beam.score}
         return fields
 
     def _formed(self, state: RequestState) -> str:

@@ -372,23 +372,26 @@ class EngineClient:
             if was_waiting and entry.started:
                 self._leave_queue(entry)
                 self._starts.append((output.end_time, len(entry.request.prompt_token_ids)))
-            self._proven = self._proven or bool(delta.token_ids)
-            if delta.token_ids:
-                self._observe_tokens(entry, delta)
+            num_tokens = len(delta.token_ids)
+            if delta.beams is not None:
+                num_tokens = sum(len(beam.token_ids) for beam in delta.beams.beams)
+            self._proven = self._proven or num_tokens > 0
+            if num_tokens:
+                self._observe_tokens(entry, delta, num_tokens)
             if delta.finish is not None:
                 self._forget(request_id)
             entry.stream.push(entry.index, delta)
         if self.observer is not None:
             self.observer.on_step(output)
 
-    def _observe_tokens(self, entry: _Open, delta: Delta) -> None:
+    def _observe_tokens(self, entry: _Open, delta: Delta, num_tokens: int) -> None:
         last, entry.last_time = entry.last_time, delta.time
         if self.observer is None or entry.request.request_id.startswith(PROBE):
             return
         if last is None:
             num_prompt = len(entry.request.prompt_token_ids)
             self.observer.on_first_token(num_prompt, entry.num_cached, delta.time - entry.arrival_time)
-        self.observer.on_tokens(len(delta.token_ids), None if last is None else delta.time - last)
+        self.observer.on_tokens(num_tokens, None if last is None else delta.time - last)
 
     # -- death
 

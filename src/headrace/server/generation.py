@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from headrace.errors import HeadraceError
+from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
+from headrace.server.beams import make_search, parts_of
 from headrace.server.client import EngineClient, RequestStream
 from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
-from headrace.server.outputs import Piece, RequestState, best
+from headrace.server.outputs import Delta, Piece, RequestState, best
 from headrace.server.text import Tokenizer
 from headrace.server.words import THINK
 from headrace.types import EngineInfo, Finish, Pooling
@@ -98,15 +100,18 @@ class Front:
         arrival_time: float | None = None,
         draw: Callable[[], int] | None = None,
         pooling: Pooling = "",
+        beam: BeamSearchParams | None = None,
     ) -> Generation:
         """Ask for `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` each is asked
-        for its hidden state instead (`RequestState.pooled`).
+        for its hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
 
         Raises `RequestError`, `QueueFullError` or `EngineDeadError`. The caller must close what it gets.
         """
         if params.structured_outputs is not None:
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
+        if beam is not None:
+            return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
         groups = [
             make_requests(
                 token_ids,
@@ -129,6 +134,22 @@ class Front:
         ]
         return Generation(stream, states, len(groups[0]) if groups else params.n, self.observer, params.n)
 
+    def _open_searches(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        beam: BeamSearchParams,
+        arrival: float,
+        priority: int,
+        cache_salt: str,
+    ) -> Generation:
+        known = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
+        requests = [make_search(ids, beam, params, self.info, **known) for ids in prompts]  # type: ignore[arg-type]
+        stream = self.client.submit(requests, arrival)
+        num = beam.num_answers
+        states = [RequestState(r, self.tokenizer, index, arrival) for r in requests for index in range(num)]
+        return Generation(stream, states, num, self.observer, per_request=num)
+
 
 class Generation:
     """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. The caller wants `num_told` of n.
@@ -144,11 +165,13 @@ class Generation:
         n: int,
         observer: FinishObserver | None,
         num_told: int | None = None,
+        per_request: int = 1,
     ) -> None:
         self.states = states
         self.n = n
         self.num_told = n if num_told is None else num_told
         self._stream = stream
+        self._per_request = per_request
         self._observer = observer
 
     def of_prompt(self, place: int) -> list[RequestState]:
@@ -166,7 +189,7 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, Piece]]:
         pieces = []
-        for place, delta in await self._stream.__anext__():
+        for place, delta in self._places(await self._stream.__anext__()):
             state = self.states[place]
             piece = state.feed(delta)
             if state.finish is None:
@@ -181,6 +204,13 @@ class Generation:
             pieces.append((place, piece))
         return pieces
 
+    def _places(self, deltas: list[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+        """Deltas of requests as deltas of answers: a search is one request with several."""
+        num = self._per_request
+        if num == 1 and all(delta.beams is None for _, delta in deltas):
+            return deltas
+        return [(i * num + place, part) for i, delta in deltas for place, part in enumerate(parts_of(delta, num))]
+
     def end(self, place: int) -> None:
         """End one answer where it is: who reads it has all that was asked for."""
         state = self.states[place]
@@ -188,7 +218,7 @@ class Generation:
             return
         state.finish = Finish("stop")
         state.metrics.finished_time = state.metrics.last_token_time
-        self._stream.abort(place)
+        self._stream.abort(place // self._per_request)
         if self._observer is not None:
             self._observer.on_finish(state, "stop")
 

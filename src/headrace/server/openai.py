@@ -18,9 +18,11 @@ import msgspec
 
 from headrace import bounds
 from headrace.errors import ContextLengthError, ModelNotFoundError, RequestError
+from headrace.sampling.beam import KEPT
 from headrace.sampling.params import SamplingParams
 from headrace.server import replies
 from headrace.server.answers import CompletionAnswer
+from headrace.server.beams import beam_params
 from headrace.server.chat import ChatTemplate
 from headrace.server.chat_answer import ChatAnswer
 from headrace.server.dialect import Dialect
@@ -86,7 +88,7 @@ class OpenAI:
             more["max_tokens"] = DEFAULT_COMPLETION_TOKENS
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             more["prompt_logprobs"] = request.logprobs
-        params = sampling_params(request, self.defaults, **more)
+        params = self._params(request, more)
         await self._check_form(request, params)
         special = request.add_special_tokens is not False
         made = [
@@ -117,7 +119,7 @@ class OpenAI:
         use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False)
         if request.skip_special_tokens is None and self.dialect.needs_marks(use):
             more["skip_special_tokens"] = False
-        params = sampling_params(request, self.defaults, **more)
+        params = self._params(request, more)
         text = await self.render(request, use.tools)
         held, enforced = self.dialect.constraint(use, text, params.structured_outputs)
         params = msgspec.structs.replace(params, structured_outputs=held)
@@ -261,7 +263,15 @@ class OpenAI:
             cache_salt=request.cache_salt or "",
             arrival_time=arrival,
             draw=self.draw,
+            beam=beam_params(request),
         )
+
+    def _params(self, request: Sampled, more: Mapping[str, Any]) -> SamplingParams:
+        """The parameters, with the model's own for what is not given; of these, a search takes the ends only."""
+        if not request.use_beam_search:
+            return sampling_params(request, self.defaults, **more)
+        ends = {name: value for name, value in self.defaults.items() if name in KEPT}
+        return sampling_params(request, ends, **{**more, "n": 1, "best_of": None})
 
     async def _check_tools(self, request: Sampled, params: SamplingParams, use: ToolUse, prompt: str) -> None:
         """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the tool."""

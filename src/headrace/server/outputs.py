@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.sampling.params import SamplingParams
 from headrace.server.text import DetokenizeStream, Tokenizer
-from headrace.types import Finish, Request, StepOutput, TokenLogprob
+from headrace.types import BeamResult, Finish, Request, StepOutput, TokenLogprob
 
 
 class Delta(msgspec.Struct):
@@ -36,6 +36,7 @@ class Delta(msgspec.Struct):
     start_time: float | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
+    beams: BeamResult | None = None
     pooled: list[float] = []
 
     def merge(self, later: Delta) -> None:
@@ -51,6 +52,7 @@ class Delta(msgspec.Struct):
         if self.num_cached_tokens is None:
             self.start_time, self.num_cached_tokens = later.start_time, later.num_cached_tokens
         self.finish = self.finish or later.finish
+        self.beams = self.beams or later.beams
         self.pooled = self.pooled or later.pooled
 
 
@@ -74,6 +76,7 @@ def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
                 start_time=None if cached is None else output.start_time,
                 num_cached_tokens=cached,
                 finish=output.finished.get(request_id),
+                beams=output.beams.get(request_id),
                 pooled=output.pooled.get(request_id, []),
             ),
         )
@@ -174,6 +177,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.pooled: list[float] = []
         self.finish: Finish | None = None
+        # Of a search, or of one answer of it.
+        self.beams: BeamResult | None = None
         self.closed = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
         self._stream = (
@@ -190,6 +195,7 @@ class RequestState:
         self._note_times(delta)
         self.prompt_logprobs += delta.prompt_logprobs
         self.pooled = self.pooled or delta.pooled
+        self.beams = self.beams or delta.beams
         token_ids, logprobs = delta.token_ids, delta.logprobs
         finish = delta.finish
         text = ""
@@ -222,11 +228,12 @@ class RequestState:
     def completion(self) -> CompletionOutput:
         """The answer so far. The lists are copies: what is handed out does not change later."""
         wanted = self.request.params.logprobs is not None
+        total = sum(entry.logprob for entry in self.logprobs) if wanted else None
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=list(self.token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in self.logprobs) if wanted else None,
+            cumulative_logprob=self.beams.beams[0].cumulative_logprob if self.beams else total,
             logprobs=[self._logprobs_of(entry) for entry in self.logprobs] if wanted else None,
             finish_reason=self.finish.reason if self.finish else None,
             stop_reason=self.finish.stop_reason if self.finish else None,

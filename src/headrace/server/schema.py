@@ -66,6 +66,13 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     no_repeat_ngram_size: int | None = None
     thinking_token_budget: int | None = None
     samplers: list[str] | None = None
+    # See `server.beams`.
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -150,8 +157,6 @@ class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 # Known fields that are not honoured yet, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
     "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "functions": ([],),
