@@ -176,10 +176,23 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_top_k(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) I(width) I(k) P(int32_t*, ids) P(float*, values) P(int32_t*, finite)
 
+/* The ids, ascending, that temperature, floor, top_k (0: all) and top_p (1: all) leave of the logits at x + begin[r] [width],
+ * whose maximum is greatest[r]; none is NaN or +infinity. In double: scaled = (x - greatest) / temperature; kept are
+ * those with scaled >= floor and above -infinity, among the top_k greatest, and in the shortest head of the ranking (by x,
+ * equal ones by lower id) whose weights' sum, as a double, is at least top_p times the sum of the weights of all that floor
+ * and top_k kept. weight = round_to_even(exp(scaled) * 2^44), an integer, with t = max(scaled, -700):
+ *     n = round_to_even(t * log2 e); t -= n * 0.6931471803691238; t -= n * 1.9082149292705877e-10
+ *     exp = (Taylor's polynomial of degree 12 by Horner, products and sums rounded one by one) * 2^n
+ * ids, scaled: [rows][width], count[r] of them are written. width is at most 2^18. */
+#define HR_FIELDS_choose(P, I, F)                                                                                       \
+    I(dim) P(const float*, x) P(const int64_t*, begin) I(width) P(const double*, greatest) P(const double*, temperature) \
+    P(const double*, floor) P(const int64_t*, top_k) P(const double*, top_p) P(int32_t*, ids) P(double*, scaled)        \
+    P(int64_t*, count)
+
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(scale) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i8) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
-    X(zero) X(finite) X(top_k)
+    X(zero) X(finite) X(top_k) X(choose)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;

@@ -180,6 +180,29 @@ void top_k(Problem& p) {
     p.take(HR_OP_top_k, a);
 }
 
+void choose(Problem& p) {
+    HrArgs_choose a = {};
+    const int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    float* x = p.floats(rows * a.width);
+    int64_t *begin = p.make<int64_t>(rows), *top_k = p.make<int64_t>(rows);
+    double *greatest = p.make<double>(rows), *temperature = p.make<double>(rows), *floor = p.make<double>(rows);
+    double* top_p = p.make<double>(rows);
+    for (int64_t row = 0; row < rows; row++) {
+        float* own = x + (begin[row] = row * a.width);
+        if (p.random.coin()) own[p.random.whole(0, a.width - 1)] = -__builtin_inff();
+        own[p.random.whole(0, a.width - 1)] = 2.5f;
+        greatest[row] = own[0];
+        for (int64_t i = 1; i < a.width; i++) greatest[row] = own[i] > greatest[row] ? own[i] : greatest[row];
+        temperature[row] = p.random.coin() ? 1.0 : 0.7, floor[row] = p.random.coin() ? -__builtin_inf() : -2.0;
+        top_k[row] = p.random.coin() ? 0 : p.random.whole(1, a.width), top_p[row] = p.random.coin() ? 1.0 : 0.8;
+    }
+    a.x = x, a.begin = begin, a.greatest = greatest, a.temperature = temperature, a.floor = floor, a.top_k = top_k;
+    a.top_p = top_p, a.count = p.make<int64_t>(rows);
+    a.ids = p.make<int32_t>(rows * a.width), a.scaled = p.make<double>(rows * a.width);
+    p.take(HR_OP_choose, a);
+}
+
 void route(Problem& p) {
     HrArgs_route a = {};
     int64_t rows = rows_of(p);
@@ -238,6 +261,6 @@ void moe_scatter(Problem& p) {
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
     ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(scale) ROW(softcap) ROW(quantize)
-    ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(route)
+    ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
     ROW(moe_group) ROW(moe_gather) ROW(moe_scatter)
 };

@@ -23,6 +23,7 @@ from headrace.runner import gguf_config
 from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.runner.runner import Runner
 from headrace.runner.source import with_weights
+from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler
 from headrace.types import EngineInfo
 
@@ -69,7 +70,8 @@ def build_runner(
     matchers = None
     if vocabulary is not None:
         matchers = Matchers(vocabulary, model.vocab_size, eos_token_ids, capacity=config.max_num_seqs)
-    runner = Runner(program, Sampler(model.vocab_size, eos_token_ids), matchers)
+    selecting = choose_select(backend, model.vocab_size, config.num_threads)
+    runner = Runner(program, Sampler(model.vocab_size, eos_token_ids, selecting), matchers)
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,
@@ -133,6 +135,17 @@ def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Ba
     model: models.Model = module.Model(model_config, weights, backend.ops, max_model_len)
     weights.finish()
     return backend, model, model_config
+
+
+def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:
+    """The native selection of candidates where the cpu backend computes, else numpy's: the same tokens."""
+    if backend.name == "cpu":
+        from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
+        from headrace.runner.choosing import NativeSelect
+
+        if vocab_size <= MAX_WIDTH:
+            return NativeSelect(Chooser(vocab_size, num_threads))
+    return select_all
 
 
 def choose_kv_dtype(wanted: str, backend: Backend) -> str:

@@ -95,7 +95,12 @@ def select(x: F32, greatest: float, cut: Cut) -> Candidates:
     if cut.top_p < 1.0:
         kept = np.sort(_nucleus(x[token_ids], weights(scaled), cut.top_p))
         token_ids, scaled = token_ids[kept], scaled[kept]
-    return Candidates(token_ids, scaled, greatest / cut.temperature if cut.temperature >= 1e-30 else greatest)
+    return Candidates(token_ids, scaled, base_of(greatest, cut.temperature))
+
+
+def base_of(greatest: float, temperature: float) -> float:
+    """The greatest logit over the temperature; of a tiny one as it is, for then nothing else is left."""
+    return greatest / temperature if temperature >= 1e-30 else greatest
 
 
 def weights(scaled: F64) -> I64:
@@ -168,8 +173,7 @@ def temperature(found: Candidates, params: SamplingParams) -> Candidates:
     with np.errstate(over="ignore"):
         scaled = found.scaled / warmth
     keep = scaled > -np.inf
-    base = found.base / warmth if warmth >= 1e-30 else found.base
-    return Candidates(found.token_ids[keep], scaled[keep], base)
+    return Candidates(found.token_ids[keep], scaled[keep], base_of(found.base, warmth))
 
 
 def min_p(found: Candidates, params: SamplingParams) -> Candidates:

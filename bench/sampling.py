@@ -1,0 +1,82 @@
+"""`python -m bench.sampling`: what it costs to sample `--rows` rows of `--vocab` logits, by kind of request.
+
+Logits are normal with a deviation of 3, one draw for all runs; each row has a history of `--history` tokens. Beside
+each time is the same with the selection in numpy, which gives the same tokens. Least of `--repeats` runs: whatever
+else the machine does only adds. Prints a table, and JSON lines with `--json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from headrace.backends.cpu.choose import Chooser
+from headrace.runner.choosing import NativeSelect
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import Drawn, Row, Sampler
+
+PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2}
+CASES: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "top_k 40": {"top_k": 40},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 40, top_p 0.9": {"top_k": 40, "top_p": 0.9},
+    "penalties, top_k 40, top_p 0.9": {**PENALTIES, "top_k": 40, "top_p": 0.9},
+    "penalties, DRY, min_p 0.05": {**PENALTIES, "dry_multiplier": 0.8, "min_p": 0.05},
+    "typical_p 0.9": {"typical_p": 0.9},
+    "mirostat 2": {"mirostat": 2},
+    "temperature only": {},
+}
+
+
+def least(sampler: Sampler, logits: np.ndarray, rows: list[Row], repeats: int) -> tuple[float, list[int]]:
+    """Seconds of the quickest of `repeats` calls, and the tokens."""
+    best, told = float("inf"), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        drawn = sampler.sample_rows(logits, rows)
+        best = min(best, time.perf_counter() - start)
+        told = [each.token_id for each in drawn if isinstance(each, Drawn)]
+    return best, told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--history", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=0, help="0: the thread team's default")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (args.rows, args.vocab)).astype(np.float32)
+    histories = rng.zipf(1.3, (args.rows, args.history)) % args.vocab
+    plain = Sampler(args.vocab, [2])
+    native = Sampler(args.vocab, [2], NativeSelect(Chooser(args.vocab, args.threads)))
+    table = Table(title=f"{args.rows} rows of {args.vocab} logits, {args.history} tokens before: ms")
+    for heading in ("request", "native", "numpy"):
+        table.add_column(heading, justify="left" if heading == "request" else "right")
+    for name, fields in CASES.items():
+        params = SamplingParams(seed=1, **fields)  # type: ignore[arg-type]
+        rows = [
+            Row(params, args.history, 16, own.tolist(), best=int(x.argmax()))
+            for own, x in zip(histories, logits, strict=True)
+        ]
+        (fast, told), (slow, same) = (least(each, logits, rows, args.repeats) for each in (native, plain))
+        if told != same:
+            raise SystemExit(f"{name}: native and numpy do not agree")
+        table.add_row(name, f"{1e3 * fast:.2f}", f"{1e3 * slow:.2f}")
+        if args.json:
+            print(json.dumps({"case": name, "rows": args.rows, "native_ms": 1e3 * fast, "numpy_ms": 1e3 * slow}))
+    if not args.json:
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

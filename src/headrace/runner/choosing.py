@@ -1,0 +1,34 @@
+"""`NativeSelect`: the sampler's `Select` by the cpu backend's native operator.
+
+The same ids and the same bits as `sampling.filters.select`, which takes over where the head is long. Stands between
+two layers that do not know each other. Made by `runner.build`.
+"""
+
+from __future__ import annotations
+
+from headrace.backends.cpu.choose import Chooser
+from headrace.sampling.filters import F32, Candidates, Cut, base_of, select
+
+MAX_HEAD = 1024
+"""A heap of more is slower than a partition of the whole row."""
+
+
+class NativeSelect:
+    """`Select` for rows of as many logits as `chooser` takes."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self._chooser = chooser
+
+    def __call__(self, rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
+        width = self._chooser.width
+        native = [i for i, cut in enumerate(cuts) if not MAX_HEAD < cut.top_k < width]
+        chosen = self._chooser(
+            [rows[i] for i in native],
+            [cuts[i].top_k for i in native],
+            [(greatest[i], cuts[i].temperature, cuts[i].floor, cuts[i].top_p) for i in native],
+        )
+        found = {
+            i: Candidates(token_ids, scaled, base_of(greatest[i], cuts[i].temperature))
+            for i, (token_ids, scaled) in zip(native, chosen, strict=True)
+        }
+        return [found[i] if i in found else select(rows[i], greatest[i], cuts[i]) for i in range(len(rows))]
