@@ -1,0 +1,50 @@
+"""What the tests of tool calls share: parsing a text that was cut, and comparing what came out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from headrace.server.parts import Message, MessageParser, Part
+from headrace.server.tools import registry
+
+Read = tuple[str, str, list[tuple[str, str]]]
+"""Content, reasoning, and (name, arguments) of each call."""
+
+
+def tool_parser(
+    form: str, schemas: Mapping[str, Any] | None = None, enforced: bool = False, single: bool = False
+) -> MessageParser:
+    """A parser whose ids count the calls."""
+    ids = (f"id{number}" for number in itertools.count())
+    return registry.new_parser(form, schemas or {}, enforced, lambda: next(ids), single)
+
+
+def parts(parser: MessageParser, pieces: Iterable[str]) -> list[Part]:
+    """What comes of a text in pieces; the last one ends it."""
+    made: list[Part] = []
+    *most, last = list(pieces) or [""]
+    for piece in most:
+        made += parser.feed(piece, False)
+    return made + parser.feed(last, True)
+
+
+def read(parser: MessageParser, pieces: Iterable[str]) -> Read:
+    message = Message()
+    for part in parts(parser, pieces):
+        message.add(part)
+    return message.content, message.reasoning, [(call["name"], call["arguments"]) for call in message.calls]
+
+
+def splits(text: str, num_random: int = 3, longest: int = 800) -> Iterator[list[str]]:
+    """Every way to cut a text in two, letter by letter, and random cuts; of a long text only some of the first."""
+    places = range(1, len(text)) if len(text) <= longest else range(1, len(text), len(text) // longest + 1)
+    for place in places:
+        yield [text[:place], text[place:]]
+    yield list(text)
+    draw = random.Random(len(text))
+    for _ in range(num_random):
+        cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(2, 12)))
+        yield [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
