@@ -275,7 +275,7 @@ TYPES: dict[str, BlockType] = {
     "IQ4_NL": BlockType(32, 18, 32, -127, 113, False, _iq4_nl),
     "IQ4_XS": BlockType(256, 136, 32, -127, 113, False, _iq4_xs),
     "TQ1_0": BlockType(256, 54, 256, -1, 1, False, _tq1_0),
-    "TQ2_0": BlockType(256, 66, 256, -1, 1, False, _tq2_0),
+    "TQ2_0": BlockType(256, 66, 256, -1, 2, False, _tq2_0),
     "MXFP4": BlockType(32, 17, 32, -12, 12, False, _mxfp4),
     "NVFP4": BlockType(64, 36, 16, -12, 12, False, _nvfp4),
 }

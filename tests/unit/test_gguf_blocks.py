@@ -1,0 +1,154 @@
+"""GGUF's block types: ggml's own numbers to the bit, and the kernels' forms with no more than float16's rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf as ecosystem
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from tests.unit.gguf_models import random_blocks
+
+from headrace.errors import CheckpointError
+from headrace.gguf import TENSOR_TYPES
+from headrace.quant import gguf_blocks, gguf_grids
+from headrace.quant.base import QWeight
+from headrace.quant.gguf_blocks import TYPES, decode, keeps_codes, native, scheme_for
+from headrace.quant.schemes import Scheme
+
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
+"""Types whose scales are float16 or powers of two to begin with."""
+VECTORS = sorted(TYPES.keys() - {"Q8_K"})
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_equals_ggml_to_the_bit(kind: str, shared_data: Path) -> None:
+    with safe_open(shared_data / "quant" / "gguf_block_vectors.safetensors", "np") as file:
+        raw, expected = file.get_tensor(f"{kind}.raw"), file.get_tensor(f"{kind}.ref")
+    found = decode(kind, raw.reshape(4, -1)).dequantize().numpy()
+    assert np.array_equal(found.ravel(), expected.ravel())
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_equals_gguf_py_on_random_bytes(kind: str) -> None:
+    """More blocks than are decoded at once, on several threads."""
+    raw, expected = random_blocks(kind, (3, 512, 256), seed=1)
+    found = decode(kind, raw.reshape(-1, raw.shape[-1]))
+    assert np.array_equal(found.dequantize().numpy(), expected.reshape(-1, 256))
+    assert TYPES[kind].low <= int(found.codes.min())
+    assert int(found.codes.max()) <= TYPES[kind].high
+
+
+def test_q8_k_is_a_float_and_256_codes() -> None:
+    codes = np.random.default_rng(0).integers(-128, 128, 512).astype(np.int8)
+    scales = np.array([0.37, -1.5e-3], np.float32)
+    blocks = [scales[i : i + 1].tobytes() + codes[256 * i : 256 * i + 256].tobytes() + bytes(32) for i in range(2)]
+    found = decode("Q8_K", np.frombuffer(b"".join(blocks), np.uint8).reshape(1, -1))
+    assert np.array_equal(found.dequantize().numpy()[0], codes * np.repeat(scales, 256))
+
+
+def test_the_directory_knows_the_same_blocks() -> None:
+    sizes = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values() if elements > 1}
+    assert sizes == {name: (block.elements, block.size) for name, block in TYPES.items()}
+    numbers = {number: name for number, (name, _, _) in TENSOR_TYPES.items()}
+    theirs = {int(number): number.name for number in ecosystem.GGMLQuantizationType}
+    assert all(theirs[number] == name for number, name in numbers.items())
+    assert all(ecosystem.GGML_QUANT_SIZES[ecosystem.GGMLQuantizationType[n]] == size for n, size in sizes.items())
+
+
+def test_grids_have_all_their_points() -> None:
+    numbers = {"IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ3_XXS": 256, "IQ3_S": 512, "IQ1_S": 2048}
+    for name, number in numbers.items():
+        points = gguf_grids.grid(name)
+        assert len(points) == number == len({point.tobytes() for point in points})
+    assert (gguf_grids.even_signs().prod(1) == 1).all()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_kernels_get_the_same_codes_where_a_form_has_them(kind: str) -> None:
+    if kind == "Q8_K":
+        raw = np.random.default_rng(2).integers(0, 256, (4, 2 * 292), np.uint8)
+        raw[:, 0:4] = raw[:, 292:296] = np.frombuffer(np.float32(0.01).tobytes(), np.uint8)
+    else:
+        raw = random_blocks(kind, (64, 512), seed=2)[0]
+    weight, scheme = decode(kind, raw), scheme_for({kind})
+    made = native(weight, kind, scheme, "w")
+    wanted, found = weight.dequantize(), made.dequantize()
+    assert made.group == scheme.group
+    assert made.group % 8 == 0
+    assert (made.mins is not None) == scheme.has_min
+    error = float((found - wanted).norm() / wanted.norm())
+    if kind in EXACT:
+        assert error == 0
+    elif keeps_codes(kind, scheme):
+        assert error <= 1e-3, "float16's rounding of scales and minima"
+    else:
+        assert kind in ("Q5_1", "Q5_K")
+        assert error <= 1e-2
+    assert made.scales is not None
+    assert torch.equal(made.scales, made.scales.half().float())
+
+
+def test_forms_of_stacked_types() -> None:
+    assert scheme_for({"Q4_0"}) == Scheme("i4", 32)
+    assert scheme_for({"Q4_K"}) == scheme_for({"Q4_0", "Q4_1"}) == Scheme("i4", 32, True)
+    assert scheme_for({"Q8_0", "Q4_0"}) == Scheme("i8", 32)
+    assert scheme_for({"Q4_K", "Q6_K"}) == Scheme("i8", 16)
+    assert scheme_for({"Q2_K", "Q3_K"}) == Scheme("i4", 16, True)
+    assert scheme_for({"TQ1_0", "TQ2_0"}) == Scheme("i4", 64)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_0", "Q4_1"), ("Q8_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("Q3_K", "TQ2_0")]
+)
+def test_a_type_in_the_form_of_a_wider_one(kinds: tuple[str, str]) -> None:
+    scheme = scheme_for(set(kinds))
+    for kind in kinds:
+        weight = decode(kind, random_blocks(kind, (32, 512), seed=3)[0])
+        wanted, found = weight.dequantize(), native(weight, kind, scheme, "w").dequantize()
+        assert float((found - wanted).norm() / wanted.norm()) <= (1e-3 if keeps_codes(kind, scheme) else 1e-2)
+
+
+@pytest.mark.parametrize("d", [np.inf, np.nan])
+def test_a_scale_that_is_not_finite_is_refused(d: float) -> None:
+    raw = random_blocks("Q6_K", (2, 256))[0]
+    raw[1, 208:210] = np.frombuffer(np.float16(d).tobytes(), np.uint8)
+    weight = decode("Q6_K", raw)
+    with pytest.raises(CheckpointError, match="head has a scale"):
+        native(weight, "Q6_K", scheme_for({"Q6_K"}), "head")
+    raw = np.full((1, 144), 0xFF, np.uint8)
+    raw[0, :4] = np.frombuffer(np.float16([60000.0, 0]).tobytes(), np.uint8)  # times 63 is beyond float16
+    with pytest.raises(CheckpointError, match="beyond float16"):
+        native(decode("Q4_K", raw), "Q4_K", scheme_for({"Q4_K"}), "w")
+
+
+def test_control_swapped_nibbles_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, expected = random_blocks("Q4_K", (4, 256))
+
+    def equal() -> bool:
+        return np.array_equal(decode("Q4_K", raw).dequantize().numpy(), expected)
+
+    assert equal()
+    right = gguf_blocks._chunks
+    monkeypatch.setattr(gguf_blocks, "_chunks", lambda b, size: right((b >> 4) | (b << 4), size))
+    assert not equal()
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    raw = random_blocks("IQ3_S", (1024, 512), seed=4)[0]
+    before = torch.get_num_threads()
+
+    def made(num_threads: int) -> QWeight:
+        torch.set_num_threads(num_threads)
+        return decode("IQ3_S", raw)
+
+    try:
+        one, three = made(1), made(3)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one.codes, three.codes)
+    assert one.scales is not None
+    assert three.scales is not None
+    assert torch.equal(one.scales, three.scales)
