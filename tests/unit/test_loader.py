@@ -182,7 +182,7 @@ def test_S_04_model_type_names_a_model_file_or_nothing(model_type: Any, tmp_path
     refused(write_llama(tmp_path, model_type=model_type), "not supported")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "base", "rtn", "schemes", "../none", "None"])
+@pytest.mark.parametrize("method", ["quip", "packing", "fit", "base", "rtn", "schemes", "../none", "None"])
 def test_a_quantised_checkpoint_is_refused_naming_the_method(method: str, tmp_path: Path) -> None:
     refused(write_llama(tmp_path, quantization_config={"quant_method": method}), method, "not supported")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from headrace.quant.schemes import Scheme
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes whose numbers are the weights themselves."""
 
-NOT_FORMATS = ("base", "schemes", "rtn")
 PANEL = 32
 """Rows that a backend packs together: slabs begin at multiples of it."""
 SLAB_WEIGHTS = 4 * 2**20
@@ -33,11 +32,12 @@ SLAB_WEIGHTS = 4 * 2**20
 @dataclass(frozen=True, slots=True)
 class QWeight:
     """A matrix [out, in]:
-    w[o, permutation[j]] = (codes[o, j] - zeros[o, g]) * scales[o, g] + mins[o, g], g = j // group.
+    w[o, permutation[j]] = (codebook[codes[o, j]] - zeros[o, g]) * scales[o, g] + mins[o, g], g = j // group.
 
-    codes: integers [out, in], or the weights themselves if `scales` is None.
+    codes: integers or 8-bit floats [out, in], or the weights themselves if `scales` is None.
     scales: float32 [out, ceil(in / group)]. zeros (in units of codes) and mins: the same shape, or None for 0.
     group: inputs that share a scale. bits: of one code as stored. permutation: int64 [in], or None for the identity.
+    codebook: float32 [n], n > any code, or None where a code is its own value.
     """
 
     codes: Tensor
@@ -47,12 +47,13 @@ class QWeight:
     group: int = 0
     bits: int = 32
     permutation: Tensor | None = None
+    codebook: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2:
             raise CheckpointError(f"codes have shape {list(self.codes.shape)}, expected [out, in]")
         if self.scales is None:
-            others = (self.zeros, self.mins, self.permutation)
+            others = (self.zeros, self.mins, self.permutation, self.codebook)
             if any(part is not None for part in others) or self.codes.dtype not in PLAIN:
                 raise CheckpointError(f"a weight without scales must be plain floats, not {self.codes.dtype}")
             return
@@ -79,7 +80,10 @@ class QWeight:
         if self.scales is None:
             return self.codes.float()
         group_of = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group
-        weight = self.codes.float()
+        if self.codebook is None:
+            weight = self.codes.float()
+        else:
+            weight = self.codebook.index_select(0, self.codes.flatten().int()).view(self.codes.shape)
         if self.zeros is not None:
             weight = weight - self.zeros.float()[:, group_of]
         weight = weight * self.scales.float()[:, group_of]
@@ -124,14 +128,14 @@ def slabs(source: MatrixSource) -> Iterator[tuple[int, int]]:
 
 
 class Stacked:
-    """The rows of several weights [out, in], one after the other. All must be of one form."""
+    """The rows of several weights [out, in], one after the other. All must be of one form, unless `scheme` is given."""
 
-    def __init__(self, name: str, parts: Sequence[QWeight]) -> None:
+    def __init__(self, name: str, parts: Sequence[QWeight], scheme: Scheme | None = None) -> None:
         self.name = name
         self.parts = list(parts)
         self.num_in = parts[0].shape[1]
         self.num_out = sum(part.shape[0] for part in parts)
-        schemes = {scheme_of(part) for part in parts}
+        schemes = {scheme_of(part) for part in parts} if scheme is None else {scheme}
         if len(schemes) > 1 and any(scheme.kind != "f" for scheme in schemes):
             raise CheckpointError(f"{name}: its parts are quantised differently")
         self.scheme = schemes.pop() if len(schemes) == 1 else Scheme("f", dtype="float32")
@@ -163,6 +167,8 @@ def scheme_of(weight: QWeight) -> Scheme:
     if weight.scales is None:
         wide = weight.codes.dtype == torch.float64
         return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
+    if weight.codebook is not None or weight.codes.is_floating_point():
+        return Scheme("f", dtype="float32")
     if weight.permutation is None and weight.bits == 4:
         if weight.mins is not None and weight.zeros is None:
             return Scheme("i4", weight.group, True)
@@ -184,14 +190,26 @@ def concatenated(weights: Sequence[QWeight]) -> QWeight:
     return replace(first, **made)
 
 
+class Tensors(Protocol):
+    """A checkpoint as a format sees it."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Map a tensor and mark it as used. Nobody may write to it. Raises `CheckpointError` if there is none."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+
 class Format(Protocol):
-    """A module `quant/<quant_method>.py`."""
+    """A module `quant/<quant_method>.py`; a hyphen of the method's name is an underscore of the module's."""
 
-    def read(self, tensor: Callable[[str], Tensor], name: str, config: dict[str, Any]) -> QWeight:
-        """The weight of the linear layer `name` (without ".weight").
+    SPARE: re.Pattern[str]
+    """Names of tensors that the method's writers leave and headrace does not need (scales of activations)."""
 
-        `tensor(full_name)` maps a tensor of the checkpoint and marks it as used; `config` is config.json's
-        quantization_config.
+    def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+        """The weight of the linear layer `name` (without ".weight"); `config` is config.json's quantization_config.
+
+        Raises `CheckpointError` naming tensor, shape and what was expected.
         """
         ...
 
@@ -204,14 +222,11 @@ def find_format(config: Any) -> Format:
     if config is not None and not isinstance(config, dict):
         raise CheckpointError(f"quantization_config is {config!r}, expected an object")
     method = "none" if config is None else str(config.get("quant_method"))
-    module = f"headrace.quant.{method}"
-    if (
-        method in NOT_FORMATS
-        or not re.fullmatch(r"[a-z][a-z0-9_]*", method)
-        or importlib.util.find_spec(module) is None
-    ):
-        raise CheckpointError(
-            f"quantization_config: quant_method {method!r} is not supported; use an unquantised checkpoint"
-        )
-    found: Format = importlib.import_module(module)
-    return found
+    module = f"headrace.quant.{method.replace('-', '_')}"
+    if re.fullmatch(r"[a-z][a-z0-9_-]*", method) and importlib.util.find_spec(module) is not None:
+        found: Format = importlib.import_module(module)
+        if hasattr(found, "read"):
+            return found
+    raise CheckpointError(
+        f"quantization_config: quant_method {method!r} is not supported; use an unquantised checkpoint"
+    )

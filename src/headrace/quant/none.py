@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Any
 
-from torch import Tensor
+from headrace.quant.base import QWeight, Tensors
 
-from headrace.quant.base import QWeight
+SPARE = re.compile(r"(?!)")
 
 
-def read(tensor: Callable[[str], Tensor], name: str, config: dict[str, Any]) -> QWeight:
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """`<name>.weight` as it is."""
-    weight = tensor(f"{name}.weight")
+    weight = tensors(f"{name}.weight")
     return QWeight(weight, bits=8 * weight.element_size())

@@ -19,7 +19,9 @@ from torch import Tensor
 from headrace.backends.base import Array, Backend, Matrix
 from headrace.errors import CheckpointError
 from headrace.quant import rtn
-from headrace.quant.base import PLAIN, QWeight, Stacked, find_format
+from headrace.quant.base import PLAIN, QWeight, Stacked, concatenated, find_format
+from headrace.quant.fit import Fit, fit_of, fitted
+from headrace.quant.placements import Placements
 from headrace.quant.schemes import Quantization, Scheme
 from headrace.runner.mapped import MappedCheckpoint, stacked_name
 
@@ -69,25 +71,36 @@ class Checkpoint(MappedCheckpoint):
 
 
 class CheckpointMatrix(Stacked):
-    """A `MatrixSource` over mapped tensors: rows are quantised, or cast to the model's dtype, as they are asked for."""
+    """A `MatrixSource` over mapped tensors: rows are quantised, fitted to a kernel, or cast to the model's dtype, as
+    they are asked for.
 
-    def __init__(self, name: str, parts: Sequence[QWeight], checkpoint: Checkpoint, scheme: Scheme) -> None:
-        super().__init__(name, parts)
+    scheme: what plain floats are to become. dtype: of what is dequantised, if no kernel takes the checkpoint's codes
+    or `plain` forbids them.
+    """
+
+    def __init__(
+        self, name: str, parts: Sequence[QWeight], checkpoint: Checkpoint, scheme: Scheme, dtype: str, plain: bool
+    ) -> None:
+        self.fit: Fit | None = None
+        if any(part.scales is not None for part in parts):
+            self.fit = Fit(None, "this layer is kept plain") if plain else fit_of(parts)
+            scheme = self.fit.scheme or Scheme("f", dtype=dtype)
+        super().__init__(name, parts, scheme)
         self._checkpoint = checkpoint
-        # Codes that the checkpoint brings stay as they are.
-        self._convert = self.scheme.kind == "f" and all(part.scales is None for part in parts)
-        if self._convert:
-            self.scheme = scheme
 
     def slab(self, first: int, last: int) -> QWeight:
         self._checkpoint.about_to_read((last - first) * self.num_in * self.parts[0].codes.itemsize)
-        if not self._convert:
-            return super().slab(first, last)
-        pieces = [piece.codes for piece in self.pieces(first, last)]
-        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        pieces = self.pieces(first, last)
         if self.scheme.kind == "f":
-            return QWeight(rows.to(DTYPES[self.scheme.dtype]).contiguous())
-        return rtn.quantise(rows, self.scheme, self.name)
+            dtype = DTYPES[self.scheme.dtype]
+            # Nothing that is stored in the model's own dtype goes through a wider one.
+            rows = [(piece.codes if piece.scales is None else piece.dequantize()).to(dtype) for piece in pieces]
+            return QWeight((rows[0] if len(rows) == 1 else torch.cat(rows)).contiguous())
+        if self.fit is not None:
+            made = [fitted(piece, self.scheme) for piece in pieces]
+            return made[0] if len(made) == 1 else concatenated(made)
+        codes = [piece.codes for piece in pieces]
+        return rtn.quantise(codes[0] if len(codes) == 1 else torch.cat(codes), self.scheme, self.name)
 
 
 class Weights:
@@ -113,6 +126,9 @@ class Weights:
         self._backend = backend
         self._format = find_format(quantization_config)
         self._quantization_config = quantization_config or {}
+        self._tensors = _Tensors(self)
+        self._placements = Placements(str(self._quantization_config.get("quant_method")), backend.dtype)
+        self._new_bytes = 0
         self._quantization = quantization
         self._writer = writer
         self._names = set(checkpoint.names)
@@ -160,7 +176,7 @@ class Weights:
         `transposed`: the checkpoint has [in, out] (GPT-2's Conv1D). `plain`: not to be quantised (a router).
         """
         scheme = None if self._quantization is None or plain else self._quantization.layer
-        return self._linear(names, num_in, num_outs, scheme, bias=bias, transposed=transposed)
+        return self._linear(names, num_in, num_outs, scheme, bias=bias, transposed=transposed, plain=plain)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         """The embedding table [V, H] and the head's matrix. Tied ones are stored once, under either name, or twice."""
@@ -180,11 +196,18 @@ class Weights:
 
     def finish(self) -> None:
         """Raise `CheckpointError` if the checkpoint has tensors that the model did not ask for."""
-        left = sorted(name for name in self._names - self._taken if not IGNORED.fullmatch(name))
+        left = sorted(name for name in self._names - self._taken if not self._is_spare(name))
         if left:
             shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
             raise CheckpointError(f"{len(left)} tensors of the checkpoint have no place in the model: {shown}")
+        self._placements.log()
         self._checkpoint.release()
+
+    def _is_spare(self, name: str) -> bool:
+        if IGNORED.fullmatch(name) or self._format.SPARE.fullmatch(name):
+            return True
+        # Writers of quantised layers left biases of zeros where the model has none.
+        return bool(self._quantization_config) and name.endswith(".bias") and not self._checkpoint.tensor(name).any()
 
     def _linear(
         self,
@@ -195,20 +218,27 @@ class Weights:
         *,
         bias: bool = False,
         transposed: bool = False,
+        plain: bool = False,
     ) -> Matrix:
         parts = []
+        self._new_bytes = 0
         for name, num_out in zip(names, num_outs, strict=True):
-            weight = self._format.read(self._mapped, name, self._quantization_config)
+            weight = self._format.read(self._tensors, name, self._quantization_config)
             if transposed:
                 self._verify(f"{name}.weight", weight.shape, (num_in, num_out))
                 weight = QWeight((weight.codes if weight.scales is None else weight.dequantize()).t())
             self._verify(f"{name}.weight", weight.shape, (num_out, num_in))
             parts.append(weight)
         biases = [self._plain(f"{n}.bias", (size,)) for n, size in zip(names, num_outs, strict=True)] if bias else None
-        return self._matrix(stacked_name(names), parts, scheme, None if biases is None else torch.cat(biases))
+        return self._matrix(stacked_name(names), parts, scheme, None if biases is None else torch.cat(biases), plain)
 
-    def _matrix(self, name: str, parts: list[QWeight], scheme: Scheme | None, bias: Tensor | None) -> Matrix:
-        source = CheckpointMatrix(name, parts, self._checkpoint, scheme or Scheme("f", dtype=self._backend.dtype))
+    def _matrix(
+        self, name: str, parts: list[QWeight], scheme: Scheme | None, bias: Tensor | None, plain: bool = False
+    ) -> Matrix:
+        dtype = self._backend.dtype
+        source = CheckpointMatrix(name, parts, self._checkpoint, scheme or Scheme("f", dtype=dtype), dtype, plain)
+        if source.fit is not None:
+            self._placements.add(source, source.fit, self._new_bytes)
         own = None if bias is None else self._backend.constant(bias)
         matrix: Matrix = self._backend.ops.matrix(source, own)
         if self._writer is not None:
@@ -225,6 +255,9 @@ class Weights:
     def _mapped(self, name: str) -> Tensor:
         if name not in self._names:
             raise CheckpointError(f"{name} is missing from the checkpoint")
+        if name not in self._taken:
+            entry = self._checkpoint.entry(name)
+            self._new_bytes += entry.end - entry.begin
         self._taken.add(name)
         if self._on_tensor is not None:
             self._on_tensor(len(self._taken & self._names), len(self._names))
@@ -233,3 +266,16 @@ class Weights:
     def _verify(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if shape != expected:
             raise CheckpointError(f"{name} has shape {list(shape)}, the config makes it {list(expected)}")
+
+
+class _Tensors:
+    """`quant.base.Tensors` of a `Weights`."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __call__(self, name: str) -> Tensor:
+        return self._weights._mapped(name)
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)

@@ -233,10 +233,17 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
     raise CheckpointError(reason)
 
 
-def choose_dtype(wanted: str, checkpoint: MappedCheckpoint) -> str:
-    """`wanted`, or for "auto" that of most of the checkpoint's tensors (float32 for other kinds)."""
+def choose_dtype(wanted: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:
+    """`wanted`, or for "auto" that of most of the checkpoint's tensors (float32 for other kinds).
+
+    Of a quantised checkpoint most tensors are codes and scales, so there the dtype that `config` states comes first.
+    """
     if wanted != "auto":
         return wanted
+    if config is not None and config.get("quantization_config") is not None:
+        stated = config.get("dtype", config.get("torch_dtype"))
+        if stated in DTYPE_NAMES.values():
+            return str(stated)
     counts: dict[str, int] = {}
     for name in checkpoint.names:
         dtype = checkpoint.entry(name).dtype

@@ -1,0 +1,79 @@
+"""Which kernel each matrix of a quantised checkpoint runs on, and what that costs in bytes: told once, after loading.
+
+Owns the counts and their wording. Called by `runner.loader`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from headrace.quant.base import MatrixSource
+from headrace.quant.fit import Fit
+from headrace.quant.schemes import Scheme
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+SHOWN = 3
+
+
+@dataclass(slots=True)
+class _Placed:
+    """Matrices of one kernel. stored: bytes in the checkpoint. held: bytes that the kernel reads."""
+
+    names: list[str] = field(default_factory=list)
+    stored: int = 0
+    held: int = 0
+    rounding: float = 0.0
+
+
+class Placements:
+    """`method`: quant_method of the checkpoint; `dtype`: of what is dequantised."""
+
+    def __init__(self, method: str, dtype: str) -> None:
+        self._method, self._dtype = method, dtype
+        self._placed: dict[tuple[Scheme | None, str], _Placed] = {}
+
+    def add(self, source: MatrixSource, fit: Fit, stored: int) -> None:
+        placed = self._placed.setdefault((fit.scheme, fit.why), _Placed())
+        placed.names.append(source.name)
+        placed.stored += stored
+        placed.held += num_bytes(source.scheme, source.num_out, source.num_in)
+        placed.rounding = max(placed.rounding, fit.rounding)
+
+    def lines(self) -> list[str]:
+        """One sentence for each kernel, and for each reason to have none."""
+        made = []
+        for (scheme, why), placed in self._placed.items():
+            count = f"{len(placed.names)} {'matrix' if len(placed.names) == 1 else 'matrices'}"
+            sizes = f"{placed.stored / MIB:.1f} MiB stored, {placed.held / MIB:.1f} MiB in memory"
+            if scheme is None:
+                shown = ", ".join(placed.names[:SHOWN]) + (", ..." if len(placed.names) > SHOWN else "")
+                made.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {shown}")
+                continue
+            text = f"{self._method}: {count} on the {kernel_name(scheme)} kernels ({sizes})"
+            if placed.rounding:
+                text += f"; rounding to float16 moves a weight by at most {placed.rounding:.2g} of a step"
+            made.append(text)
+        return made
+
+    def log(self) -> None:
+        for line in self.lines():
+            logger.info("%s", line)
+
+
+def kernel_name(scheme: Scheme) -> str:
+    """As `--quantization` names it: int4-g64-asym, int8-channel."""
+    bits = "int4" if scheme.kind == "i4" else "int8"
+    return f"{bits}-g{scheme.group}{'-asym' if scheme.has_min else ''}" if scheme.group else f"{bits}-channel"
+
+
+def num_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
+    """What the kernel reads for a matrix, without padding."""
+    if scheme.kind == "f":
+        return num_out * num_in * (4 if scheme.dtype == "float32" else 2)
+    codes = num_out * num_in // (2 if scheme.kind == "i4" else 1)
+    if not scheme.group:
+        return codes + 4 * num_out
+    return codes + 2 * (1 + scheme.has_min) * num_out * -(-num_in // scheme.group)
