@@ -5,7 +5,6 @@ llguidance takes; `vocabulary` tells what bytes a token stands for; `matchers` f
 masks and forced tokens to the runner. The server compiles every constraint first in a process of bounded time and
 memory (`server.grammars`), so what the engine is told to build was built before.
 
-For tool calls: `calls.tool_calls(calls, opening=..., separator=..., closing=...)` gives the `StructuredOutputs` that
-`tool_choice` required or named asks for, out of the tools' parameter schemas and the texts that a format puts around a
-call; put it into `SamplingParams.structured_outputs` and let `Front.check` try it.
+For tool calls: `tags` has the `format` of a structural tag, out of which the server's tool formats put together what
+`tool_choice` required or named asks for.
 """

@@ -15,7 +15,8 @@ import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from headrace.errors import RequestError
-from headrace.grammar import schemas
+from headrace.grammar import schemas, tags
+from headrace.grammar.rewrite import UnsupportedError
 from headrace.sampling.constraints import StructuredOutputs
 
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
@@ -47,6 +48,26 @@ class Grammar(msgspec.Struct, frozen=True):
 
 def compile_grammar(constraint: StructuredOutputs) -> Grammar:
     """The grammar of a constraint. Raises `RequestError` for what can not be held to."""
+    try:
+        made = _answer(constraint)
+    except UnsupportedError as error:
+        field = f"structured_outputs.{constraint.kind}"
+        raise RequestError(field, "a schema", f"one that headrace can hold an answer to; here: {error}") from None
+    if constraint.prefix is None:
+        return made
+    before = tags.lark(json.loads(constraint.prefix), _no_schema, "structured_outputs.prefix", "@answer")
+    # The answer's own grammar stays what it is: the prefix refers to it by name. It is Lark or JSON, which begins so.
+    is_json = made.text.lstrip().startswith("{")
+    first, *others = json.loads(made.text)["grammars"] if is_json else [{"lark_grammar": made.text}]
+    grammars = [{"lark_grammar": before}, {**first, "name": "answer"}, *others]
+    return Grammar(json.dumps({"grammars": grammars}), made.warnings)
+
+
+def _no_schema(schema: Any) -> str:
+    raise RequestError("structured_outputs.prefix", schema, "text: a prefix has no schemas")
+
+
+def _answer(constraint: StructuredOutputs) -> Grammar:
     field = f"structured_outputs.{constraint.kind}"
     match constraint.kind:
         case "json":
@@ -56,7 +77,7 @@ def compile_grammar(constraint: StructuredOutputs) -> Grammar:
         case "regex":
             return Grammar(llguidance.LLMatcher.grammar_from_regex(str(constraint.regex)))
         case "choice":
-            texts = " | ".join(map(lark_text, dict.fromkeys(constraint.choice or ())))
+            texts = " | ".join(map(tags.lark_text, dict.fromkeys(constraint.choice or ())))
             return Grammar(llguidance.LLMatcher.grammar_from_lark(f"start: {texts}"))
         case "grammar":
             text = str(constraint.grammar)
@@ -109,6 +130,13 @@ def json_options(constraint: StructuredOutputs) -> dict[str, Any]:
     return {"whitespace_flexible": True, "whitespace_pattern": pattern, "coerce_one_of": False, "lenient": False}
 
 
+def inline_schema(schema: schemas.Schema, constraint: StructuredOutputs) -> str:
+    """A schema for `%json` in a Lark grammar, with the options of `constraint`."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return json.dumps(schema | {"x-guidance": json_options(constraint)}, ensure_ascii=False)
+
+
 def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Grammar:
     brought = schemas.bring(schema, constraint.disable_additional_properties)
     text = json.dumps(brought.schema, ensure_ascii=False)
@@ -116,13 +144,10 @@ def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Gramm
     return Grammar(made, brought.warnings)
 
 
-def lark_text(text: str) -> str:
-    """A text as a Lark literal."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Grammar:
     """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text."""
+    if isinstance(tag, dict) and "format" in tag:
+        return _format(tag["format"], constraint, field)
     if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
         raise RequestError(field, tag, 'an object with "structures" and "triggers"')
     for name in tag:
@@ -133,10 +158,9 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
         raise RequestError(f"{field}.structures", structures, "a list of at least one structure")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(x, str) and x for x in triggers):
         raise RequestError(f"{field}.triggers", triggers, "a list of at least one text")
-    options = json.dumps({"x-guidance": json_options(constraint)})[1:-1]
     lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
     warnings: list[str] = []
-    tags: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    bodies_of: dict[str, list[str]] = {trigger: [] for trigger in triggers}
     for place, structure in enumerate(structures):
         at = f"{field}.structures[{place}]"
         if not isinstance(structure, dict) or not {"begin", "schema", "end"} >= set(structure) >= {"begin", "schema"}:
@@ -150,18 +174,15 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
         trigger = max(found, key=len)
         brought = schemas.bring(structure["schema"], constraint.disable_additional_properties)
         warnings += brought.warnings
-        schema = brought.schema if isinstance(brought.schema, dict) else _of_bool(brought.schema)
-        body = json.dumps(schema, ensure_ascii=False)
-        body = f"{{{options}, {body[1:]}" if schema else f"{{{options}}}"
-        parts = [lark_text(begin[len(trigger) :])] if begin != trigger else []
-        parts += [f"%json {body}"] + ([lark_text(end)] if end else [])
+        parts = [tags.lark_text(begin[len(trigger) :])] if begin != trigger else []
+        parts += [f"%json {inline_schema(brought.schema, constraint)}"] + ([tags.lark_text(end)] if end else [])
         lines.append(f"body_{place}: {' '.join(parts)}")
-        tags[trigger].append(f"body_{place}")
+        bodies_of[trigger].append(f"body_{place}")
     choices = []
-    for place, (trigger, bodies) in enumerate(tags.items()):
+    for place, (trigger, bodies) in enumerate(bodies_of.items()):
         if not bodies:
             raise RequestError(f"{field}.triggers", trigger, "the beginning of some structure")
-        lines.append(f"trigger_{place}[lazy]: TEXT {lark_text(trigger)}")
+        lines.append(f"trigger_{place}[lazy]: TEXT {tags.lark_text(trigger)}")
         lines.append(f"tag_{place}: trigger_{place} ({' | '.join(bodies)})")
         choices.append(f"tag_{place}")
     repeat = "+" if tag.get("at_least_one") else "*"
@@ -170,5 +191,13 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
     return Grammar(llguidance.LLMatcher.grammar_from_lark("\n".join(lines)), warnings)
 
 
-def _of_bool(schema: bool) -> dict[str, Any]:
-    return {} if schema else {"not": {}}
+def _format(form: Any, constraint: StructuredOutputs, field: str) -> Grammar:
+    """{"format": {...}}: see `tags`."""
+    warnings: list[str] = []
+
+    def body(given: Any) -> str:
+        brought = schemas.bring(given, constraint.disable_additional_properties)
+        warnings.extend(brought.warnings)
+        return inline_schema(brought.schema, constraint)
+
+    return Grammar(llguidance.LLMatcher.grammar_from_lark(tags.lark(form, body, field)), warnings)

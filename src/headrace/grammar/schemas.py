@@ -6,11 +6,15 @@ Pure functions of plain JSON.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import llguidance
 import msgspec
+
+from headrace.grammar import rewrite
 
 Schema = dict[str, Any] | bool
 
@@ -30,10 +34,23 @@ class Brought(msgspec.Struct, frozen=True):
 def bring(schema: Any, closed: bool = False) -> Brought:
     """`schema` in the form that llguidance takes, and what was left out of it, in words.
 
-    `closed`: objects have no other properties than those named, where the schema does not say.
+    `closed`: objects have no other properties than those named, where the schema does not say. Raises
+    `rewrite.UnsupportedError` for logic that can not be brought into that form.
     """
     warnings: list[str] = []
-    return Brought(_bring(schema, "#", closed, warnings), warnings)
+    plain = _bring(schema, "#", closed, warnings)
+    if rewrite.is_plain(plain) or not _refused(plain):
+        return Brought(plain, warnings)
+    rewriter = rewrite.Rewriter(plain)
+    made = rewriter.whole()
+    return Brought(made, warnings + rewriter.warnings)
+
+
+def _refused(schema: Schema) -> bool:
+    """Whether llguidance does not take a schema as it is."""
+    text = json.dumps(schema, ensure_ascii=False)
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"lenient": False, "coerce_one_of": False})
+    return llguidance.LLMatcher.validate_grammar_with_warnings(grammar)[0]
 
 
 def _bring(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:

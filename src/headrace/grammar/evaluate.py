@@ -1,0 +1,232 @@
+"""Schemas with finitely many answers: which values may be tried, and which of them hold.
+
+Where a schema names its values (`enum`, `const`, a short range of integers), whatever logic stands around them can be
+worked out value by value; what is left is an `enum`. Follows the core and validation vocabularies of JSON Schema
+(drafts 4 to 2020-12), without formats, which are notes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+MAX_VALUES = 1000
+MAX_MATCHED = 16
+"""Characters of a text that a pattern is tried on: a bad pattern takes twice as long with each."""
+MAX_DEPTH = 32
+
+Resolve = Callable[[str], Any]
+
+
+class UndecidedError(ValueError):
+    """A keyword that is not followed here."""
+
+
+def values_of(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any] | None:
+    """All values that may meet a schema, and maybe some that do not; None if they are too many, or not known."""
+    if schema is False:
+        return []
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    if isinstance(schema.get("$ref"), str) and (found := values_of(resolve(schema["$ref"]), resolve, depth + 1)):
+        return found
+    for part in schema.get("allOf", ()):
+        if (found := values_of(part, resolve, depth + 1)) is not None:
+            return found
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            parts = [values_of(part, resolve, depth + 1) for part in schema[key]]
+            if all(part is not None for part in parts):
+                return [value for part in parts for value in part or ()]
+    return None
+
+
+def integers_of(schema: dict[str, Any]) -> range | None:
+    """The integers between the bounds that stand in the schema itself or its `allOf`, if they are few."""
+    if schema.get("type") not in ("integer", "number"):
+        return None
+    lows, highs = [], []
+    for part in (schema, *schema.get("allOf", ())):
+        if isinstance(part, dict):
+            lows += [part[key] for key in ("minimum", "exclusiveMinimum") if _is_number(part.get(key))]
+            highs += [part[key] for key in ("maximum", "exclusiveMaximum") if _is_number(part.get(key))]
+    if not lows or not highs or max(highs) - min(lows) > MAX_VALUES:
+        return None
+    return range(int(min(lows)) - 1, int(max(highs)) + 2)
+
+
+def holds(schema: Any, value: Any, resolve: Resolve, depth: int = 0) -> bool:
+    """Whether `value` meets `schema`. Raises `UndecidedError`."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        raise UndecidedError("a schema that is nested too deeply, or is none")
+
+    def inner(part: Any, what: Any) -> bool:
+        return holds(part, what, resolve, depth + 1)
+
+    return all(_keyword(key, told, schema, value, inner, resolve) for key, told in schema.items())
+
+
+def _keyword(
+    key: str, told: Any, schema: dict[str, Any], value: Any, inner: Callable[[Any, Any], bool], resolve: Resolve
+) -> bool:
+    match key:
+        case "$ref":
+            return inner(resolve(told), value)
+        case "type":
+            return any(_is(value, name) for name in ([told] if isinstance(told, str) else told))
+        case "enum":
+            return any(_same(value, each) for each in told)
+        case "const":
+            return _same(value, told)
+        case "allOf":
+            return all(inner(part, value) for part in told)
+        case "anyOf":
+            return any(inner(part, value) for part in told)
+        case "oneOf":
+            return sum(inner(part, value) for part in told) == 1
+        case "not":
+            return not inner(told, value)
+        case "if":
+            return inner(schema.get("then" if inner(told, value) else "else", True), value)
+        case "unevaluatedItems" | "unevaluatedProperties" | "$dynamicRef" | "$recursiveRef":
+            raise UndecidedError(key)
+    if _is_number(value):
+        return _of_number(key, told, schema, Fraction(value))
+    if isinstance(value, str):
+        return _of_text(key, told, value)
+    if isinstance(value, list):
+        return _of_array(key, told, schema, value, inner)
+    if isinstance(value, dict):
+        return _of_object(key, told, schema, value, inner)
+    return True
+
+
+def _of_number(key: str, told: Any, schema: dict[str, Any], value: Fraction) -> bool:
+    if isinstance(told, bool) or not isinstance(told, int | float):
+        return True
+    match key:
+        case "minimum":
+            return value > Fraction(told) if schema.get("exclusiveMinimum") is True else value >= Fraction(told)
+        case "maximum":
+            return value < Fraction(told) if schema.get("exclusiveMaximum") is True else value <= Fraction(told)
+        case "exclusiveMinimum":
+            return value > Fraction(told)
+        case "exclusiveMaximum":
+            return value < Fraction(told)
+        case "multipleOf":
+            return (Fraction(str(float(value))) / Fraction(str(told))).denominator == 1
+    return True
+
+
+def _of_text(key: str, told: Any, value: str) -> bool:
+    match key:
+        case "minLength":
+            return len(value) >= told
+        case "maxLength":
+            return len(value) <= told
+        case "pattern":
+            if len(value) > MAX_MATCHED:
+                raise UndecidedError("a pattern and a long text")
+            try:
+                return re.search(told, value) is not None
+            except re.error as error:
+                raise UndecidedError(str(error)) from None
+    return True
+
+
+def _of_array(key: str, told: Any, schema: dict[str, Any], value: list[Any], inner: Callable[[Any, Any], bool]) -> bool:
+    match key:
+        case "minItems":
+            return len(value) >= told
+        case "maxItems":
+            return len(value) <= told
+        case "uniqueItems":
+            return not told or not any(_same(a, b) for i, a in enumerate(value) for b in value[:i])
+        case "prefixItems":
+            return all(inner(part, each) for part, each in zip(told, value, strict=False))
+        case "items" if isinstance(told, list):
+            return all(inner(part, each) for part, each in zip(told, value, strict=False))
+        case "items":
+            return all(inner(told, each) for each in value[len(schema.get("prefixItems", ())) :])
+        case "additionalItems" if isinstance(schema.get("items"), list):
+            return all(inner(told, each) for each in value[len(schema["items"]) :])
+        case "contains":
+            num = sum(inner(told, each) for each in value)
+            return schema.get("minContains", 1) <= num <= schema.get("maxContains", num)
+    return True
+
+
+def _of_object(
+    key: str, told: Any, schema: dict[str, Any], value: dict[str, Any], inner: Callable[[Any, Any], bool]
+) -> bool:
+    match key:
+        case "required":
+            return not isinstance(told, list) or all(name in value for name in told)
+        case "minProperties":
+            return len(value) >= told
+        case "maxProperties":
+            return len(value) <= told
+        case "properties":
+            return all(inner(part, value[name]) for name, part in told.items() if name in value)
+        case "patternProperties":
+            return all(
+                inner(part, value[name])
+                for pattern, part in told.items()
+                for name in value
+                if _of_text("pattern", pattern, name)
+            )
+        case "additionalProperties":
+            known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+            left = [x for x in value if x not in known and not any(_of_text("pattern", each, x) for each in patterns)]
+            return all(inner(told, value[name]) for name in left)
+        case "propertyNames":
+            return all(inner(told, name) for name in value)
+        case "dependencies" | "dependentRequired" | "dependentSchemas":
+            return all(
+                all(x in value for x in needed) if isinstance(needed, list) else inner(needed, value)
+                for name, needed in told.items()
+                if name in value
+            )
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is(value: Any, name: str) -> bool:
+    match name:
+        case "null":
+            return value is None
+        case "boolean":
+            return isinstance(value, bool)
+        case "number":
+            return _is_number(value)
+        case "integer":
+            return _is_number(value) and float(value).is_integer()
+        case "string":
+            return isinstance(value, str)
+        case "array":
+            return isinstance(value, list)
+        case "object":
+            return isinstance(value, dict)
+    raise UndecidedError(f"type {name}")
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return bool(a == b)

@@ -1,0 +1,518 @@
+"""JSON Schema's logic written in the words that llguidance takes: `not`, `if`, `dependencies`, `propertyNames`,
+`contains`, and a `oneOf` whose branches overlap.
+
+A negation is pushed inward by the laws of logic until it meets a keyword that has an opposite (`minimum` has one,
+`multipleOf` has none that llguidance knows). What has none is refused with the keyword's name. The result means the
+same as the schema, or less where a warning says so: never more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from headrace.grammar import evaluate, witness
+
+Schema = dict[str, Any] | bool
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Which keywords say nothing about an answer.
+NOTES = frozenset(
+    "$schema $id id $comment title description default examples example deprecated readOnly writeOnly $anchor "
+    "contentMediaType contentEncoding contentSchema $defs definitions $vocabulary x-guidance".split()
+)
+HARD = frozenset("not if then else dependencies dependentRequired dependentSchemas contains propertyNames".split())
+LOGIC = frozenset("not if oneOf allOf anyOf uniqueItems contains".split())
+MAX_PLACES = 4
+"""Among how many first items of an array the one that must be there is put, where nothing bounds the array."""
+MAX_NODES = 5000
+MAX_NUMBER = 24
+"""How far from zero a number is sought that is no multiple of another."""
+ANY_STRING = r"(.|\n)*"
+
+
+class UnsupportedError(ValueError):
+    """What can not be said otherwise: its message names the keyword and where it stands."""
+
+
+class Rewriter:
+    """One schema's rewriting. `definitions` are the schemas that were made for references to negated ones."""
+
+    def __init__(self, root: Schema) -> None:
+        self.root = root
+        self.definitions: dict[str, Schema] = {}
+        self.warnings: list[str] = []
+        self._named: dict[tuple[str, str], str] = {}
+        self._num_nodes = 0
+
+    def whole(self) -> Schema:
+        """The root, rewritten. Raises `UnsupportedError`."""
+        made = self.affirm(self.root, "#")
+        if self.definitions and isinstance(made, dict):
+            made = made | {"$defs": self.definitions}
+        return made
+
+    def affirm(self, schema: Any, path: str) -> Schema:
+        """A schema that means `schema`."""
+        self._count(path)
+        if not isinstance(schema, dict):
+            return bool(schema)
+        if (told := self._told(schema, path)) is not None:
+            return told
+        left_out = HARD | {"$defs", "definitions"}
+        made = {key: self._inner(key, value, f"{path}/{key}") for key, value in schema.items() if key not in left_out}
+        also: list[Schema] = []
+        if "not" in schema:
+            also.append(self.deny(schema["not"], f"{path}/not"))
+        if "if" in schema:
+            also.append(self._condition(schema, path, False))
+        for name, needed in _dependencies(schema):
+            at = f"{path}/dependencies"
+            then = (
+                {"required": [name, *needed]}
+                if isinstance(needed, list)
+                else both([{"required": [name]}, self.affirm(needed, at)])
+            )
+            also.append(either([{"properties": {name: False}}, then]))
+        if "contains" in schema:
+            also.append(self._contains(schema, self.affirm(schema["contains"], f"{path}/contains"), path))
+        if "propertyNames" in schema:
+            also.append(self._names(schema["propertyNames"], f"{path}/propertyNames"))
+        if "oneOf" in schema:
+            made["oneOf"] = made["oneOf"] if isinstance(made["oneOf"], list) else []
+            apart = self._one_of(schema["oneOf"], f"{path}/oneOf")
+            if apart is not None:
+                del made["oneOf"]
+                also.append(apart)
+        return self._joined(made, also)
+
+    def _told(self, schema: dict[str, Any], path: str) -> Schema | None:
+        """An `enum` instead of a schema whose logic is about values that can be counted; None if it is not."""
+        if not LOGIC.intersection(schema):
+            return None
+        seek = lambda pointer: resolve(self.root, pointer, path)  # noqa: E731
+        try:
+            values: Sequence[Any] | None = evaluate.values_of(schema, seek)
+            if values is None and (values := evaluate.integers_of(schema)) is not None and schema["type"] == "number":
+                self._narrow(path, "numbers with a fraction are left out")
+            if values is None or len(values) > evaluate.MAX_VALUES:
+                return None
+            left: list[Any] = []
+            for value in values:
+                if evaluate.holds(schema, value, seek) and json.dumps(value) not in map(json.dumps, left):
+                    left.append(value)
+        except evaluate.UndecidedError:
+            return None
+        return {"enum": left} if left else False
+
+    def deny(self, schema: Any, path: str) -> Schema:
+        """A schema that means that `schema` does not hold."""
+        self._count(path)
+        if not isinstance(schema, dict):
+            return not schema
+        ways: list[Schema] = []
+        without: list[UnsupportedError] = []
+        for key in schema:
+            if key not in NOTES:
+                try:
+                    ways.append(self._deny_keyword(key, schema, f"{path}/{key}"))
+                except UnsupportedError as error:
+                    without.append(error)
+        return self._of_ways(ways, without, path)
+
+    def _of_ways(self, ways: list[Schema], without: list[UnsupportedError], path: str) -> Schema:
+        made = either(ways)
+        if without and made is False:
+            raise without[0]
+        for error in without:
+            # To break one rule is enough; this one is always kept.
+            self._narrow(path, f"answers that differ by {error} are left out")
+        return made
+
+    def _deny_one(self, parts: Sequence[tuple[Any, str]], path: str) -> Schema:
+        """One of the schemas does not hold."""
+        ways: list[Schema] = []
+        without: list[UnsupportedError] = []
+        for part, at in parts:
+            try:
+                ways.append(self.deny(part, at))
+            except UnsupportedError as error:
+                without.append(error)
+        return self._of_ways(ways, without, path)
+
+    # -- negated keywords
+
+    def _deny_keyword(self, key: str, schema: dict[str, Any], path: str) -> Schema:
+        value = schema[key]
+        match key:
+            case "type":
+                return self._other_types([value] if isinstance(value, str) else value, path)
+            case "const":
+                return self._none_of([value], path)
+            case "enum":
+                return self._none_of(value, path)
+            case "minimum":
+                if schema.get("exclusiveMinimum") is True:
+                    return {"type": "number", "maximum": value}
+                return {"type": "number", "exclusiveMaximum": value}
+            case "maximum":
+                if schema.get("exclusiveMaximum") is True:
+                    return {"type": "number", "minimum": value}
+                return {"type": "number", "exclusiveMinimum": value}
+            case "exclusiveMinimum" | "exclusiveMaximum":
+                if isinstance(value, bool):
+                    return False
+                return {"type": "number", "maximum" if key == "exclusiveMinimum" else "minimum": value}
+            case "minLength":
+                return {"type": "string", "maxLength": value - 1} if value > 0 else False
+            case "maxLength":
+                return {"type": "string", "minLength": value + 1}
+            case "minItems":
+                return {"type": "array", "maxItems": value - 1} if value > 0 else False
+            case "maxItems":
+                return {"type": "array", "minItems": value + 1}
+            case "required":
+                return either([{"type": "object", "properties": {name: False}} for name in value])
+            case "properties":
+                ways: list[Schema] = []
+                without: list[UnsupportedError] = []
+                for name, inner in value.items():
+                    try:
+                        wrong = self.deny(inner, f"{path}/{name}")
+                    except UnsupportedError as error:
+                        without.append(error)
+                    else:
+                        if wrong is not False:
+                            ways.append({"type": "object", "required": [name], "properties": {name: wrong}})
+                return self._of_ways(ways, without, path)
+            case "not":
+                return self.affirm(value, path)
+            case "allOf":
+                return self._deny_one([(each, f"{path}/{i}") for i, each in enumerate(value)], path)
+            case "anyOf":
+                return both([self.deny(each, f"{path}/{i}") for i, each in enumerate(value)])
+            case "oneOf":
+                none = both([self.deny(each, f"{path}/{i}") for i, each in enumerate(value)])
+                yes = [self.affirm(each, f"{path}/{i}") for i, each in enumerate(value)]
+                pairs = [both([yes[i], yes[j]]) for i in range(len(yes)) for j in range(i)]
+                return either([none, *pairs])
+            case "$ref":
+                return self._reference("not", value, path)
+            case "if":
+                return self._condition(schema, path, True)
+            case "then" | "else":
+                return False
+            case "contains":
+                if schema.get("minContains", 1) != 1 or "maxContains" in schema:
+                    raise UnsupportedError(f'"minContains" at {path}')
+                return {"type": "array", "items": self.deny(value, path)}
+            case "minContains" | "maxContains":
+                return False
+            case "items" | "additionalItems":
+                return self._deny_items(key, schema, path)
+            case "dependencies" | "dependentRequired" | "dependentSchemas":
+                ways = []
+                for name, needed in _dependencies({key: value}):
+                    lacks = (
+                        either([{"properties": {other: False}} for other in needed])
+                        if isinstance(needed, list)
+                        else self.deny(needed, path)
+                    )
+                    ways.append(both([{"type": "object", "required": [name]}, lacks]))
+                return either(ways)
+            case "uniqueItems" if value is False:
+                return False
+            case "multipleOf" if value > 0:
+                self._narrow(path, f"numbers are sought from -{MAX_NUMBER} to {MAX_NUMBER} only")
+                sought: list[Schema] = [{"enum": [x for x in range(-MAX_NUMBER, MAX_NUMBER + 1) if x % value]}]
+                # Between two multiples there is none.
+                sought.append({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": value})
+                return either(sought)
+            case "pattern":
+                found = [{"type": "string", "pattern": each} for each in witness.others(value)]
+                if found:
+                    self._narrow(path, "some texts without it are left out")
+                    return either(found)
+            case "additionalProperties":
+                taken = [*schema.get("properties", ()), *schema.get("patternProperties", ())]
+                return self._with_property(self._fresh(schema, taken), self.deny(value, path), path)
+            case "patternProperties":
+                ways = []
+                for pattern, inner in value.items():
+                    name = witness.example(pattern)
+                    if name is not None and (wrong := self.deny(inner, f"{path}/{pattern}")) is not False:
+                        ways.append(self._with_property(name, wrong, path))
+                if ways or all(inner in (True, {}) for inner in value.values()):
+                    return either(ways)
+            case "propertyNames":
+                wrong = self.deny(value, path)
+                pattern = self._pattern_of(wrong, path)
+                name = "other" if pattern is None else witness.example(pattern)
+                if name is not None and pattern != "":
+                    return self._with_property(name, True, path)
+        raise UnsupportedError(f'a negated "{key}" at {path}')
+
+    def _with_property(self, name: str, value: Schema, path: str) -> Schema:
+        if value is False:
+            return False
+        self._narrow(path, f"the property that differs is always {name!r}")
+        return {"type": "object", "required": [name], "properties": {name: value}}
+
+    def _fresh(self, schema: dict[str, Any], taken: Sequence[str]) -> str:
+        """A name of which the schema's own keywords say nothing."""
+        patterns = list(schema.get("patternProperties", ()))
+        for name in ("other", "more", "x", "0", "_", "Z9", "~"):
+            if name not in taken and not any(_found(pattern, name) for pattern in patterns):
+                return name
+        raise UnsupportedError('a negated "additionalProperties"')
+
+    def _other_types(self, types: Sequence[str], path: str) -> Schema:
+        left = [name for name in TYPES if name not in types]
+        if "integer" in types and "number" not in types:
+            left = [name for name in left if name != "number"]
+            self._narrow(path, "numbers with a fraction are left out")
+        return {"type": left} if left else False
+
+    def _none_of(self, values: Sequence[Any], path: str) -> Schema:
+        """Anything that is equal to none of `values`."""
+        whole = [
+            name for name, kind in (("array", list), ("object", dict)) if not any(isinstance(x, kind) for x in values)
+        ]
+        if len(whole) < 2:
+            self._narrow(path, "arrays or objects are left out")
+        ways: list[Schema] = [{"type": whole}] if whole else []
+        if None not in values:
+            ways.append({"type": "null"})
+        bools = [value for value in (True, False) if not any(each is value for each in values)]
+        if bools:
+            ways.append({"enum": bools})
+        numbers = sorted({each for each in values if isinstance(each, int | float) and not isinstance(each, bool)})
+        edges = [None, *numbers, None]
+        for low, high in itertools.pairwise(edges):
+            span: dict[str, Any] = {"type": "number"}
+            if low is not None:
+                span["exclusiveMinimum"] = low
+            if high is not None:
+                span["exclusiveMaximum"] = high
+            ways.append(span)
+        texts = [each for each in values if isinstance(each, str)]
+        ways.append({"type": "string", "pattern": f"^({other_than(texts)})$"} if texts else {"type": "string"})
+        return either(ways)
+
+    def _reference(self, turn: str, pointer: Any, path: str) -> dict[str, Any]:
+        """A reference to what `pointer` means ("yes"), or to its opposite ("not")."""
+        if not isinstance(pointer, str):
+            raise UnsupportedError(f'"$ref" at {path}')
+        name = self._named.get((turn, pointer))
+        if name is None:
+            name = self._named[turn, pointer] = f"{turn}-{len(self._named)}"
+            target = resolve(self.root, pointer, path)
+            self.definitions[name] = self.affirm(target, pointer) if turn == "yes" else self.deny(target, pointer)
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _deny_items(self, key: str, schema: dict[str, Any], path: str) -> Schema:
+        if key == "additionalItems":
+            if isinstance(schema.get("items"), list):
+                first = len(schema["items"])
+                return self._somewhere(self.deny(schema[key], path), first, schema.get("maxItems"), path)
+            return False
+        value = schema["items"]
+        if isinstance(value, list):
+            ways: list[Schema] = []
+            for i, each in enumerate(value):
+                ways.append(_at_place(self.deny(each, f"{path}/{i}"), i))
+            return either(ways)
+        first = len(schema.get("prefixItems", ()))
+        return self._somewhere(self.deny(value, path), first, schema.get("maxItems"), path)
+
+    # -- keywords that llguidance does not know
+
+    def _condition(self, schema: dict[str, Any], path: str, negated: bool) -> Schema:
+        turn = self.deny if negated else self.affirm
+        then, other = turn(schema.get("then", True), f"{path}/then"), turn(schema.get("else", True), f"{path}/else")
+        holds = self.affirm(schema["if"], f"{path}/if") if then is not False else False
+        fails = self.deny(schema["if"], f"{path}/if") if other is not False else False
+        return either([both([holds, then]), both([fails, other])])
+
+    def _contains(self, schema: dict[str, Any], wanted: Schema, path: str) -> Schema:
+        least = schema.get("minContains", 1)
+        if least == 0 and "maxContains" not in schema:
+            return True
+        if least != 1 or "maxContains" in schema:
+            raise UnsupportedError(f'"minContains" or "maxContains" at {path}')
+        found = self._somewhere(wanted, 0, schema.get("maxItems"), f"{path}/contains")
+        return either([{"type": [name for name in TYPES if name != "array"]}, found])
+
+    def _somewhere(self, wanted: Schema, first: int, most: Any, path: str) -> Schema:
+        """An array that has `wanted` among its items from place `first` on."""
+        if wanted is False:
+            return False
+        last = first + MAX_PLACES
+        if isinstance(most, int) and most <= last:
+            last = most
+        else:
+            self._narrow(path, f"the item is sought among the first {last}")
+        return either([_at_place(wanted, place) for place in range(first, last)])
+
+    def _names(self, names: Any, path: str) -> Schema:
+        pattern = self._pattern_of(self.affirm(names, path), path)
+        if pattern is None:
+            return True
+        closed = {"patternProperties": {pattern: True}, "additionalProperties": False}
+        return closed if pattern else {"maxProperties": 0}
+
+    def _pattern_of(self, schema: Schema, path: str) -> str | None:
+        """A regex of the strings that meet `schema`; None for all, "" for none."""
+        if isinstance(schema, bool):
+            return None if schema else ""
+        told = {key: value for key, value in schema.items() if key not in NOTES}
+        types = told.pop("type", "string")
+        if "string" not in ([types] if isinstance(types, str) else types):
+            return ""
+        if not told:
+            return None
+        if set(told) == {"pattern"}:
+            return str(told["pattern"])
+        if set(told) <= {"enum", "const"} and len(told) == 1:
+            values = told.get("enum", [told.get("const")])
+            return "^(" + "|".join(re.escape(each) for each in values if isinstance(each, str)) + ")$"
+        if set(told) <= {"minLength", "maxLength"}:
+            return f"^(.|\\n){{{told.get('minLength', 0)},{told.get('maxLength', '')}}}$"
+        if set(told) == {"anyOf"}:
+            found = [self._pattern_of(each, path) for each in told["anyOf"]]
+            if None in found:
+                return None
+            return "|".join(f"({each})" for each in found if each)
+        raise UnsupportedError(f'"propertyNames" at {path}')
+
+    def _one_of(self, branches: Any, path: str) -> Schema | None:
+        """The branches, each without the others; None to leave it to llguidance, which knows some that are apart."""
+        if not isinstance(branches, list) or len(branches) < 2:
+            return None
+        ways = []
+        try:
+            for i, each in enumerate(branches):
+                others = [self.deny(other, f"{path}/{j}") for j, other in enumerate(branches) if j != i]
+                ways.append(both([self.affirm(each, f"{path}/{i}"), *others]))
+        except UnsupportedError:
+            return None
+        return either(ways)
+
+    # -- the rest
+
+    def _inner(self, key: str, value: Any, path: str) -> Any:
+        if key == "$ref":
+            return self._reference("yes", value, path)["$ref"]
+        if key in ("additionalProperties", "items", "additionalItems", "unevaluatedProperties") and isinstance(
+            value, dict
+        ):
+            return self.affirm(value, path)
+        if key in ("allOf", "anyOf", "oneOf", "prefixItems", "items") and isinstance(value, list):
+            return [self.affirm(each, f"{path}/{i}") for i, each in enumerate(value)]
+        if key in ("properties", "patternProperties") and isinstance(value, dict):
+            return {name: self.affirm(each, f"{path}/{name}") for name, each in value.items()}
+        return value
+
+    def _joined(self, made: dict[str, Any], also: list[Schema]) -> Schema:
+        more = [each for each in also if each is not True]
+        if False in more:
+            return False
+        if more:
+            made["allOf"] = [*made.get("allOf", ()), *more]
+        return made
+
+    def _narrow(self, path: str, why: str) -> None:
+        told = f"{path}: {why}, though the schema allows them" if "left out" in why else f"{path}: {why}"
+        if told not in self.warnings:
+            self.warnings.append(told)
+
+    def _count(self, path: str) -> None:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise UnsupportedError(f"logic that takes more than {MAX_NODES} schemas to write down, at {path}")
+
+
+def either(ways: Sequence[Schema]) -> Schema:
+    """One of `ways` holds, at least."""
+    if any(each is True for each in ways):
+        return True
+    left: list[Schema] = []
+    for each in ways:
+        inner = each["anyOf"] if isinstance(each, dict) and set(each) == {"anyOf"} else [each]
+        left += [way for way in inner if way is not False and way not in left]
+    if not left:
+        return False
+    return left[0] if len(left) == 1 else {"anyOf": left}
+
+
+def both(needs: Sequence[Schema]) -> Schema:
+    """All of `needs` hold."""
+    if any(each is False for each in needs):
+        return False
+    left: list[Schema] = []
+    for each in needs:
+        inner = each["allOf"] if isinstance(each, dict) and set(each) == {"allOf"} else [each]
+        left += [need for need in inner if need is not True and need not in left]
+    if not left:
+        return True
+    return left[0] if len(left) == 1 else {"allOf": left}
+
+
+def resolve(root: Schema, pointer: str, path: str) -> Any:
+    """What a reference within the same document means. Raises `UnsupportedError` for any other."""
+    if not pointer.startswith("#") or (pointer != "#" and not pointer.startswith("#/")):
+        raise UnsupportedError(f'"$ref" to {pointer} at {path}')
+    here: Any = root
+    for part in pointer[2:].split("/") if pointer != "#" else ():
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        try:
+            here = here[int(part)] if isinstance(here, list) else here[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise UnsupportedError(f'"$ref" to {pointer} at {path}, which does not exist') from None
+    return here
+
+
+def other_than(texts: Sequence[str]) -> str:
+    """A regex that matches every text but these."""
+    heads: dict[str, list[str]] = {}
+    for text in set(texts):
+        if text:
+            heads.setdefault(text[0], []).append(text[1:])
+    chars = "".join(re.escape(char) if char not in "^-]\\" else "\\" + char for char in sorted(heads))
+    ways = [] if "" in texts else [""]
+    # `.` leaves the line break out, a negated class does not.
+    ways.append(f"[^{chars}]{ANY_STRING}" if chars else f"(.|\\n){ANY_STRING}")
+    ways += [re.escape(char) + f"({other_than(rest)})" for char, rest in sorted(heads.items())]
+    return "|".join(ways)
+
+
+def _found(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _at_place(wanted: Schema, place: int) -> Schema:
+    if wanted is False:
+        return False
+    return {"type": "array", "prefixItems": [*[True] * place, wanted], "minItems": place + 1}
+
+
+def _dependencies(schema: dict[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+        value = schema.get(key)
+        if isinstance(value, dict):
+            found += [(name, [needed] if isinstance(needed, str) else needed) for name, needed in value.items()]
+    return found
+
+
+def is_plain(schema: Schema) -> bool:
+    """Whether no keyword in `schema` is among those that are rewritten, by a look at its text."""
+    text = json.dumps(schema)
+    return not any(f'"{key}"' in text for key in HARD | LOGIC)

@@ -1,0 +1,217 @@
+"""The JSON-schema cases of MaskBench against the grammars, without a model: which schemas are taken, whether their
+instances are judged right, and whether documents drawn at random are valid.
+
+An instance is judged by walking a matcher over its tokens; a document is drawn by random choices among what the masks
+allow, and judged by `jsonschema`. Used by the fast tests on a sample, and by `make test-schemas` on all.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import llguidance
+
+from headrace import hub
+from headrace.errors import RequestError
+from headrace.grammar.compile import build_matcher, compile_grammar
+from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
+from headrace.sampling.constraints import StructuredOutputs
+from headrace.server.text import Tokenizer
+
+MAX_TOKENS = 400
+CUT = "cut"
+
+
+class Case(NamedTuple):
+    """One schema with its instances: (valid, document)."""
+
+    name: str
+    schema: dict[str, Any]
+    tests: list[tuple[bool, Any]]
+
+
+class Found(NamedTuple):
+    """`refused` is why a schema was not taken, "" if it was. `wrong`: instances that were judged wrongly, as (valid,
+    text). `documents` drawn to their end, `invalid` ones among them with what jsonschema says, `cut` for length, and
+    `failed`: a matcher gave up, as its request would have been told."""
+
+    name: str
+    refused: str
+    warnings: list[str]
+    num_instances: int
+    wrong: list[tuple[bool, str]]
+    documents: int
+    invalid: list[tuple[str, str]]
+    cut: int
+    failed: list[str]
+
+
+def cases(folder: Path) -> Iterator[Case]:
+    """Every case of the folder, in the order of the files."""
+    for path in sorted(folder.glob("maskbench_*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            yield Case(row["name"], row["schema"], [(test["valid"], test["data"]) for test in row["tests"]])
+
+
+class Campaign:
+    """The built-in model's vocabulary, and a judge of cases over it."""
+
+    def __init__(self) -> None:
+        tokenizer = Tokenizer.load(hub.resolve("builtin"))
+        self.tokenizer = tokenizer
+        self.eos = 1
+        self.vocabulary = Vocabulary.of(
+            tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, tokenizer.vocab_size, [self.eos]
+        )
+        self.ll = make_tokenizer(self.vocabulary, self.encode)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def judge(self, case: Case, num_documents: int = 3) -> Found:
+        """Everything about one case."""
+        try:
+            constraint = StructuredOutputs(json=case.schema)
+            grammar = compile_grammar(constraint)
+            matcher = build_matcher(self.ll, grammar, constraint)
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                return Found(case.name, matcher.get_error(), [], 0, [], 0, [], 0, [])
+        except RequestError as error:
+            return Found(case.name, error.bound, [], 0, [], 0, [], 0, [])
+        wrong = [
+            (valid, json.dumps(data, ensure_ascii=False))
+            for valid, data in case.tests
+            if (self.accepts(matcher, data) or (valid and self.accepts(matcher, in_order(data, case.schema)))) != valid
+        ]
+        drawn = [self.draw(matcher, case.name, place) for place in range(num_documents)]
+        ended = [text for text, why in drawn if not why]
+        invalid = [(text, said) for text in ended if (said := complaint(case.schema, text))]
+        return Found(
+            case.name,
+            "",
+            grammar.warnings,
+            len(case.tests),
+            wrong,
+            len(ended),
+            invalid,
+            sum(why == CUT for _, why in drawn),
+            [why for _, why in drawn if why not in ("", CUT)],
+        )
+
+    def accepts(self, matcher: llguidance.LLMatcher, data: Any) -> bool:
+        """Whether the grammar takes a document as it is written with spaces after colons and commas."""
+        copy = matcher.deep_copy()
+        token_ids = self.encode(json.dumps(data, ensure_ascii=False))
+        return copy.try_consume_tokens(token_ids) == len(token_ids) and copy.is_accepting()
+
+    def draw(self, matcher: llguidance.LLMatcher, name: str, seed: int) -> tuple[str, str]:
+        """A document of random choices among the tokens that are allowed, ends preferred, and why it is none."""
+        copy = matcher.deep_copy()
+        dice = random.Random(f"{name} {seed}")
+        said = bytearray()
+        for num in range(MAX_TOKENS):
+            if copy.is_stopped() and not copy.is_error():
+                break
+            mask = copy.compute_bitmask()
+            if copy.is_error():
+                return "", copy.get_error()
+            allowed = [i for i in range(len(self.vocabulary.tokens)) if mask[i // 8] >> (i % 8) & 1]
+            if not allowed:
+                return "", "nothing is allowed"
+            if self.eos in allowed and (dice.random() < 0.5 or allowed == [self.eos]):
+                break
+            allowed = [i for i in allowed if i != self.eos]
+            # The longer the document, the more it wants to close what is open.
+            closing = [i for i in allowed if self.vocabulary.tokens[i][:1] in (b'"', b"]", b"}", b",")]
+            token_id = dice.choice(closing if closing and dice.random() < num / 200 else allowed)
+            said += self.vocabulary.tokens[token_id]
+            if not copy.consume_token(token_id):
+                return "", copy.get_error()
+        else:
+            return "", CUT
+        return said.decode(), ""
+
+
+def in_order(data: Any, schema: dict[str, Any]) -> Any:
+    """A document with the keys of its objects in the order in which a schema like them names its properties.
+
+    An object means the same in any order; an answer has the schema's.
+    """
+    known: list[list[str]] = []
+    stack: list[Any] = [schema]
+    for here in stack:
+        if isinstance(here, dict):
+            if isinstance(here.get("properties"), dict):
+                known.append(list(here["properties"]))
+            stack += here.values()
+        elif isinstance(here, list):
+            stack += here
+
+    def arrange(value: Any) -> Any:
+        if isinstance(value, list):
+            return [arrange(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        names = max(known, key=lambda each: (len(value.keys() & set(each)), -len(each)), default=[])
+        rank = {name: place for place, name in enumerate(names)}
+        return {key: arrange(value[key]) for key in sorted(value, key=lambda key: rank.get(key, len(rank)))}
+
+    return arrange(data)
+
+
+def complaint(schema: dict[str, Any], text: str) -> str:
+    """What jsonschema has against a document, or ""."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        return f"no JSON: {error}"
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        error = next(iter(kind(schema).iter_errors(document)), None)
+    except Exception as problem:
+        # A schema that the judge itself stumbles over (a reference to the network, say) says nothing of the document.
+        return f"not judged: {type(problem).__name__}"
+    return "" if error is None else error.message[:200]
+
+
+def reason(refused: str) -> str:
+    """A refusal without its places, to be counted."""
+    said = refused.removeprefix("one that headrace can hold an answer to; here")
+    said = re.sub(r"at #\S*", "", said).strip(": ,")
+    return re.sub(r"\s+", " ", said)[:80]
+
+
+def summary(found: list[Found]) -> dict[str, Any]:
+    """The counts of a campaign, as they are printed and kept."""
+    taken = [each for each in found if not each.refused]
+    instances = sum(each.num_instances for each in taken)
+    wrong = [(each.name, valid, text) for each in taken for valid, text in each.wrong]
+    invalid = [(each.name, *what) for each in taken for what in each.invalid]
+    unjudged = [what for what in invalid if what[2].startswith("not judged")]
+    return {
+        "schemas": len(found),
+        "taken": len(taken),
+        "coverage": round(len(taken) / max(1, len(found)), 4),
+        "taken_with_warnings": sum(bool(each.warnings) for each in taken),
+        "instances": instances,
+        "instances_judged_right": instances - len(wrong),
+        "valid_but_rejected": sum(valid for _, valid, _ in wrong),
+        "invalid_but_accepted": sum(not valid for _, valid, _ in wrong),
+        "documents": sum(each.documents for each in taken),
+        "documents_invalid": len(invalid) - len(unjudged),
+        "documents_not_judged": len(unjudged),
+        "documents_cut_for_length": sum(each.cut for each in taken),
+        "documents_failed": dict(Counter(reason(why) for each in taken for why in each.failed).most_common()),
+        "refused_by_reason": dict(Counter(reason(each.refused) for each in found if each.refused).most_common()),
+        "wrong_instances": [[name, valid, text[:200]] for name, valid, text in wrong],
+        "invalid_documents": [[name, text[:200], said] for name, text, said in invalid if not said.startswith("not j")],
+    }
