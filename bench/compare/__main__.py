@@ -137,8 +137,8 @@ def measure(args: argparse.Namespace, workshop: Workshop, say: Any) -> Journal:
         journal,
         say,
         measure_seconds=120.0 if args.quick else 600.0,
-        tries=2 if args.quick else 3,
-        quiet_seconds=3.0 if args.quick else 60.0,
+        tries=2 if args.quick or args.fastest else 3,
+        quiet_seconds=3.0 if args.quick or args.fastest else 60.0,
         budget_seconds=None if minutes is None else minutes * 60,
     )
     rounds = (lambda work: args.rounds) if args.rounds else (lambda work: WORKS[work].rounds if args.quick else 3)
