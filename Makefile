@@ -6,6 +6,7 @@ MODEL    ?= builtin
 PORT     ?= 8000
 PIP_ARGS ?=
 ARGS     ?=
+SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
 RECORD   := $(BIN)/python -m bench.record
@@ -14,7 +15,7 @@ TESTED   := build/selftest
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix docs bench sim native native-test clean
+.PHONY: help setup run test check fix docs bench test-schemas sim native native-test clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -60,6 +61,9 @@ bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; ke
 	$(RECORD) latency -- headrace bench latency --model $(MODEL) --goodput ttft:200 tpot:50 --json
 	$(RECORD) throughput -- headrace bench throughput --model $(MODEL) --json
 	$(BIN)/python -m bench.plot
+
+test-schemas: $(STAMP)  ## MaskBench's JSON schemas in SCHEMAS against the grammars: counts, kept in bench/results
+	$(RECORD) schemas -- python -m tests.schemas $(SCHEMAS)
 
 sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
 	$(BIN)/python -m tests.sim $(ARGS)

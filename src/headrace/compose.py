@@ -51,7 +51,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     )
     # Where nobody asked for a length, the pool may be smaller than the model's context: the narrower bound is told.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
-    return EngineCore(scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0)
+    return EngineCore(
+        scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
+    )
 
 
 def vocabulary_source(config: EngineConfig) -> Callable[[int, list[int]], Any] | None:

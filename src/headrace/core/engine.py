@@ -37,6 +37,7 @@ class EngineCore:
         info: the numbers that requests are checked against.
         clock: seconds, monotonic.
         check_every: run `Scheduler.check()` after each n-th step (0: only when idle).
+        on_idle: called, by whoever drives the engine, when there is nothing to do after some work.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class EngineCore:
         info: EngineInfo,
         clock: Callable[[], float],
         check_every: int = 0,
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.info = info
         self.num_steps = 0
+        self.on_idle = on_idle
         self._clock = clock
         self._check_every = check_every
 

@@ -40,6 +40,8 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
     debug = env.debug_level()
     send(transport.Ready(core.info))
     while True:
+        if core.on_idle is not None and not core.has_work() and core.num_steps:
+            core.on_idle()
         messages = receive(not core.has_work())
         if messages is None:
             return

@@ -129,9 +129,9 @@ def _of_number(key: str, told: Any, schema: dict[str, Any], value: Fraction) -> 
 def _of_text(key: str, told: Any, value: str) -> bool:
     match key:
         case "minLength":
-            return len(value) >= told
+            return bool(len(value) >= told)
         case "maxLength":
-            return len(value) <= told
+            return bool(len(value) <= told)
         case "pattern":
             if len(value) > MAX_MATCHED:
                 raise UndecidedError("a pattern and a long text")
@@ -145,11 +145,11 @@ def _of_text(key: str, told: Any, value: str) -> bool:
 def _of_array(key: str, told: Any, schema: dict[str, Any], value: list[Any], inner: Callable[[Any, Any], bool]) -> bool:
     match key:
         case "minItems":
-            return len(value) >= told
+            return bool(len(value) >= told)
         case "maxItems":
-            return len(value) <= told
+            return bool(len(value) <= told)
         case "uniqueItems":
-            return not told or not any(_same(a, b) for i, a in enumerate(value) for b in value[:i])
+            return not (told and any(_same(a, b) for i, a in enumerate(value) for b in value[:i]))
         case "prefixItems":
             return all(inner(part, each) for part, each in zip(told, value, strict=False))
         case "items" if isinstance(told, list):
@@ -160,7 +160,7 @@ def _of_array(key: str, told: Any, schema: dict[str, Any], value: list[Any], inn
             return all(inner(told, each) for each in value[len(schema["items"]) :])
         case "contains":
             num = sum(inner(told, each) for each in value)
-            return schema.get("minContains", 1) <= num <= schema.get("maxContains", num)
+            return bool(schema.get("minContains", 1) <= num <= schema.get("maxContains", num))
     return True
 
 
@@ -171,9 +171,9 @@ def _of_object(
         case "required":
             return not isinstance(told, list) or all(name in value for name in told)
         case "minProperties":
-            return len(value) >= told
+            return bool(len(value) >= told)
         case "maxProperties":
-            return len(value) <= told
+            return bool(len(value) <= told)
         case "properties":
             return all(inner(part, value[name]) for name, part in told.items() if name in value)
         case "patternProperties":

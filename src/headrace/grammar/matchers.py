@@ -81,14 +81,17 @@ class Matchers:
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammar")
         self._tokenizer: Any = None
+        self._warmed = False
         self._num_steps = 0
 
     def __len__(self) -> int:
         return len(self._followers)
 
     def warm(self) -> None:
-        """Begin to read the tokenizer, which the first request would wait for otherwise."""
-        self._builder.submit(self._get_tokenizer)
+        """Begin to read the tokenizer, which the first request would wait for otherwise. Does nothing the next time."""
+        if not self._warmed:
+            self._warmed = True
+            self._builder.submit(self._get_tokenizer)
 
     def begin(self, wanted: Iterable[tuple[int, StructuredOutputs, list[int] | None]]) -> None:
         """Begin to make masks for (sequence id, its constraint, its generated tokens so far).

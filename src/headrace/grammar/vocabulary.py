@@ -74,8 +74,8 @@ def _exact(tokens: list[bytes], encode: Encode | None) -> Encode:
 
     def spell(text: str) -> list[int]:
         wanted = text.encode()
-        for begun in (text, _MARK + text) if encode is not None else ():
-            token_ids = encode(begun)
+        for begun in (text, _MARK + text):
+            token_ids = [] if encode is None else encode(begun)
             while token_ids and len(said := b"".join(tokens[i] for i in token_ids)) >= len(wanted):
                 if said == wanted:
                     return token_ids

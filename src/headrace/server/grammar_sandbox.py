@@ -10,6 +10,7 @@ from __future__ import annotations
 import resource
 import sys
 
+import llguidance
 import msgspec
 
 from headrace.errors import RequestError
@@ -49,7 +50,7 @@ def main(max_cpu_seconds: float) -> None:
     serve(answer, max_cpu_seconds, used + MAX_MEMORY)
 
 
-def _try(tokenizer: object, body: bytes) -> Verdict:
+def _try(tokenizer: llguidance.LLTokenizer, body: bytes) -> Verdict:
     try:
         constraint = msgspec.msgpack.decode(body, type=StructuredOutputs)
         grammar = compile_grammar(constraint)
