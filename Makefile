@@ -12,10 +12,11 @@ STAMP    := $(VENV)/.installed
 RECORD   := $(BIN)/python -m bench.record
 NATIVE   := build/native
 TESTED   := build/selftest
+LM_EVAL  := build/lm-eval
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix docs bench test-schemas sim native native-test clean
+.PHONY: help setup run test check fix docs bench test-schemas sim native native-test test-lm-eval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -78,6 +79,14 @@ native-test: $(STAMP)  ## the operators of every ISA against scalar, in C++ alon
 	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
 	$(BIN)/cmake --build $(TESTED)
 	$(TESTED)/selftest
+
+# 650 MB of packages that nothing else needs: an environment of its own, which sees what .venv has.
+test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: the same scores
+	test -x $(LM_EVAL)/bin/lm_eval || { $(BIN)/python -m venv $(LM_EVAL) && \
+	    $(LM_EVAL)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "venv.pth").write_text(sys.argv[1])' \
+	    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+	    $(LM_EVAL)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt 'lm-eval[api]'; }
+	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
 
 clean:  ## remove caches and build outputs (not .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
