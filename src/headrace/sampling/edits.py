@@ -23,47 +23,42 @@ long before, and the work stays bounded."""
 _LEAST = float(np.finfo(np.float32).min)
 
 
-def penalized(token_ids: I64, values: F64, history: I64, num_prompt: int, params: SamplingParams) -> F64:
-    """`values` of the ascending `token_ids` after repetition, frequency and presence penalties, as vLLM has them.
+def tally(history: I64, num_prompt: int, params: SamplingParams) -> tuple[I64, I64]:
+    """Token ids, ascending, among the last `repeat_last_n`, and how often the answer has each there."""
+    start = 0 if params.repeat_last_n < 0 else max(0, len(history) - params.repeat_last_n)
+    token_ids, places = np.unique(history[start:], return_inverse=True)
+    return token_ids, np.bincount(places[max(0, num_prompt - start) :], minlength=len(token_ids))
+
+
+def penalized(values: F64, counts: I64, params: SamplingParams) -> F64:
+    """Logits of tokens that were seen, `counts` times in the answer, after the penalties, as vLLM has them.
 
     A repetition penalty r divides logits above 0, and multiplies others, of tokens in prompt or answer (Keskar et al.
     2019, section 4.1); then frequency_penalty times the token's count in the answer, and presence_penalty if there is
     one, are subtracted (OpenAI's API reference). With `repeat_last_n` only as many last tokens are seen.
     """
-    start = 0 if params.repeat_last_n < 0 else max(0, len(history) - params.repeat_last_n)
     if params.repetition_penalty != 1.0:
-        seen = _among(token_ids, history[start:])
-        here = values[seen]
-        penalty = params.repetition_penalty
-        values[seen] = np.where(here > 0.0, here / penalty, here * penalty)
+        values = np.where(values > 0.0, values / params.repetition_penalty, values * params.repetition_penalty)
     if params.frequency_penalty or params.presence_penalty:
-        told = _among(token_ids, history[max(start, num_prompt) :])
-        counts = np.bincount(told, minlength=len(token_ids))
-        values -= params.frequency_penalty * counts
-        values -= params.presence_penalty * (counts > 0)
+        values = values - params.frequency_penalty * counts
+        values = values - params.presence_penalty * (counts > 0)
     return values
 
 
-def dried(token_ids: I64, values: F64, history: I64, params: SamplingParams) -> F64:
-    """`values` of the ascending `token_ids` after DRY (p-e-w, text-generation-webui #5677).
-
-    A token that would prolong to n tokens plus itself a run that the sequence had before, n being the longest and at
-    least dry_allowed_length, loses dry_multiplier * dry_base ** (n - dry_allowed_length).
-    """
-    nexts, lengths = repetitions(history, params)
-    if len(nexts):
-        with np.errstate(over="ignore"):
-            penalty = params.dry_multiplier * np.power(params.dry_base, lengths - float(params.dry_allowed_length))
-        places = np.searchsorted(token_ids, nexts)
-        there = (places < len(token_ids)) & (token_ids[np.minimum(places, len(token_ids) - 1)] == nexts)
-        values[places[there]] -= penalty[there]
-    return values
+def dried(values: F64, lengths: I64, params: SamplingParams) -> F64:
+    """Logits of tokens that would prolong a repetition of `lengths` tokens after DRY (p-e-w, text-generation-webui
+    #5677): each loses dry_multiplier * dry_base ** (length - dry_allowed_length)."""
+    with np.errstate(over="ignore"):
+        penalty = params.dry_multiplier * np.power(params.dry_base, lengths - float(params.dry_allowed_length))
+    cut: F64 = values - penalty
+    return cut
 
 
 def repetitions(history: I64, params: SamplingParams) -> tuple[I64, I64]:
-    """Token ids, ascending, that would prolong a repetition, and for each how many last tokens are repeated.
+    """Token ids, ascending, that would prolong a repetition, and for each the most last tokens that it repeats.
 
-    Sequence breakers are in no repetition. Only those of at least dry_allowed_length are told.
+    A token prolongs n tokens if those, then the token, came before. Sequence breakers are in no repetition. Only
+    those of at least dry_allowed_length tokens are told.
     """
     if params.dry_penalty_last_n >= 0:
         history = history[max(0, len(history) - params.dry_penalty_last_n) :]
@@ -89,25 +84,33 @@ def repetitions(history: I64, params: SamplingParams) -> tuple[I64, I64]:
     return nexts, most
 
 
-def touched(history: I64, params: SamplingParams, dry: bool) -> I64:
-    """Token ids, ascending, whose logits penalties (or DRY) may change: nothing else need be looked at."""
-    if dry:
-        return repetitions(history, params)[0]
-    start = 0 if params.repeat_last_n < 0 else max(0, len(history) - params.repeat_last_n)
-    return np.unique(history[start:])
-
-
-def edit(x: F32, history: I64, num_prompt: int, params: SamplingParams, dry: bool) -> None:
-    """Penalties (or DRY) on a whole row of logits, in place: computed in float64, rounded once."""
-    token_ids = touched(history, params, dry)
-    token_ids = token_ids[token_ids < len(x)]
-    values = x[token_ids].astype(np.float64)
-    if dry:
-        values = dried(token_ids, values, history, params)
-    else:
-        values = penalized(token_ids, values, history, num_prompt, params)
+def edit(stage: str, x: F32, history: I64, num_prompt: int, params: SamplingParams) -> None:
+    """The stage "penalties" or "dry" on a whole row of logits, in place: computed in float64, rounded once."""
+    token_ids, amounts = _found(stage, history, num_prompt, params)
+    if len(token_ids) and int(token_ids[-1]) >= len(x):
+        inside = token_ids < len(x)
+        token_ids, amounts = token_ids[inside], amounts[inside]
+    values = _STAGES[stage](x[token_ids].astype(np.float64), amounts, params)
     # What was allowed stays so; a token that is out already stays out.
     x[token_ids] = np.where(values > -np.inf, np.clip(values, _LEAST, -_LEAST), values)
+
+
+def edit_some(stage: str, token_ids: I64, values: F64, history: I64, num_prompt: int, params: SamplingParams) -> F64:
+    """The same for the logits `values` of the ascending `token_ids` alone."""
+    known, amounts = _found(stage, history, num_prompt, params)
+    places = np.minimum(np.searchsorted(token_ids, known), len(token_ids) - 1)
+    there = token_ids[places] == known
+    places, amounts = places[there], amounts[there]
+    values = values.copy()
+    values[places] = np.maximum(_STAGES[stage](values[places], amounts, params), _LEAST)
+    return values
+
+
+def _found(stage: str, history: I64, num_prompt: int, params: SamplingParams) -> tuple[I64, I64]:
+    return repetitions(history, params) if stage == "dry" else tally(history, num_prompt, params)
+
+
+_STAGES = {"penalties": penalized, "dry": dried}
 
 
 def biased(x: F32, bias: dict[int, float]) -> None:
@@ -179,15 +182,6 @@ def _last(history: I64, run: list[int]) -> int:
     for offset, token_id in enumerate(run[1:], 1):
         starts = starts[history[starts + offset] == token_id]
     return int(starts[-1]) if len(starts) else -1
-
-
-def _among(token_ids: I64, seen: I64) -> I64:
-    """Places in the ascending `token_ids` of those of `seen` that are there, repeated as they are."""
-    places = np.searchsorted(token_ids, seen)
-    if not len(token_ids):
-        return places[:0]
-    there: I64 = places[token_ids[np.minimum(places, len(token_ids) - 1)] == seen]
-    return there
 
 
 def processed(x: F32, params: SamplingParams, history: I64, num_prompt: int) -> F32:

@@ -186,7 +186,7 @@ class Sampler:
         if params.logit_bias:
             edits.biased(edited, params.logit_bias)
         for stage in first:
-            edits.edit(edited, history, row.num_prompt, params, stage == "dry")
+            edits.edit(stage, edited, history, row.num_prompt, params)
         if params.allowed_token_ids:
             edits.allow_only(edited, params.allowed_token_ids)
         if row.mask is not None:
@@ -223,10 +223,7 @@ class Sampler:
         if stage in ("penalties", "dry"):
             history = np.array(row.history, np.int64)
             values = pool.scaled + pool.base
-            if stage == "dry":
-                values = edits.dried(pool.token_ids, values, history, params)
-            else:
-                values = edits.penalized(pool.token_ids, values, history, row.num_prompt, params)
+            values = edits.edit_some(stage, pool.token_ids, values, history, row.num_prompt, params)
             return Candidates(pool.token_ids, values, 0.0).settled()
         if stage == "xtc":
             return filters.xtc(pool, params, noise.uniform(params.seed or 0, row.position, noise.XTC))

@@ -25,9 +25,9 @@ BABBLE = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 def edited(logits: list[float], history: list[int], params: SamplingParams, num_prompt: int = 0) -> list[float]:
     """The row before any filter."""
     x = np.array(logits, np.float32)
-    for dry, on in ((False, params.penalizes), (True, params.dries)):
+    for stage, on in (("penalties", params.penalizes), ("dry", params.dries)):
         if on:
-            edits.edit(x, np.array(history, np.int64), num_prompt, params, dry)
+            edits.edit(stage, x, np.array(history, np.int64), num_prompt, params)
     return [float(value) for value in x]
 
 
@@ -106,6 +106,20 @@ def test_dry(logits: list[float], history: list[int], allowed: int, breakers: se
         value -= 0.7 * 1.5 ** (length - allowed) if length and length >= allowed else 0.0
         want.append(value)
     assert edited(logits, history, params) == pytest.approx(want, rel=1e-5, abs=1e-5)
+
+
+@given(LOGITS, BABBLE, st.sets(st.integers(0, V - 1), min_size=1), st.integers(0, 20))
+def test_edits_of_some_are_those_of_all(
+    logits: list[float], history: list[int], ids: set[int], num_prompt: int
+) -> None:
+    params = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, dry_multiplier=0.5)
+    some = np.array(sorted(ids))
+    for stage in ("penalties", "dry"):
+        x = np.array(logits, np.float32)
+        edits.edit(stage, x, np.array(history), num_prompt, params)
+        values = np.array(logits)[some]
+        got = edits.edit_some(stage, some, values, np.array(history), num_prompt, params)
+        assert got.astype(np.float32).tolist() == x[some].tolist()
 
 
 def test_dry_by_hand() -> None:

@@ -6,6 +6,8 @@ Called by `runner.choosing`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,7 +35,7 @@ class Chooser:
         self._ids = np.empty((max_rows, width), np.int32)
         self._scaled = np.empty((max_rows, width), np.float64)
         greatest, temperature, floor, top_p = self._cuts
-        arrays = {
+        arrays: dict[str, NDArray[Any]] = {
             "x": self._anchor, "begin": self._begin, "greatest": greatest, "temperature": temperature, "floor": floor,
             "top_k": self._top_k, "top_p": top_p, "ids": self._ids, "scaled": self._scaled, "count": self._count,
         }  # fmt: skip
