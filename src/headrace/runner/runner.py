@@ -308,9 +308,9 @@ class Runner:
             params=batch.params[i],
             position=batch.starts[i] + batch.lens[i],
             num_prompt=batch.num_prompts[i],
-            history=getattr(batch, "histories", {}).get(i, []),
+            history=batch.histories.get(i, []),
             best=best,
-            state=getattr(batch, "states", {}).get(i),
+            state=batch.states.get(i),
             mask=mask,
         )
 
