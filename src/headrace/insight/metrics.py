@@ -123,6 +123,11 @@ class ServerMetrics:
             "num_requests_running": ("Requests in the running batch.", now.num_running),
             "num_requests_waiting": ("Requests that wait for room.", waiting),
             "kv_cache_usage_perc": ("Share of KV blocks that requests hold, 0 to 1.", now.kv_cache_usage),
+            "beam_search_blocks": ("KV blocks that beam searches hold.", now.num_beam_blocks),
+            "beam_search_blocks_unshared": (
+                "KV blocks that they would hold if no beam shared.",
+                now.num_beam_blocks_unshared,
+            ),
             "engine_up": ("1 while the engine runs and makes tokens.", float(client.is_alive)),
         }
         for name, (doc, value) in gauges.items():
