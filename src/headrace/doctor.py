@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace import env, hub
+from headrace import env, gguf, hub
 from headrace.errors import HeadraceError
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
@@ -193,6 +193,8 @@ def model_state(model: str) -> Section:
     found: Section = {"name": model}
     try:
         directory = local_directory(model)
+        if directory.is_file():
+            return found | gguf_facts(directory)
         config = hub.read_json(directory / "config.json")
         found |= {"directory": str(directory), "model_type": config.get("model_type")}
         files = sorted(directory.glob("*.safetensors"))
@@ -203,6 +205,21 @@ def model_state(model: str) -> Section:
     except (HeadraceError, OSError, ValueError) as error:
         found["problem"] = str(error)
     return found
+
+
+def gguf_facts(path: Path) -> Section:
+    """What a GGUF file's metadata and directory of tensors say. Raises `CheckpointError`."""
+    file = gguf.read(path)
+    architecture = file.text("general.architecture")
+    return {
+        "file": str(path),
+        "model_type": architecture,
+        "weight_bytes": sum(info.size for info in file.tensors.values()),
+        "num_parameters": sum(math.prod(info.shape) for info in file.tensors.values()),
+        "block_types": ", ".join(sorted({info.type for info in file.tensors.values()})),
+        "context_length": file.integer(f"{architecture}.context_length"),
+        "tokenizer": "tokenizer.ggml.tokens" in file.fields,
+    }
 
 
 def local_directory(model: str) -> Path:
