@@ -1,5 +1,7 @@
-"""`python -m tests.schemas FOLDER`: the whole campaign as one line of JSON; see `campaign`. Fails below 90 % coverage, or on a
-document that is not valid, or on an invalid instance that is taken for a valid one."""
+"""`python -m tests.schemas FOLDER`: the whole campaign, as one line of JSON; see `campaign`.
+
+Fails below 90 % coverage, on a document that is not valid, and on an invalid instance that is taken for a valid one.
+"""
 
 from __future__ import annotations
 

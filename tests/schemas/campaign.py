@@ -82,9 +82,6 @@ class Campaign:
             constraint = StructuredOutputs(json=case.schema)
             grammar = compile_grammar(constraint)
             matcher = build_matcher(self.ll, grammar, constraint)
-            matcher.compute_bitmask()
-            if matcher.is_error():
-                return Found(case.name, matcher.get_error(), [], 0, [], 0, [], 0, [])
         except RequestError as error:
             return Found(case.name, error.bound, [], 0, [], 0, [], 0, [])
         wrong = [

@@ -27,6 +27,8 @@ A model that can not stop writing whitespace would go on to the end of max_token
 # A grammar in Lark's syntax has this rule; one in GBNF begins at "root".
 _START = re.compile(r"^\s*start\s*(\[.*\]\s*)?:(?!:)", re.MULTILINE)
 
+NO_ANSWER = "no answer can meet it"
+
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
@@ -94,8 +96,10 @@ def _answer(constraint: StructuredOutputs) -> Grammar:
 def build_matcher(tokenizer: llguidance.LLTokenizer, grammar: Grammar, constraint: StructuredOutputs) -> Any:
     """A matcher at the beginning of an answer. Raises `RequestError` saying what is not supported, and where."""
     matcher = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
-    if matcher.is_error():
-        raise refusal(matcher.get_error(), constraint)
+    # Some of its lexer is built only now, and that no answer can begin is found only now.
+    begins = not matcher.is_error() and any(matcher.compute_bitmask())
+    if matcher.is_error() or not begins:
+        raise refusal(matcher.get_error() or NO_ANSWER, constraint)
     return matcher
 
 
@@ -104,7 +108,7 @@ def refusal(said: str, constraint: StructuredOutputs) -> RequestError:
     field = f"structured_outputs.{constraint.kind}"
     said = said.replace("<non-verbose/>", "").strip()
     if said.startswith("NoExtension"):
-        said = "no answer can meet it"
+        said = NO_ANSWER
     if constraint.kind == "json":
         schema = json.loads(str(constraint.json))
         where = schemas.locate(schema, said)
@@ -139,7 +143,9 @@ def inline_schema(schema: schemas.Schema, constraint: StructuredOutputs) -> str:
 
 def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Grammar:
     brought = schemas.bring(schema, constraint.disable_additional_properties)
-    text = json.dumps(brought.schema, ensure_ascii=False)
+    if brought.schema is False:
+        raise refusal(NO_ANSWER, constraint)
+    text = json.dumps({} if brought.schema is True else brought.schema, ensure_ascii=False)
     made = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json_options(constraint))  # type: ignore[arg-type]
     return Grammar(made, brought.warnings)
 

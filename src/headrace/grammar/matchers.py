@@ -155,7 +155,7 @@ class Matchers:
         follower = self._followers[seq_id]
         self._take(follower, [token_id])
         forced: list[int] = []
-        if jumps(params):
+        if jumps(params) and token_id not in self._eos_token_ids:
             barred = {*self._eos_token_ids, *(params.stop_token_ids or ())}
             while len(forced) < MAX_FORCED:
                 next_id = self._only(follower.matcher)
