@@ -16,7 +16,7 @@ LM_EVAL  := build/lm-eval
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fix docs bench test-schemas sim native native-test test-lm-eval clean
+.PHONY: help setup run test test-bfcl test-openapi check fix docs bench test-schemas sim native native-test test-lm-eval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ run: $(STAMP)  ## serve MODEL (the built-in one) with the OpenAI API on PORT (80
 test: $(STAMP)  ## run all tests but the slow ones; ARGS goes to pytest
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
+test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
+	$(BIN)/python -m tests.unit.tools.bfcl $(ARGS)
+
 check: $(STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -54,6 +57,9 @@ fix: $(STAMP)  ## format, and mend what the linter can mend
 
 docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
 	$(BIN)/python -m headrace.cli.reference docs
+
+test-openapi: $(STAMP)  ## schemathesis against the OpenAPI document of a live server over a fake engine
+	$(BIN)/python -m tests.server.fuzz_openapi 10 $(ARGS)
 
 bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; keep them in bench/results, plot them
 	$(RECORD) startup -- python -m bench.startup

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from openai.types.responses import ResponseInputParam
+from tests.server import fake
 from tests.server.conftest import HTTP, Live, child, inproc
 
 from headrace.config import ServerConfig
@@ -177,7 +178,7 @@ def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
         ({"input": "x", "background": True, "stream": True}, "stream"),
         ({"input": "x", "background": True, "store": False}, "store"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),
-        ({"input": "x", "max_output_tokens": 0}, "max_completion_tokens"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "temperature": -1}, "temperature"),
         ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata"),
     ],
@@ -325,3 +326,49 @@ def test_a_broken_engine_is_told_as_an_event(tokenizer: Tokenizer) -> None:
                     os.kill(engine._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     assert seen[-1]["type"] == "response.failed"
     assert seen[-1]["response"]["error"]["code"] == "server_error"
+
+
+SAID = (
+    '<think>They want the weather.</think>I look.<tool_call>{"name": "weather", "arguments": {"at": "Ulm"}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_text_and_calls_of_a_model(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """What the model is made to say arrives as items, and goes on as a conversation with the call's output."""
+    script = [*SAID.encode(), fake.EOS]
+
+    class Scripted(fake.Oracle):
+        def next_token(self, context: Any, params: Any, num_generated: int) -> int:
+            return script[min(num_generated, len(script) - 1)]
+
+    monkeypatch.setattr(fake, "Oracle", Scripted)
+    config = ServerConfig(log_stats_interval=0, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+    given: dict[str, Any] = {"model": "fake", "input": "Weather in Ulm?", "max_output_tokens": 300}
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    given["tools"] = [{"type": "function", "name": "weather", "parameters": parameters, "strict": False}]
+    with (
+        Live(inproc(), tokenizer, config) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        if stream:
+            with client.responses.stream(**given) as events:
+                kinds = [event.type for event in events]
+                made: Any = events.get_final_response()
+            assert "response.reasoning_text.delta" in kinds
+            assert "response.function_call_arguments.delta" in kinds
+            assert kinds[-1] == "response.completed"
+        else:
+            made = client.responses.create(**given)
+        reasoning, message, call = made.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "They want the weather.")
+        assert (message.type, message.content[0].text) == ("message", "I look.")
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"at": "Ulm"})
+        assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        more = client.responses.create(**(given | {"input": [output]}), previous_response_id=made.id)
+        assert more.status == "completed"
+        told = [*client.responses.input_items.list(more.id)]
+        assert [item.type for item in told] == ["function_call_output"]

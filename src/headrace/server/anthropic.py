@@ -21,6 +21,7 @@ from headrace.server.errors import error_body, json_response
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import Body, add_warning, convert, renamed
 from headrace.server.parts import Content, Part, Reasoning
+from headrace.server.reply_forms import MessageReply, TokenCount
 from headrace.server.translation import arguments_object
 
 IGNORED = {
@@ -448,5 +449,7 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
             {"input_tokens": len(token_ids)} | ({"warnings": asked.warnings} if asked.warnings else {})
         )
 
-    routing.post(app, "/v1/messages", messages, refuse, takes=MessagesRequest, streams="text/event-stream")
-    routing.post(app, "/v1/messages/count_tokens", count_tokens, refuse, takes=CountTokensRequest)
+    routing.post(
+        app, "/v1/messages", messages, refuse, takes=MessagesRequest, gives=MessageReply, streams="text/event-stream"
+    )
+    routing.post(app, "/v1/messages/count_tokens", count_tokens, refuse, takes=CountTokensRequest, gives=TokenCount)

@@ -19,12 +19,13 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.insight.metrics import ServerMetrics
-from headrace.server import anthropic, llama_server, ollama, ollama_replies, routing, schema
+from headrace.server import anthropic, llama_server, ollama, ollama_replies, openapi, reply_forms, routing, schema
 from headrace.server.auth import ApiKeyGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
@@ -96,14 +97,22 @@ def create_app(
     llama_server.add_routes(app, api)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
+    api_key = server.api_key or env.api_key()
+    openapi.add_routes(app, model, bool(api_key))
 
-    async def on_http_error(_: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return error_response(error)
-        return error_response(RouteError(error.status_code, f"route: {error.detail}"), error.headers)
+        told = RouteError(error.status_code, f"route: {error.detail}")
+        refuse = next((made for start, made in REFUSALS.items() if request.url.path.startswith(start)), error_response)
+        response = refuse(told)
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            # Starlette names the methods of one route, and a path may have several.
+            response.headers["allow"] = ", ".join(_methods(app, request.url.path))
+        return response
 
     app.add_exception_handler(HTTPException, on_http_error)
-    api_key = server.api_key or env.api_key()
     if api_key:
         app.add_middleware(ApiKeyGate, api_key=api_key, refusals=REFUSALS)
     return app
@@ -121,6 +130,12 @@ def make_api(
     parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
     dialect = Dialect.of(template, front.tokenizer, *parsers)
     return OpenAI(front, model, template, defaults, seed_source(seed), dialect)
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """What may be done with a path, of all the routes that it fits."""
+    fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for route in fit for method in route.methods or ()})
 
 
 def _add_api(app: FastAPI, api: OpenAI) -> None:
@@ -152,12 +167,26 @@ def _add_api(app: FastAPI, api: OpenAI) -> None:
         return json_response(api.card(request.path_params["name"]))
 
     events = "text/event-stream"
-    routing.post(app, "/v1/completions", completions, takes=schema.CompletionRequest, streams=events)
-    routing.post(app, "/v1/chat/completions", chat_completions, takes=schema.ChatCompletionRequest, streams=events)
-    routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest)
-    routing.post(app, "/detokenize", detokenize, takes=schema.DetokenizeRequest)
-    routing.get(app, "/v1/models", models)
-    routing.get(app, "/v1/models/{name:path}", model_card)
+    routing.post(
+        app,
+        "/v1/completions",
+        completions,
+        takes=schema.CompletionRequest,
+        gives=reply_forms.Completion,
+        streams=events,
+    )
+    routing.post(
+        app,
+        "/v1/chat/completions",
+        chat_completions,
+        takes=schema.ChatCompletionRequest,
+        gives=reply_forms.ChatCompletion,
+        streams=events,
+    )
+    routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=reply_forms.Tokenized)
+    routing.post(app, "/detokenize", detokenize, takes=schema.DetokenizeRequest, gives=reply_forms.Detokenized)
+    routing.get(app, "/v1/models", models, gives=reply_forms.ModelList)
+    routing.get(app, "/v1/models/{name:path}", model_card, gives=reply_forms.ModelCard)
 
 
 def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
@@ -186,12 +215,12 @@ def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, 
         """Metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    routing.get(app, "/health/live", live)
-    routing.get(app, "/health/ready", ready)
-    routing.get(app, "/health", ready)
-    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"))
-    routing.get(app, "/version", version)
-    routing.get(app, "/load", load)
+    routing.get(app, "/health/live", live, gives=reply_forms.Status)
+    routing.get(app, "/health/ready", ready, gives=reply_forms.Status)
+    routing.get(app, "/health", ready, gives=reply_forms.Status)
+    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"), gives=reply_forms.Status)
+    routing.get(app, "/version", version, gives=reply_forms.Version)
+    routing.get(app, "/load", load, gives=reply_forms.Load)
     routing.get(app, "/metrics", scrape, media_type="text/plain")
 
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.errors import HeadraceError, QueueFullError, RequestError
 from headrace.sampling.params import SamplingParams
-from headrace.server import routing, translation
+from headrace.server import reply_forms, routing, translation
 from headrace.server.errors import error_body, json_response
 from headrace.server.inputs import max_context
 from headrace.server.llama_replies import Results, settings
@@ -311,11 +311,14 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
         """Not done by this server."""
         raise UnservedError(f"{request.url.path}: not done here")
 
+    either = reply_forms.LlamaResult | list[reply_forms.LlamaResult]
     for path in ("/completion", "/completions"):
-        routing.post(app, path, completion, refuse, takes=LlamaCompletionRequest, streams="text/event-stream")
-    routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest)
-    routing.get(app, "/props", props, refuse)
-    routing.get(app, "/slots", slots, refuse)
-    routing.post(app, "/props", unserved, refuse)
-    routing.post(app, "/slots/{slot_id}", unserved, refuse)
-    routing.post(app, "/infill", unserved, refuse)
+        routing.post(
+            app, path, completion, refuse, takes=LlamaCompletionRequest, gives=either, streams="text/event-stream"
+        )
+    routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest, gives=reply_forms.LlamaPrompt)
+    routing.get(app, "/props", props, refuse, gives=reply_forms.LlamaProps)
+    routing.get(app, "/slots", slots, refuse, gives=list[reply_forms.LlamaSlot], query=("fail_on_no_slot",))
+    routing.post(app, "/props", unserved, refuse, unserved=True)
+    routing.post(app, "/slots/{slot_id}", unserved, refuse, unserved=True)
+    routing.post(app, "/infill", unserved, refuse, unserved=True)

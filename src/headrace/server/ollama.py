@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.errors import HeadraceError, RequestError
-from headrace.server import routing, translation
+from headrace.server import reply_forms, routing, translation
 from headrace.server.errors import json_response
 from headrace.server.inputs import max_context
 from headrace.server.ollama_replies import Asked, Lines, Options, failure, line, now, refuse
@@ -329,13 +329,15 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
 
     # HEAD on the root is how Ollama's own client asks whether somebody is there.
     routing.get(app, "/", root, refuse, media_type="text/plain")
-    routing.post(app, "/api/chat", chat, refuse, takes=ChatRequest, streams=NDJSON)
-    routing.post(app, "/api/generate", generate, refuse, takes=GenerateRequest, streams=NDJSON)
-    routing.post(app, "/api/show", show, refuse, takes=ShowRequest)
-    routing.post(app, "/api/pull", pull, refuse, takes=ShowRequest, streams=NDJSON)
-    routing.get(app, "/api/tags", tags, refuse)
-    routing.get(app, "/api/ps", ps, refuse)
-    routing.get(app, "/api/version", version, refuse)
+    routing.post(app, "/api/chat", chat, refuse, takes=ChatRequest, gives=reply_forms.OllamaSaid, streams=NDJSON)
+    routing.post(
+        app, "/api/generate", generate, refuse, takes=GenerateRequest, gives=reply_forms.OllamaGenerated, streams=NDJSON
+    )
+    routing.post(app, "/api/show", show, refuse, takes=ShowRequest, gives=reply_forms.OllamaShown)
+    routing.post(app, "/api/pull", pull, refuse, takes=ShowRequest, gives=reply_forms.OllamaPulled, streams=NDJSON)
+    routing.get(app, "/api/tags", tags, refuse, gives=reply_forms.OllamaModels)
+    routing.get(app, "/api/ps", ps, refuse, gives=reply_forms.OllamaModels)
+    routing.get(app, "/api/version", version, refuse, gives=reply_forms.Version)
     for name in ("push", "create", "copy"):
-        routing.post(app, f"/api/{name}", unserved, refuse)
-    routing.add(app, "/api/delete", unserved, ("DELETE",), refuse)
+        routing.post(app, f"/api/{name}", unserved, refuse, unserved=True)
+    routing.add(app, "/api/delete", unserved, ("DELETE",), refuse, unserved=True)

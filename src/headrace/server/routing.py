@@ -28,17 +28,20 @@ class Operation(NamedTuple):
     """One method of one path, for the OpenAPI document.
 
     `takes` is the struct of the body (None: it has none), `gives` the struct of the reply (None: a JSON object, or
-    not JSON at all), `streams` the media type of the reply under "stream": true, `status` those beside 200 that the
-    route may answer.
+    not JSON at all), `streams` the media type of the reply under "stream": true, `query` the names of parameters in
+    the URL; `unserved`: the route only tells that this is not done here.
     """
 
     path: str
     method: str
     summary: str
+    refuse: Refusal
     takes: Any = None
     gives: Any = None
     media_type: str = "application/json"
     streams: str | None = None
+    query: tuple[str, ...] = ()
+    unserved: bool = False
 
 
 class Readable(Protocol):
@@ -73,7 +76,7 @@ def add(
     """A route of any methods. Whatever `endpoint` raises, `refuse` makes a reply of."""
     app.add_api_route(path, guarded(endpoint, refuse), methods=list(methods), response_model=None)
     summary = about.pop("summary", (endpoint.__doc__ or "").strip().partition("\n")[0])
-    made = [Operation(path, method, summary, **about) for method in methods if method != "HEAD"]
+    made = [Operation(path, method, summary, refuse, **about) for method in methods if method != "HEAD"]
     operations(app).extend(made)
 
 

@@ -1,0 +1,42 @@
+"""schemathesis against a live server over the fake engine: `python -m tests.server.fuzz_openapi [EXAMPLES] [OPTIONS]`.
+
+Prints its report and ends with its exit status; 0 means that no check failed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.server.conftest import Live, inproc, write_tokenizer
+
+from headrace.config import ServerConfig
+from headrace.server.text import Tokenizer
+
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+
+
+def run(url: str, num_examples: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """At most `num_examples` cases for each operation and phase, the same ones each time."""
+    tool = str(Path(sys.executable).with_name("schemathesis"))
+    command = [tool, "--config-file", str(CONFIG), "run", f"{url}/openapi.json", "-n", str(num_examples)]
+    command += ["--seed", "1", "--no-color", "--no-shrink", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+def main() -> int:
+    num_examples = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.load(write_tokenizer(Path(folder)))
+        server = ServerConfig(log_stats_interval=0, uvicorn_log_level="error")
+        with Live(inproc(max_num_seqs=64), tokenizer, server) as live:
+            done = run(live.url, num_examples, *sys.argv[2:])
+    print(done.stdout + done.stderr)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
