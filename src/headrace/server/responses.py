@@ -22,9 +22,10 @@ from headrace.server import replies, routing
 from headrace.server.chat_answer import ChatAnswer
 from headrace.server.errors import error_body, json_response
 from headrace.server.files import NotFoundError, page
+from headrace.server.generation import off_loop
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import renamed
-from headrace.server.parts import Content, Part, Reasoning, ToolCall
+from headrace.server.parts import Content, Part
 from headrace.server.responses_events import Output, encode
 from headrace.server.responses_input import ResponsesRequest, chat_body, input_items, read
 from headrace.server.store import Store, StoreFullError
@@ -37,6 +38,12 @@ logger = logging.getLogger("headrace.server")
 MAX_BACKGROUND = 256
 DEFAULT_PAGE = 20
 RUNNING = ("queued", "in_progress")
+OWN_WORDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+}
 
 
 class ResponseAnswer:
@@ -45,7 +52,7 @@ class ResponseAnswer:
     def __init__(self, api: Responses, request: ResponsesRequest, chat: ChatAnswer, response: dict[str, Any]) -> None:
         self.api, self.request, self.chat, self.response = api, request, chat, response
         self.output = Output(response)
-        self._num_seen = 0
+        self._num_told = 0
         self._num_reasoning = 0
         self._logprobs: list[dict[str, Any]] = []
 
@@ -65,6 +72,7 @@ class ResponseAnswer:
         except HeadraceError as error:
             self._fail(error)
             raise
+        await self._count_reasoning()
         self._finish()
         return self.response
 
@@ -80,6 +88,7 @@ class ResponseAnswer:
             self._fail(error)
             yield encode(self.output.whole("failed"))
             return
+        await self._count_reasoning()
         for event in self._finish():
             yield encode(event)
 
@@ -92,20 +101,23 @@ class ResponseAnswer:
             self.api.keep(self.response)
 
     def _take(self, parts: list[Part]) -> list[dict[str, Any]]:
-        """The events of new parts. Tokens count as reasoning while nothing else comes of them."""
+        """The events of new parts. Log-probabilities of tokens go with the next text that comes."""
         state = self.chat.generation.states[0]
-        num_new, self._num_seen = len(state.token_ids) - self._num_seen, len(state.token_ids)
-        told = any(isinstance(part, Content | ToolCall) for part in parts)
-        thought = any(isinstance(part, Reasoning) for part in parts)
-        if not told and (thought or self.output.in_reasoning):
-            self._num_reasoning += num_new
-        elif self.chat.request.logprobs:
-            fresh = state.logprobs[len(state.logprobs) - num_new :] if num_new else []
+        fresh, self._num_told = state.logprobs[self._num_told :], len(state.logprobs)
+        if self.chat.request.logprobs:
             self._logprobs += replies.chat_logprobs(self.chat.tokenizer, fresh)["content"]
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
         return events
+
+    async def _count_reasoning(self) -> None:
+        """Tokens of the reasoning's text. How the text came in pieces must not matter, so it is tokenised again."""
+        texts = [item["content"][0]["text"] for item in self.output.items if item["type"] == "reasoning"]
+        tokenizer = self.chat.tokenizer
+        if texts and tokenizer is not None:
+            count = lambda: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
+            self._num_reasoning = await off_loop(sum(map(len, texts)), count)
 
     def _finish(self) -> list[dict[str, Any]]:
         """Close the response: its status, its usage, its place in the store."""
@@ -141,7 +153,7 @@ class ResponseAnswer:
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "output_tokens_details": {"reasoning_tokens": min(self._num_reasoning, counts["completion_tokens"])},
             "total_tokens": counts["total_tokens"],
         }
 
@@ -329,6 +341,16 @@ class Responses:
         }
         warnings = [*request.warnings, *chat.request.warnings]
         return response | ({"warnings": warnings} if warnings else {})
+
+
+def in_own_words(error: RequestError) -> RequestError:
+    """An error that names a field of the chat, with the name that the field has here."""
+    for theirs, ours in OWN_WORDS.items():
+        if error.field == theirs or error.field.startswith((f"{theirs}.", f"{theirs}[")):
+            # The messages are not the items, so their numbers say nothing.
+            rest = "" if ours == "input" else error.field[len(theirs) :]
+            return RequestError(ours + rest, error.value, error.bound, error.code)
+    return error
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:

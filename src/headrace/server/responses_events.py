@@ -35,11 +35,6 @@ class Output:
         self._open: dict[str, Any] | None = None
         self._num_events = 0
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the last item is one of reasoning, and more may come to it."""
-        return self._open is not None and self._open["type"] == "reasoning"
-
     def event(self, kind: str, **fields: Any) -> Event:
         made = {"type": kind, "sequence_number": self._num_events} | fields
         self._num_events += 1
