@@ -66,14 +66,14 @@ def test_beams_are_those_of_transformers(pair: Any) -> None:
     step = 1 if type(reference).__name__.startswith("Llama") else 4
     for seed, options in list(enumerate(CASES))[::step]:
         prompt = random_ids(9 + seed % 30, llm.core.info.vocab_size, seed)
-        case = options | {"stop_token_ids": stops_in(llm, prompt, options["beam_width"], seed % 4)}
+        case = options | {"stop_token_ids": stops_in(llm, prompt, options["beam_width"], seed // 3 % 4)}
         token_ids, scores = expected(reference, prompt, case)
         params = BeamSearchParams(max_tokens=NUM_TOKENS, ignore_eos=True, **case)
         (found,) = llm.beam_search({"prompt_token_ids": prompt}, params)
         assert [answer.tokens[len(prompt) :] for answer in found.sequences] == token_ids, case
         assert [answer.score for answer in found.sequences] == pytest.approx(scores, rel=2e-6, abs=2e-5), case
         ended += sum(answer.finish_reason == "stop" for answer in found.sequences)
-    assert ended > 120 / step
+    assert ended > 60 / step
 
 
 def test_one_beam_is_transformers_greedy(pair: Any) -> None:

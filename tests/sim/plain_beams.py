@@ -9,18 +9,17 @@ from collections.abc import Callable
 from headrace.sampling.beam import BeamSearchParams
 
 Tops = Callable[[list[int]], list[tuple[int, float]]]
+Answer = tuple[float, float, list[int]]
 
 
-def plain_beams(
-    tops: Tops, params: BeamSearchParams, stop_ids: frozenset[int], max_tokens: int
-) -> list[tuple[float, float, list[int]]]:
+def plain_beams(tops: Tops, params: BeamSearchParams, stop_ids: frozenset[int], max_tokens: int) -> list[Answer]:
     """(score, sum of log-probabilities, token ids) of the `n` best answers, best first.
 
     `tops(token_ids)` are all tokens with their log-probabilities after an answer's beginning.
     """
     groups, width = params.num_beam_groups, params.beam_width // params.num_beam_groups
-    running = [[(0.0, 0.0, [])] for _ in range(groups)]
-    done = [[] for _ in range(groups)]
+    running: list[list[Answer]] = [[(0.0, 0.0, [])] for _ in range(groups)]
+    done: list[list[Answer]] = [[] for _ in range(groups)]
     for length in range(1, max_tokens + 1):
         taken: list[int] = []
         for g in range(groups):
