@@ -29,6 +29,7 @@ from headrace.server.dialect import Dialect
 from headrace.server.forms import form_of, told_as
 from headrace.server.generation import Front, Generation, off_loop
 from headrace.server.inputs import draw_seed, max_context
+from headrace.server.reasoning import STYLES
 from headrace.server.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -71,6 +72,9 @@ class OpenAI:
         self.model = model
         self.template = template
         self.dialect = Dialect() if dialect is None else dialect
+        if self.dialect.reasoning is not None:
+            style = STYLES[self.dialect.reasoning]
+            front.marks = (style.openings[0], style.closings[0])
         self.defaults = dict(defaults or {})
         self.created = int(time.time())
         # Templates run one at a time in a process of their own; whoever waits for it must not fill up the threads
