@@ -14,6 +14,7 @@ import pytest
 from tests.server.conftest import HTTP, Live, child, inproc
 
 from headrace.config import ServerConfig
+from headrace.errors import HeadraceError
 from headrace.server import batches, storage
 from headrace.server.store import Store, StoreFullError
 from headrace.server.text import Tokenizer
@@ -87,7 +88,8 @@ def test_S_08_a_file_s_name_is_no_path(tokenizer: Tokenizer, tmp_path: Path, nam
         reply = HTTP.post(server.url + "/v1/files", files={"file": (name, b"x")}, data={"purpose": "batch"})
         assert reply.status_code == 200, reply.text
         file_id = reply.json()["id"]
-    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    found = sorted(str(path.relative_to(tmp_path)) for path in files)
     assert found == [f"kept/files/{file_id}.bin", f"kept/files/{file_id}.json"]
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.rglob("*") if path.is_file())
 
@@ -303,9 +305,15 @@ def test_the_store_is_bounded(tmp_path: Path) -> None:
         store.put(ids[0], {"a": 1}, b"")
         assert (store.about(ids[0]), store.body(ids[0]), store.num_bytes) == ({"a": 1}, b"", 29)
         assert not store.delete("../" + ids[0])
+    with pytest.raises(HeadraceError, match="another server"):
+        Store("x_", tmp_path, max_items=3, max_bytes=100)
+    store.close()
     again = Store("x_", tmp_path, max_items=3, max_bytes=100)
     assert sorted(again) == sorted(store)
     assert again.num_bytes == 29
+    again.close()
+    with pytest.raises(HeadraceError, match="storage"):
+        Store("x_", Path("/dev/null/x"), max_items=3, max_bytes=100)
 
 
 def test_the_oldest_give_way_where_that_is_wanted() -> None:
@@ -331,7 +339,12 @@ def test_S_08_what_is_no_entry_is_left_alone(tmp_path: Path) -> None:
     (folder / "part-123").write_text("torn")
     store = Store("x_", folder, max_items=9, max_bytes=1000)
     assert list(store) == []
-    assert sorted(path.name for path in folder.iterdir() if not path.is_symlink()) == ["notes.txt", f"{half}.json"]
+    assert sorted(path.name for path in folder.iterdir() if not path.is_symlink()) == [
+        ".lock",
+        "notes.txt",
+        f"{half}.json",
+    ]
+    store.close()
     assert secret.read_text() == '{"a": 1}'
 
 

@@ -59,6 +59,8 @@ class Storage:
         """Stop what runs in the background. Batches go on with the next start, if a folder keeps them."""
         await self.batches.close()
         await self.responses.close()
+        for store in (self.files.store, self.batches.store, self.responses.store):
+            store.close()
 
 
 def answerer(api: OpenAI, said: Responses, vectors: Embeddings) -> Answerer:

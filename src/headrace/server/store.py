@@ -7,6 +7,7 @@ server. Ids are drawn here and looked up among those that exist, so nothing that
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -54,7 +55,7 @@ class Store:
         max_items, max_bytes: bounds on entries, and on bodies and objects together.
         evict: let the oldest go when there is no room, instead of `StoreFullError`.
 
-    Raises OSError if the folder can not be used.
+    Raises `HeadraceError` if the folder can not be used, or another server uses it.
     """
 
     def __init__(
@@ -64,9 +65,19 @@ class Store:
         self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
         self.num_bytes = 0
         self._entries: dict[str, _Entry] = {}
+        self._lock: int | None = None
         if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._read_in(folder)
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._read_in(folder)
+            except BlockingIOError as error:
+                self.close()
+                raise HeadraceError(f"{folder} is used by another server") from error
+            except OSError as error:
+                self.close()
+                raise HeadraceError(f"{folder} can not be used as storage: {error}") from error
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,6 +87,12 @@ class Store:
 
     def __contains__(self, entry_id: object) -> bool:
         return entry_id in self._entries
+
+    def close(self) -> None:
+        """Let another server have the folder. May be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def new_id(self) -> str:
         """Fresh and unguessable."""
