@@ -94,7 +94,15 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
-        text = self._run(source, variables, [message["role"] for message in chat]).text
+        roles = [message["role"] for message in chat]
+        try:
+            text = self._run(source, variables, roles).text
+        except RequestError:
+            # Most templates want the arguments of calls as an object, some as the text that clients send.
+            as_text = [_with_text_arguments(message) for message in chat]
+            if as_text == chat:
+                raise
+            text = self._run(source, {**variables, "messages": as_text}, roles).text
         return _cut(text) if continue_final_message else text
 
     def _source_for(self, tools: bool) -> str:
@@ -218,6 +226,18 @@ def _tool_calls(calls: object, field: str) -> list[dict[str, Any]]:
                 raise RequestError(f"{field}[{i}].function.arguments", arguments, "a JSON object") from None
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its calls' arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls}
 
 
 def _mark(message: dict[str, Any]) -> None:

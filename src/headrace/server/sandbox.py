@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Literal
 
@@ -86,7 +87,9 @@ def _check_name(name: object) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # A filter like `map` gives no list, which is all that json knows.
+    listed = list(value) if isinstance(value, Iterator) else value
+    return json.dumps(listed, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -72,6 +72,16 @@ def outcome(source: str, messages: list[dict[str, Any]], **kwargs: Any) -> str |
         return None
 
 
+def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [dict(call) for call in message.get("tool_calls", [])]
+    for call in calls:
+        call["function"] = {
+            **call["function"],
+            "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+        }
+    return {**message, "tool_calls": calls} if calls else message
+
+
 @pytest.mark.parametrize("case", [*CASES, "continued"])
 def test_every_template_renders_as_in_transformers(case: str) -> None:
     oracle = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
@@ -82,7 +92,13 @@ def test_every_template_renders_as_in_transformers(case: str) -> None:
             kwargs = {"add_generation_prompt": prompt, "continue_final_message": case == "continued"}
             got = outcome(source, messages, tools=tools, **kwargs)
             try:
-                expected = oracle([messages], tools=tools, chat_template=source, **SPECIAL, **kwargs)[0][0]
+                try:
+                    expected = oracle([messages], tools=tools, chat_template=source, **SPECIAL, **kwargs)[0][0]
+                except Exception:
+                    # Ours takes templates that want the arguments as text, or that hand a generator to tojson.
+                    text = [with_text_arguments(message) for message in messages]
+                    listed = source.replace("| tojson(indent=2)", "| list | tojson(indent=2)")
+                    expected = oracle([text], tools=tools, chat_template=listed, **SPECIAL, **kwargs)[0][0]
             except Exception:  # A template may raise whatever it likes, and then so must ours.
                 assert got is None, name
                 continue
