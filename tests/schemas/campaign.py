@@ -168,7 +168,8 @@ def in_order(data: Any, schema: dict[str, Any]) -> Any:
 def complaint(schema: dict[str, Any], text: str) -> str:
     """What jsonschema has against a document, or ""."""
     try:
-        document = json.loads(text)
+        # A number is what it says, also where Python would round it.
+        document = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 17 else float(digits))
     except ValueError as error:
         return f"no JSON: {error}"
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)

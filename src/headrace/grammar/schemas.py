@@ -42,7 +42,13 @@ def bring(schema: Any, closed: bool = False) -> Brought:
     if rewrite.is_plain(plain) or not _refused(plain):
         return Brought(plain, warnings)
     rewriter = rewrite.Rewriter(plain)
-    made = rewriter.whole()
+    try:
+        made = rewriter.whole()
+    except (TypeError, AttributeError, KeyError, ValueError, OverflowError, ArithmeticError) as error:
+        if isinstance(error, rewrite.UnsupportedError):
+            raise
+        # Only a keyword whose value is of a wrong type leads here.
+        raise rewrite.UnsupportedError(f"a keyword whose value is none that it may have ({error})") from None
     return Brought(made, warnings + rewriter.warnings)
 
 
@@ -61,6 +67,7 @@ def _bring(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
         brought = _bring(inner, f"{path}/{'/'.join(at)}", closed, warnings)
         if brought is not inner:
             _put(made, schema, key, at, brought)
+    _check_count(made, path)
     form = made.get("format")
     if isinstance(form, str) and form not in FORMATS:
         # A format that is not of the standard's list is no more than a note to the reader (section 7.2.3).
@@ -69,6 +76,21 @@ def _bring(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
     if closed and "properties" in made and "additionalProperties" not in made:
         made["additionalProperties"] = False
     return made
+
+
+def _check_count(schema: dict[str, Any], path: str) -> None:
+    """llguidance counts a property that is written twice as two. Raises `UnsupportedError` where that would matter."""
+    least = schema.get("minProperties")
+    if not isinstance(least, int) or (
+        schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    ):
+        return
+    needed: set[str] = set()
+    for part in (schema, *(schema.get("allOf") or ())):
+        if isinstance(part, dict) and isinstance(part.get("required"), list):
+            needed.update(name for name in part["required"] if isinstance(name, str))
+    if least - len(needed) > 1:
+        raise rewrite.UnsupportedError(f'"minProperties" of {least} at {path}, more than one of them without a name')
 
 
 def _put(made: dict[str, Any], schema: dict[str, Any], key: str, at: list[str], brought: Any) -> None:

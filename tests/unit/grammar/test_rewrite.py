@@ -39,6 +39,7 @@ EXACT: list[tuple[Any, list[Any], list[Any]]] = [
      [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
     ({"type": "integer", "minimum": 0, "maximum": 30, "not": {"multipleOf": 7}}, [1, 8, 30], [0, 7, 28, 31]),
     ({"$defs": {"n": {"not": {"$ref": "#/$defs/s"}}, "s": {"type": "string"}}, "$ref": "#/$defs/n"}, [1], ["a"]),
+    ({"type": "object", "required": ["a"], "minProperties": 2}, [{"a": 1, "b": 2}], [{"a": 1}, {"b": 1, "c": 2}]),
     ({"not": {"items": {"type": "string"}, "maxItems": 2}}, [[1], ["a", 1], ["a", "b", "c"]], [["a"], [], "x"]),
 ]  # fmt: skip
 
@@ -77,6 +78,10 @@ def test_means_less_and_says_so(schema: Any, valid: list[Any], invalid: list[Any
         ({"not": {"$ref": "http://elsewhere/x"}}, "elsewhere"),
         ({"not": {"format": "date"}}, "format"),
         ({"not": {}}, "no answer"),
+        # A property that is written twice is one.
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "required": ["a"], "minProperties": 3}, "minProperties"),
+        ({"not": {"minimum": "x"}}, "none that it may have"),
     ],
 )
 def test_what_has_no_other_words_is_refused(schema: Any, word: str) -> None:
