@@ -16,7 +16,7 @@ def make_batch(
     flight = ready
     starts = [s.num_computed for s in ready]
     lens = [1] * len(ready)
-    samples = [not s.pooling for s in ready]
+    samples = [True] * len(ready)
     token_ids = [s.tokens[-1] for s in ready]
     nexts: dict[int, int] = {}
     if chunks:
@@ -27,8 +27,12 @@ def make_batch(
                 nexts[len(starts)] = seq.tokens[stop]
             starts.append(start)
             lens.append(length)
-            samples.append(stop == len(seq.tokens) and not seq.pooling)
+            samples.append(stop == len(seq.tokens))
             token_ids += seq.tokens[start:stop]
+    # Most sequences want nothing of the kind, and this is done for every one in every step.
+    special = [(i, s) for i, s in enumerate(flight) if s.special]
+    for i, seq in special:
+        samples[i] = samples[i] and not seq.pooling
     batch = ScheduledBatch(
         step_id=step_id,
         seq_ids=[s.seq_id for s in flight],
@@ -41,9 +45,9 @@ def make_batch(
         num_prompts=[s.num_prompt for s in flight],
         copies=copies,
         next_token_ids=nexts,
-        histories={i: s.tokens for i, s in enumerate(flight) if s.needs_history and samples[i]},
-        states={i: s.state for i, s in enumerate(flight) if s.state is not None and samples[i]},
-        pooling={i: pooling_of(s) for i, s in enumerate(flight) if s.pooling and wants_rows(s, lens[i])},
+        histories={i: s.tokens for i, s in special if s.needs_history and samples[i]},
+        states={i: s.state for i, s in special if s.state is not None and samples[i]},
+        pooling={i: pooling_of(s) for i, s in special if s.pooling and wants_rows(s, lens[i])},
     )
     return flight, batch
 

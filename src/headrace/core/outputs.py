@@ -27,7 +27,7 @@ def keep_states(flight: list[Sequence], result: StepResult, output: StepOutput, 
     """Remember the samplers' states of the chunks whose indices are in `kept`, and tell them."""
     for index, state in result.states.items():
         if index in kept:
-            flight[index].state = state
+            flight[index].state, flight[index].special = state, True
             output.states[flight[index].request_id] = state
 
 

@@ -101,24 +101,23 @@ class Searches:
 
     def num_absent(self) -> int:
         """Beams that running searches do not have just now, and for which there must be room to run."""
-        present = [search for search in self.open.values() if search.live[0].status is Status.RUNNING]
-        return sum(search.width - len(search.live) + len(search.pending) for search in present)
+        return sum(search.width - len(search.live) + len(search.pending) for search in self._running())
 
     def num_reserved(self) -> int:
         """Blocks that running searches need for beams that are to start again."""
-        present = [search for search in self.open.values() if search.live[0].status is Status.RUNNING]
-        return sum(search.reserve(self.block_size) for search in present if search.pending)
+        return sum(search.reserve(self.block_size) for search in self._running() if search.pending)
 
     def num_requests(self) -> int:
         """Running sequences, the beams of a search counted as one."""
-        return len(self.running) - sum(
-            max(0, sum(seq.status is Status.RUNNING for seq in search.live) - 1) for search in self.open.values()
-        )
+        return len(self.running) - sum(len(search.live) - len(search.pending) - 1 for search in self._running())
 
     def blocks(self) -> tuple[int, int]:
         """Blocks that the beams hold, and would hold unshared."""
-        each = [search.blocks() for search in self.open.values()]
+        each = [search.blocks() for search in self._running()]
         return sum(held for held, _ in each), sum(unshared for _, unshared in each)
+
+    def _running(self) -> list[Search]:
+        return [search for search in self.open.values() if search.live[0].status is Status.RUNNING] if self.open else []
 
     # -- the end of a step ---------------------------------------------------------------------------------------
 

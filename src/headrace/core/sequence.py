@@ -45,7 +45,7 @@ class Sequence:
     largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and minus
     infinity once the sequence was overtaken too often. `needs_history` says that its sampler wants to see all tokens;
     `state` is what the sampler knows beyond them, after the last one. `arrival` is the `seq_id` of the first beam of
-    its `search`, if it is a beam, else its own.
+    its `search`, if it is a beam, else its own. `special` ones have a column of the batch beside those of all.
     """
 
     __slots__ = (
@@ -73,6 +73,7 @@ class Sequence:
         "request_id",
         "search",
         "seq_id",
+        "special",
         "started",
         "state",
         "status",
@@ -110,6 +111,7 @@ class Sequence:
         self.num_overtaken = 0
         self.pooling = request.pooling
         self.pooled: list[float] = []
+        self.special = self.needs_history or self.state is not None or self.pooling != ""
 
     @property
     def order(self) -> tuple[float, int]:
