@@ -21,8 +21,10 @@ MAX_NUM_THREADS = 256
 """What the native core's team takes (csrc/include/team.h)."""
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int8", "int8-channel", "int8-g128", "none",
+    "int8", "int8-channel", "int8-g128",
 )  # fmt: skip
+DEQUANTIZE = "none"
+"""The quantization that computes with plain floats whatever the checkpoint has."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,7 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
-            _member("quantization", self.quantization, QUANTIZATIONS)
+            _member("quantization", self.quantization, (*QUANTIZATIONS, DEQUANTIZE))
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least("num_threads", self.num_threads, 0)
         if self.num_threads > MAX_NUM_THREADS:

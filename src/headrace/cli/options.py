@@ -25,11 +25,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     EngineConfig: {
-        "model": "A directory, a hub id, or 'builtin'.",
+        "model": "A directory, a .gguf file, a hub id, or 'builtin'.",
         "tokenizer": "Directory or hub id of the tokenizer, if not the model's own.",
         "revision": "Branch, tag or commit of a hub model.",
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
-        "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}.",
+        "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
+        "or none: dequantise a GGUF file's blocks into dtype.",
         "save_packed": "Keep the weights as the kernels want them, beside the model or else in ~/.cache/headrace; "
         "the next start maps them.",
         "backend": "Operators to run on: auto, cpu (native kernels), torch_ref.",

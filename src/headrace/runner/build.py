@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend, KVShape
-from headrace.config import EngineConfig
+from headrace.config import DEQUANTIZE, EngineConfig
 from headrace.errors import CheckpointError, RequestError
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
@@ -30,8 +30,6 @@ from headrace.types import EngineInfo
 MAX_AUTO_KV_BYTES = 4 * 2**30
 AUTO_KV_SHARE = 0.25
 MIN_AUTO_MODEL_LEN = 1024
-EXACT = "none"
-"""The quantization that dequantises blocks into the model's dtype."""
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +97,8 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     if directory.is_file():
         return _load_gguf(config, directory, progress)
     values = read_config(directory, models.names())
-    if config.quantization == EXACT and values.get("quantization_config") is not None:
-        raise RequestError("quantization", EXACT, "left out: only the blocks of GGUF files are dequantised as yet")
+    if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
+        raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module = models.find(values["model_type"])
     model_config = ModelConfig(values)
     checkpoint = MappedCheckpoint(directory)
@@ -111,7 +109,7 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
         checkpoint,
         backend,
         values.get("quantization_config"),
-        None if config.quantization == EXACT else config.quantization,
+        None if config.quantization == DEQUANTIZE else config.quantization,
         config.save_packed,
         progress,
     )
@@ -121,7 +119,7 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
 def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
     if config.save_packed:
         raise RequestError("save_packed", True, f"off for {path.name}: a GGUF file is packed anew at every start")
-    exact = config.quantization == EXACT
+    exact = config.quantization == DEQUANTIZE
     wanted = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)
     reading = gguf_config.read(file)
