@@ -193,6 +193,8 @@ def test_what_is_ignored_is_told(live: Live) -> None:
     body = {"input": "x", "max_output_tokens": 2, "max_tool_calls": 3, "frobnicate": 1, "include": ["file_search"]}
     warnings = live.post("/v1/responses", body).json()["warnings"]
     assert [warning.partition(":")[0] for warning in warnings] == ["frobnicate", "max_tool_calls", "include"]
+    effort = {"input": "x", "max_output_tokens": 2, "reasoning": {"effort": "low"}}
+    assert live.post("/v1/responses", effort).json()["warnings"][0].startswith("reasoning.effort: ")
     assert "warnings" not in live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}).json()
 
 

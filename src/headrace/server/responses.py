@@ -339,7 +339,8 @@ class Responses:
             "metadata": request.metadata or {},
             "seed": params.seed,
         }
-        warnings = [*request.warnings, *chat.request.warnings]
+        told = (warning.partition(":") for warning in chat.request.warnings)
+        warnings = [*request.warnings, *(OWN_WORDS.get(name, name) + colon + why for name, colon, why in told)]
         return response | ({"warnings": warnings} if warnings else {})
 
 
