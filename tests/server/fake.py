@@ -20,8 +20,8 @@ VOCAB_SIZE = 256
 EOS = 255
 
 
-def build(config: EngineConfig, delay: float = 0.0) -> EngineCore:
-    """`delay` is slept in every step, in seconds."""
+def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None) -> EngineCore:
+    """`delay` is slept in every step, in seconds. `oracle` says what comes next, if not the usual one."""
     num_blocks = config.num_gpu_blocks_override or 1024
     info = EngineInfo(
         model=config.model,
@@ -50,7 +50,7 @@ def build(config: EngineConfig, delay: float = 0.0) -> EngineCore:
         eos_token_ids=[EOS],
         cache_key=b"test",
     )
-    executor = SimulatedExecutor(num_blocks, config.block_size, Oracle(VOCAB_SIZE, [EOS]), delay=delay)
+    executor = SimulatedExecutor(num_blocks, config.block_size, oracle or Oracle(VOCAB_SIZE, [EOS]), delay=delay)
     return EngineCore(scheduler, executor, info, time.monotonic, check_every=8)
 
 

@@ -124,7 +124,7 @@ def _delta(part: Part) -> dict[str, Any]:
     if isinstance(part, Content):
         return {"content": part.text}
     if isinstance(part, Reasoning):
-        return {"reasoning_content": part.text}
+        return {"reasoning_content": part.text, "reasoning": part.text}
     call: dict[str, Any] = {"index": part.index}
     if part.name is None:
         return {"tool_calls": [call | {"function": {"arguments": part.arguments}}]}
