@@ -81,7 +81,7 @@ def test_means_less_and_says_so(schema: Any, valid: list[Any], invalid: list[Any
         # A property that is written twice is one.
         ({"type": "object", "minProperties": 2}, "minProperties"),
         ({"type": "object", "required": ["a"], "minProperties": 3}, "minProperties"),
-        ({"not": {"minimum": "x"}}, "none that it may have"),
+        ({"not": {"minLength": "x"}}, "none that it may have"),
     ],
 )
 def test_what_has_no_other_words_is_refused(schema: Any, word: str) -> None:

@@ -1,0 +1,365 @@
+"""Structured output through the whole engine: the law holds for it, and it can not fail in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from tests.e2e.law import assert_same, make_core, run
+from tests.e2e.law import make_requests as make_strangers
+
+from headrace import LLM, hub
+from headrace.compose import build_engine
+from headrace.config import EngineConfig
+from headrace.errors import HeadraceError, RequestError
+from headrace.grammar import matchers as grammar_matchers
+from headrace.sampling.constraints import StructuredOutputs
+from headrace.sampling.params import SamplingParams
+from headrace.server.client import InprocClient
+from headrace.server.generation import Front
+from headrace.server.openai import OpenAI
+from headrace.server.text import Tokenizer
+from headrace.types import Request
+
+PET = {
+    "type": "object",
+    "properties": {
+        "name of the pet": {"type": "string", "maxLength": 12},
+        "age in years": {"type": "integer", "minimum": 0, "maximum": 20},
+        "kind of animal": {"enum": ["cat", "dog", "a very small grey mouse"]},
+        "has an owner": {"type": "boolean"},
+    },
+    "required": ["name of the pet", "age in years", "kind of animal", "has an owner"],
+    "additionalProperties": False,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {"json": PET},
+    "compact": {"json": PET, "disable_any_whitespace": True},
+    "regex": {"regex": "[A-Z][a-z]{3,8} (is|was) [a-z]{2,9}\\."},
+    "choice": {"choice": ["yes, please", "no, thank you", "maybe"]},
+    "grammar": {"grammar": 'root ::= "(" ("a" | "b" | root)* ")"'},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(hub.resolve("builtin"))
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer: Tokenizer) -> list[Request]:
+    """Every form, greedy and not, with and without log-probabilities."""
+    made = []
+    for i, (name, form) in enumerate(FORMS.items()):
+        for temperature in (0.0, 0.9):
+            for logprobs in (None, 2):
+                params = SamplingParams(
+                    temperature=temperature, seed=50 + i, max_tokens=48, logprobs=logprobs,
+                    structured_outputs=StructuredOutputs(**form),
+                )  # fmt: skip
+                ids = tokenizer.encode("Tom has a pet. " * (1 + 9 * (i % 2)))
+                name_of = f"{name}@{temperature}:{logprobs}"
+                made.append(Request(request_id=name_of, prompt_token_ids=ids, params=params))
+    return made
+
+
+Bits = tuple[list[int], bytes]
+
+
+@pytest.fixture(scope="module")
+def reference(requests: list[Request]) -> dict[str, Bits]:
+    core = make_core(enable_prefix_caching=False)
+    found: dict[str, Bits] = {}
+    for request in requests:
+        found |= run(core, [request])
+    core.close()
+    return found
+
+
+def test_forced_tokens_or_not_the_text_is_the_same(requests: list[Request], reference: dict[str, Bits]) -> None:
+    """Who asks for log-probabilities gets every token through the model, and the same ones."""
+    for request in requests:
+        if request.request_id.endswith(":2"):
+            other = request.request_id.removesuffix("2") + "None"
+            assert reference[request.request_id][0] == reference[other][0]
+            assert len(reference[request.request_id][1]) == 3 * 8 * len(reference[other][0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"max_num_seqs": 4},
+        {"num_gpu_blocks_override": 40, "max_model_len": 320},
+    ],
+    ids=["batch", "chunks", "queue", "small pool"],
+)  # fmt: skip
+def test_I_13_in_company(
+    options: dict[str, Any], requests: list[Request], reference: dict[str, Bits], tokenizer: Tokenizer
+) -> None:
+    strangers = make_strangers()[:: (9 if options else 4)]
+    alone = make_core()
+    expected = reference | run(alone, strangers)
+    alone.close()
+    core = make_core(**options)
+    mixed = [x for pair in zip(requests, strangers, strict=False) for x in pair]
+    mixed += [request for request in (*requests, *strangers) if request not in mixed]
+    assert_same(run(core, mixed), expected)
+    core.scheduler.check()
+    core.close()
+
+
+def test_I_13_preempted(requests: list[Request], reference: dict[str, Bits]) -> None:
+    core = make_core(enable_prefix_caching=False)
+    assert_same(run(core, requests, preempt_every=3), reference)
+    assert core.stats().num_preemptions > 5
+    core.close()
+
+
+def test_I_13_resumed_anywhere_in_the_middle_of_a_forced_run_too(
+    requests: list[Request], reference: dict[str, Bits]
+) -> None:
+    core = make_core()
+    for request in requests[::3]:
+        ids, logprob_bits = reference[request.request_id]
+        for done in range(1, len(ids), 3):
+            again = Request(
+                request_id=f"{request.request_id}+{done}", prompt_token_ids=request.prompt_token_ids,
+                params=request.params, resume_token_ids=ids[:done],
+            )  # fmt: skip
+            rest, rest_bits = run(core, [again])[again.request_id]
+            assert rest == ids[done:], (request.request_id, done)
+            assert rest_bits == logprob_bits[done * 3 * 8 :]
+    core.close()
+
+
+def test_I_13_with_masks_that_are_always_late(
+    requests: list[Request], reference: dict[str, Bits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deferred chunks are computed again, and nobody else waits for them."""
+    monkeypatch.setattr(grammar_matchers, "GRACE_S", 0.0)
+    core = make_core()
+    runner: Any = core.executor
+    strangers = make_strangers()[::12]
+    assert_same(run(core, requests[::2] + strangers), reference | run(make_core(), strangers))
+    assert runner.matchers.num_deferred > 0
+    core.scheduler.check()
+    core.close()
+
+
+def test_control_a_mask_from_another_row_is_noticed(
+    requests: list[Request], reference: dict[str, Bits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core()
+    runner: Any = core.executor
+    right, last = runner.matchers.mask, []
+
+    def mask(seq_id: int, constraint: StructuredOutputs, tokens: list[int]) -> Any:
+        last.append(right(seq_id, constraint, tokens))
+        return last[-2] if len(last) > 40 else last[-1]
+
+    monkeypatch.setattr(runner.matchers, "mask", mask)
+    with pytest.raises(AssertionError):
+        assert_same(run(core, requests), reference)
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    made = LLM(num_threads=1, num_gpu_blocks_override=512, max_num_seqs=32)
+    yield made
+    made.close()
+
+
+def test_offline_every_form(llm: LLM) -> None:
+    import re
+
+    params = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=200, structured_outputs=StructuredOutputs(**form))
+        for form in FORMS.values()
+        for seed in range(4)
+    ]
+    outputs = llm.generate(["Tom has a pet."] * len(params), params, use_tqdm=False)
+    for one, output in zip(params, outputs, strict=True):
+        form, answer = one.structured_outputs, output.outputs[0]
+        assert form is not None
+        if answer.finish_reason != "stop":
+            assert answer.finish_reason == "length"
+            continue
+        if form.json is not None:
+            jsonschema.validate(json.loads(answer.text), PET)
+        elif form.regex is not None:
+            assert re.fullmatch(form.regex, answer.text)
+        elif form.choice is not None:
+            assert answer.text in form.choice
+    assert sum(output.outputs[0].finish_reason == "stop" for output in outputs) > len(outputs) / 2
+    assert llm.core.executor.matchers.num_forced > 20  # type: ignore[attr-defined]
+
+
+def test_offline_refusals_come_before_any_work(llm: LLM) -> None:
+    steps = llm.core.num_steps
+    with pytest.raises(RequestError, match="uniqueItems"):
+        llm.generate("x", SamplingParams(structured_outputs={"json": {"uniqueItems": True}}))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="ignore_eos"):
+        llm.generate("x", SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputs(regex="a")))
+    assert llm.core.num_steps == steps
+
+
+def test_whitespace_can_not_run_away(llm: LLM, tokenizer: Tokenizer) -> None:
+    """A model that loves whitespace above all still writes a document."""
+    blanks = [i for i in range(tokenizer.vocab_size) if (text := tokenizer.token_bytes(i)) and not text.strip()]
+    spaces = [i for i in blanks if not tokenizer.is_special(i)]
+    assert spaces
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 9}, "kind": {"enum": ["cat", "dog"]}},
+        "required": ["age", "kind"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(
+        max_tokens=700, temperature=0.0, logit_bias=dict.fromkeys(spaces, 100.0),
+        structured_outputs=StructuredOutputs(json=schema),
+    )  # fmt: skip
+    [output] = llm.generate("Tom has a pet.", params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), schema)
+    assert answer.text.count(" ") + answer.text.count("\n") > 20
+
+
+def test_a_form_that_min_tokens_forbids_fails_alone_and_says_why(llm: LLM) -> None:
+    short = SamplingParams(min_tokens=9, structured_outputs=StructuredOutputs(choice=["a"]))
+    fine = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
+    bad, good = llm.generate(["x", "x"], [short, fine], use_tqdm=False)
+    assert (bad.outputs[0].finish_reason, good.outputs[0].finish_reason) == ("error", "stop")
+    assert good.outputs[0].text == "a"
+
+
+def test_a_constraint_that_becomes_too_much_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = grammar_matchers.Matchers._take
+
+    def take(self: Any, follower: Any, tokens: list[int]) -> None:
+        if len(follower.tokens) == 3:
+            raise grammar_matchers.GrammarError("too much")
+        right(self, follower, tokens)
+
+    monkeypatch.setattr(grammar_matchers.Matchers, "_take", take)
+    bound = SamplingParams(structured_outputs=StructuredOutputs(regex="[a-z ]{40}"))
+    bad, good = llm.generate(["x", "x"], [bound, SamplingParams(max_tokens=6)], use_tqdm=False)
+    assert (bad.outputs[0].finish_reason, good.outputs[0].finish_reason) == ("error", "length")
+
+
+def test_an_engine_without_a_tokenizer_takes_no_constraint() -> None:
+    bare = LLM(num_threads=1, num_gpu_blocks_override=64, max_model_len=256, skip_tokenizer_init=True)
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        bare.generate([[5, 6]], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+    # Nor does the engine itself, if somebody asks it past the server.
+    request = Request(
+        request_id="r", prompt_token_ids=[5, 6],
+        params=SamplingParams(seed=1, structured_outputs=StructuredOutputs(regex="a")),
+    )  # fmt: skip
+    bare.core.add(request)
+    assert bare.core.step().finished["r"].reason == "error"
+    bare.close()
+
+
+ASKED: list[tuple[str, dict[str, Any], str]] = [
+    ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": PET}}}, "json"),
+    ("response_format", {"response_format": {"type": "json_object"}}, "json"),
+    ("response_format", {"response_format": {"type": "text"}}, ""),
+    ("structured_outputs", {"structured_outputs": {"regex": "[0-9]{4}"}}, "[0-9]{4}"),
+    ("structured_outputs", {"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+    ("structured_outputs", {"structured_outputs": {"grammar": 'start: "x" /[ab]{2}/'}}, "x[ab]{2}"),
+    ("guided_json", {"guided_json": PET, "guided_whitespace_pattern": "[ ]?"}, "json"),
+    ("guided_regex", {"guided_regex": "[0-9]{2}-[0-9]{2}"}, "[0-9]{2}-[0-9]{2}"),
+    ("guided_choice", {"guided_choice": ["left", "right"]}, "left|right"),
+    ("guided_grammar", {"guided_grammar": 'root ::= "x" [ab] [ab]'}, "x[ab]{2}"),
+]  # fmt: skip
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}, "response_format"),
+    ({"guided_json": {"properties": {"a": {"uniqueItems": True}}}}, "guided_json"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ({"guided_json": {}, "guided_whitespace_pattern": ".*"}, "whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "backend": "x"}}, "structured_outputs.backend"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+]
+
+
+def ask_all(bodies: list[dict[str, Any]]) -> list[dict[str, Any] | HeadraceError]:
+    """Completions of all at once, through the API without its HTTP."""
+
+    async def run_all() -> list[dict[str, Any] | HeadraceError]:
+        config = EngineConfig(model="builtin", num_threads=1, num_gpu_blocks_override=512)
+        client = InprocClient(lambda: build_engine(config))
+        await client.start()
+        front = Front(client, Tokenizer.load(hub.resolve("builtin")))
+        api = OpenAI(front, "builtin")
+
+        async def ask(body: dict[str, Any]) -> dict[str, Any] | HeadraceError:
+            try:
+                answer = await api.completion({"prompt": "Tom has a pet.", "max_tokens": 90, "seed": 3} | body)
+                return await answer.whole()
+            except HeadraceError as error:
+                return error
+
+        try:
+            return await asyncio.gather(*map(ask, bodies))
+        finally:
+            front.grammars.close()
+            await client.close()
+
+    return asyncio.run(run_all())
+
+
+def test_api_every_name_for_a_form() -> None:
+    import re
+
+    replies = ask_all([body for _, body, _ in ASKED])
+    for (name, _, wanted), reply in zip(ASKED, replies, strict=True):
+        assert isinstance(reply, dict), (name, reply)
+        choice = reply["choices"][0]
+        if wanted == "json":
+            cut = choice["finish_reason"] == "length"
+            assert cut == bool(choice.get("warnings")), choice
+            assert cut or isinstance(json.loads(choice["text"]), dict)
+        elif wanted:
+            assert choice["finish_reason"] == "stop"
+            assert re.fullmatch(wanted, choice["text"]), choice["text"]
+
+
+def test_api_refusals_name_the_field() -> None:
+    replies = ask_all([body for body, _ in REFUSED])
+    for (body, field), reply in zip(REFUSED, replies, strict=True):
+        assert isinstance(reply, RequestError), (body, reply)
+        assert reply.field == field
+
+
+def test_api_a_document_that_is_cut_off_says_so() -> None:
+    cut, stopped, whole, note = ask_all(
+        [
+            {"guided_json": PET, "max_tokens": 12},
+            {"guided_json": PET, "stop": ["age"]},
+            {"guided_choice": ["left"], "max_tokens": 50},
+            {"guided_json": {"type": "string", "format": "path", "maxLength": 3}},
+        ]
+    )
+    assert isinstance(cut, dict)
+    assert isinstance(stopped, dict)
+    assert isinstance(whole, dict)
+    assert isinstance(note, dict)
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert cut["choices"][0]["warnings"] == ["the document is incomplete: max_tokens ended it"]
+    assert stopped["choices"][0]["warnings"] == ["the document is incomplete: a stop string ended it"]
+    assert "warnings" not in whole["choices"][0]
+    assert note["warnings"] == ["guided_json: format 'path' at # is not enforced"]
