@@ -78,6 +78,7 @@ LAYERS: dict[str, Layer] = {
             "types",
             "sampling.params",
             "sampling.constraints",
+            "sampling.beam",
             "grammar.compile",
             "grammar.vocabulary",
             "bounds",

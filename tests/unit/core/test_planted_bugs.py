@@ -5,28 +5,20 @@ to catch it alone. That the same seeds pass without a bug is what test_simulatio
 """
 
 import random
+from functools import partial
 
 import msgspec
 import pytest
-from tests.sim.simulation import Simulation, Violation
+from tests.sim.planting import NUM_STEPS, Bugs, expect_caught, register
+from tests.sim.simulation import Simulation
 
 import headrace.core.scheduler as scheduler_module
 from headrace.core.scheduler import Scheduler
-from headrace.core.searches import Search
 from headrace.core.sequence import Sequence
-from headrace.errors import InvariantError
 from headrace.types import Finish
 
-NUM_SEEDS, NUM_STEPS = 120, 200
-BUGS = {}
-
-
-def bug(*invariants, checking=True):
-    def register(plant):
-        BUGS[plant.__name__] = plant, invariants, checking
-        return plant
-
-    return register
+BUGS: Bugs = {}
+bug = partial(register, BUGS)
 
 
 def every(nth):
@@ -142,111 +134,6 @@ def token_known_twice(s, _):
         return output
 
     s.commit = doubling
-
-
-@bug("I-12", checking=False)
-def forced_tokens_dropped(s, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "append_forced", lambda *args: None)
-
-
-@bug("I-11", "I-12", "I-13", checking=False)
-def forced_past_the_end(s, monkeypatch):
-    def without_rules(tails, seqs, added, ended, eos_token_ids):
-        for seq, token_ids in tails:
-            if seq in seqs:
-                seq.tokens += token_ids
-                added[seqs.index(seq)] += token_ids
-
-    monkeypatch.setattr(scheduler_module, "append_forced", without_rules)
-
-
-@bug("I-12", checking=False)
-def sampler_state_lost_by_a_preemption(s, _):
-    preempt = s._preempt
-
-    def forgetful(seq, forced=False):
-        preempt(seq, forced)
-        seq.state = None
-
-    s._preempt = forgetful
-
-
-@bug("I-12", checking=False)
-def history_without_the_resumed_tokens(s, _):
-    build = s._build
-
-    def short(ready, chunks):
-        batch = build(ready, chunks)
-        for index, history in batch.histories.items():
-            batch.histories[index] = history[: batch.num_prompts[index]] if len(history) > 20 else history
-        return batch
-
-    s._build = short
-
-
-@bug("I-4")
-def beams_write_where_others_read(s, _):
-    s.tables.shares_tail = lambda seq: False
-
-
-@bug("I-4", "I-13", checking=False)
-def beams_write_where_others_read_seen_from_outside(s, _):
-    s.tables.shares_tail = lambda seq: False
-
-
-@bug("I-2", "I-3", "I-7")
-def fork_without_a_reference(s, _):
-    fork = s.tables.fork
-
-    def careless(source, seq, num):
-        fork(source, seq, num)
-        s.pool.release(seq.block_table)
-
-    s.tables.fork = careless
-
-
-@bug("I-13", checking=False)
-def fork_that_knows_its_parents_next_token(s, _):
-    advance = s.searches.advance
-
-    def late(search):
-        before = list(search.live)
-        result = advance(search)
-        for seq in search.live:
-            if seq not in before and seq.tokens[-1] != before[0].tokens[-1]:
-                seq.tokens[-1] = before[0].tokens[-1]
-                break
-        return result
-
-    s.searches.advance = late
-
-
-@bug("I-10")
-def beams_left_behind_by_a_preemption(s, monkeypatch):
-    monkeypatch.setattr(Search, "retire", lambda self: self.live[0])
-
-
-@bug("I-10", "I-15")
-def beams_without_room_to_run(s, _):
-    s.searches.num_absent = lambda: 0
-
-
-@bug("I-17", "I-19", "R-11")
-def searches_claim_one_beam(s, monkeypatch):
-    monkeypatch.setattr(Search, "claim", lambda self, size: -(-(self.live[0].max_len - 1) // size))
-
-
-@bug("I-8", "I-12", "I-13", checking=False)
-def beams_do_not_wait_for_one_another(s, _):
-    advance = s.searches.advance
-
-    def hasty(search):
-        if 0 < len(search.tops) == len(search.live) - 1 and not search.pending:
-            lost = next(seq for seq in search.live if seq.seq_id not in search.tops)
-            search.tops[lost.seq_id] = next(iter(search.tops.values()))
-        return advance(search)
-
-    s.searches.advance = hasty
 
 
 @bug("I-9", checking=False)
@@ -479,23 +366,7 @@ def stop_tokens_ignored(s, _):
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name, monkeypatch):
-    plant, invariants, checking = BUGS[name]
-
-    def make_scheduler(**numbers):
-        scheduler = Scheduler(**numbers)
-        plant(scheduler, monkeypatch)
-        return scheduler
-
-    for seed in range(NUM_SEEDS):
-        simulation = Simulation(seed, make_scheduler=make_scheduler, checking=checking)
-        try:
-            simulation.run(NUM_STEPS)
-        except (Violation, InvariantError) as error:
-            caught = str(error)
-            break
-    else:
-        pytest.fail(f"{name} went unseen through {NUM_SEEDS} seeds")
-    assert caught.split(":")[0] in invariants, caught
+    expect_caught(BUGS[name], monkeypatch)
 
 
 def test_colliding_keys_do_no_harm():
