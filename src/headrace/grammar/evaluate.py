@@ -16,6 +16,7 @@ MAX_VALUES = 1000
 MAX_MATCHED = 16
 """Characters of a text that a pattern is tried on: a bad pattern takes twice as long with each."""
 MAX_DEPTH = 32
+BESIDE_REFERENCES = frozenset("$ref $schema $id $comment title description default examples $defs definitions".split())
 
 Resolve = Callable[[str], Any]
 
@@ -67,6 +68,9 @@ def holds(schema: Any, value: Any, resolve: Resolve, depth: int = 0) -> bool:
         return schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         raise UndecidedError("a schema that is nested too deeply, or is none")
+
+    if "$ref" in schema and not BESIDE_REFERENCES.issuperset(schema):
+        raise UndecidedError("what stands beside a reference, which drafts read differently")
 
     def inner(part: Any, what: Any) -> bool:
         return holds(part, what, resolve, depth + 1)

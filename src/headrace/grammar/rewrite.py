@@ -61,6 +61,8 @@ class Rewriter:
         self._count(path)
         if not isinstance(schema, dict):
             return bool(schema)
+        if path != "#" and isinstance(schema.get("$id"), str):
+            raise UnsupportedError(f'"$id" at {path}')
         if (told := self._told(schema, path)) is not None:
             return told
         left_out = HARD | {"$defs", "definitions"}
@@ -116,7 +118,8 @@ class Rewriter:
             return not schema
         ways: list[Schema] = []
         without: list[UnsupportedError] = []
-        for key in schema:
+        # Older drafts pass over what stands beside a reference, newer ones do not: to break it alone is right in both.
+        for key in ["$ref"] if "$ref" in schema else schema:
             if key not in NOTES:
                 try:
                     ways.append(self._deny_keyword(key, schema, f"{path}/{key}"))
