@@ -16,7 +16,7 @@ LM_EVAL  := build/lm-eval
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi check fix docs bench test-schemas sim native native-test test-lm-eval clean
+.PHONY: help setup run test test-bfcl test-openapi check fix docs bench test-schemas sim fuzz-gguf native native-test test-lm-eval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ test-schemas: $(STAMP)  ## MaskBench's JSON schemas in SCHEMAS against the gramm
 
 sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
 	$(BIN)/python -m tests.sim $(ARGS)
+
+fuzz-gguf: $(STAMP)  ## damaged GGUF files, 100,000 more at a time (ARGS="--count N --seed S"); counts in build/fuzz-gguf
+	$(BIN)/python -m tests.fuzz_gguf $(ARGS)
 
 # The build folder is the one of `make setup`. Where there is none (no compiler then), the install is made again.
 native: $(STAMP)  ## compile what was edited in csrc/ and put the extension into .venv

@@ -84,7 +84,7 @@ def eos_token_ids(directory: Path) -> list[int]:
     Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn.
     """
     if directory.is_file():
-        return _gguf_ends(gguf.read(directory))
+        return gguf_ends(gguf.read(directory))
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
@@ -97,7 +97,8 @@ def eos_token_ids(directory: Path) -> list[int]:
     return found
 
 
-def _gguf_ends(file: gguf.GGUF) -> list[int]:
+def gguf_ends(file: gguf.GGUF) -> list[int]:
+    """Ids that end a text or a turn, by the metadata. Raises `CheckpointError`."""
     key = "tokenizer.ggml."
     tokens = file.texts(key + "tokens", gguf.MAX_TOKENS, gguf.MAX_TOKEN_BYTES) or []
     kinds = file.integers(key + "token_type", gguf.MAX_TOKENS) or ()

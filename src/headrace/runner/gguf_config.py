@@ -257,8 +257,8 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
         if info.type != "F32" or info.shape != (turned // 2,):
             raise keys.file.fault("rope_freqs.weight", (info.type, info.shape), f"F32 of shape ({turned // 2},)")
         factors = np.frombuffer(keys.file.data, "<f4", turned // 2, info.start)
-        if not bool(np.all(np.isfinite(factors) & (factors > 0))):
-            raise keys.file.fault("rope_freqs.weight", factors.min(), "finite and above 0 throughout")
+        if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
+            raise keys.file.fault("rope_freqs.weight", factors.tolist(), "from 1e-6 to 1e6 throughout")
         same = [float(factor) for factor in factors]
         return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
     kind = keys.file.text(keys.prefix + "rope.scaling.type")

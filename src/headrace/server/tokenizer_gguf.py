@@ -80,7 +80,11 @@ def read(path: Path) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
     Raises `CheckpointError` for a file that is broken, or that has no tokenizer or one that is not known; what
     `tokenizers` itself refuses comes out as it raised it.
     """
-    file = gguf.read(path)
+    return read_metadata(gguf.read(path))
+
+
+def read_metadata(file: GGUF) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
+    """`read` of a file that is open."""
     pieces = _pieces(file)
     roles = _roles(file, [text for text, _, _ in pieces])
     model = file.text("tokenizer.ggml.model")
