@@ -146,7 +146,7 @@ def act_order(directory: Path, group: int = 64) -> Written:
     """GPTQ with g_idx as act-order leaves it: by hand, as the layout is described."""
 
     def packed(_: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        num_out, num_in = weight.shape
+        num_in = weight.shape[1]
         order = torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))
         g_idx = torch.empty(num_in, dtype=torch.int64)
         g_idx[order] = torch.arange(num_in) // group
@@ -260,9 +260,8 @@ def fp8(directory: Path, block: tuple[int, int] | None, scale_fmt: str | None = 
     reader = finegrained_fp8.Fp8Dequantize(quantiser)
 
     def packed(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        made = {
-            key.removeprefix(f"{name}."): part for key, part in writer._quantize_one(f"{name}.weight", weight).items()
-        }
+        parts = writer._quantize_one(f"{name}.weight", weight)
+        made = {key.removeprefix(f"{name}."): part for key, part in parts.items()}
         own = reader._dequantize_one(made["weight"], made["weight_scale_inv"], torch.float32)
         if block is None:
             made["weight_scale_inv"] = made["weight_scale_inv"].reshape(())

@@ -19,7 +19,7 @@ EXACT, ROUNDED = 2e-6, 4e-3
 """Distance of torch_ref from transformers: in float32, and with minimums rounded to float16."""
 
 GROUP64 = {"num_bits": 4, "strategy": "group", "group_size": 64}
-CT = formats.compressed
+CT, BNB = formats.compressed, formats.bitsandbytes
 CASES: dict[str, tuple[Callable[[Path], Written], str, float]] = {
     # what writes it, what the load says, distance on torch_ref
     "gptq-4-sym": (lambda at: formats.gptq(at, 4, 64, True, 1), "int4-g64", EXACT),
@@ -65,15 +65,15 @@ CASES: dict[str, tuple[Callable[[Path], Written], str, float]] = {
         lambda at: CT(at, "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
         "dequantised", EXACT,
     ),
-    "bnb-nf4": (lambda at: formats.bitsandbytes(at, load_in_4bit=True, bnb_4bit_quant_type="nf4"), "dequantised", EXACT),
+    "bnb-nf4": (lambda at: BNB(at, load_in_4bit=True, bnb_4bit_quant_type="nf4"), "dequantised", EXACT),
     "bnb-nf4-double": (
-        lambda at: formats.bitsandbytes(
+        lambda at: BNB(
             at, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
         ),
         "dequantised", EXACT,
     ),
-    "bnb-fp4": (lambda at: formats.bitsandbytes(at, load_in_4bit=True, bnb_4bit_quant_type="fp4"), "dequantised", EXACT),
-    "bnb-int8": (lambda at: formats.bitsandbytes(at, load_in_8bit=True), "int8-channel", EXACT),
+    "bnb-fp4": (lambda at: BNB(at, load_in_4bit=True, bnb_4bit_quant_type="fp4"), "dequantised", EXACT),
+    "bnb-int8": (lambda at: BNB(at, load_in_8bit=True), "int8-channel", EXACT),
     "fp8-block": (lambda at: formats.fp8(at, (64, 128)), "dequantised", EXACT),
     "fp8-tensor": (lambda at: formats.fp8(at, None), "dequantised", EXACT),
     "fp8-ue8m0": (lambda at: formats.fp8(at, (64, 128), "ue8m0"), "dequantised", EXACT),

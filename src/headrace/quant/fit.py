@@ -24,6 +24,8 @@ CHANNEL_GROUP = 128
 
 MOST_ROUNDING = 2.0**-8
 """Of a scale, as a share of it: bfloat16's own. Beyond it a matrix is dequantised rather than moved."""
+SMALL = 2.0**-12
+"""Groups whose scale is a smaller share than this of the matrix's largest are measured by it: they are all but zero."""
 
 
 class Fit(NamedTuple):
@@ -138,16 +140,18 @@ def _min_rounding(weight: QWeight) -> float:
     if weight.scales is None:
         return 0.0
     least = _minimums(weight, weight.scales)
-    moved = (least.half().float() - least).abs()
-    shares = torch.where(moved == 0, 0.0, moved / weight.scales.abs())
-    return float(shares.nan_to_num(nan=torch.inf).max())
+    return _largest_share((least.half().float() - least).abs(), weight.scales)
 
 
 def _rounding(scales: Tensor) -> float:
     """The largest relative change of a scale by rounding it to float16; inf beyond float16."""
-    moved = (scales.half().float() - scales).abs()
-    shares = torch.where(moved == 0, 0.0, moved / scales.abs())
-    return float(shares.nan_to_num(nan=torch.inf).max())
+    return _largest_share((scales.half().float() - scales).abs(), scales)
+
+
+def _largest_share(moved: Tensor, scales: Tensor) -> float:
+    sizes = scales.abs()
+    sizes = torch.maximum(sizes, sizes.max() * SMALL)
+    return float(torch.where(moved == 0, 0.0, moved / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def _wide(part: Tensor, weight: QWeight) -> Tensor:

@@ -47,8 +47,6 @@ def of_floats(
     num_out, num_in = weight.shape
     scales = tensors(scale_name)
     widened = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
-    if widened.dtype not in PLAIN:
-        raise CheckpointError(f"{scale_name} is stored as {scales.dtype}, expected plain floats")
     widened = good_scales(widened, scale_name)
     columns = group or (num_in if block is None else block[1])
     shapes = {(): 0, (1,): 0, (1, 1): 0, (num_out,): 1, (num_out, 1): 1}

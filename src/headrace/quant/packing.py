@@ -41,7 +41,9 @@ def checked(tensors: Tensors, name: str, shape: tuple[int | None, ...], *dtypes:
 
 
 def good_scales(scales: Tensor, name: str) -> Tensor:
-    """Scales as float32. Raises `CheckpointError` if one is not a number, or all of them are 0."""
+    """Scales as float32. Raises `CheckpointError` if they are no floats, one is no number, or all of them are 0."""
+    if scales.dtype not in PLAIN:
+        raise CheckpointError(f"{name} is stored as {_short(scales.dtype)}, expected plain floats")
     made = scales.float()
     if not bool(torch.isfinite(made).all()):
         raise CheckpointError(f"{name} has a scale that is not finite; shape {list(scales.shape)}, expected numbers")

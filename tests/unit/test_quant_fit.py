@@ -1,0 +1,219 @@
+"""Codes out of packed words, and the choice of a kernel: exact where it says so, and told where not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.quant.base import QWeight
+from headrace.quant.fit import fit_of, fitted
+from headrace.quant.packing import by_index, left_alone, matches, nibbles, unpacked
+from headrace.quant.placements import Placements, kernel_name, num_bytes
+from headrace.quant.schemes import Scheme
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [1, 7, 32, 33, 75])
+def test_codes_are_the_bits_of_one_little_endian_number(bits: int, count: int) -> None:
+    numbers = random.Random(bits * count)
+    codes = [[numbers.randrange(2**bits) for _ in range(count)] for _ in range(3)]
+    size = 4 * -(-count * bits // 32)
+    rows = [sum(code << (bits * j) for j, code in enumerate(row)).to_bytes(size, "little") for row in codes]
+    words = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(3, -1)
+    assert unpacked(words, bits, count).tolist() == codes
+
+
+def test_nibbles_in_either_order() -> None:
+    packed = torch.tensor([[0x21, 0x43]], dtype=torch.uint8)
+    assert nibbles(packed, False).tolist() == [[1, 2, 3, 4]]
+    assert nibbles(packed, True).tolist() == [[2, 1, 4, 3]]
+
+
+def made_up(bits: int, zeros: str, num_in: int = 256, group: int = 64, **changes: Any) -> QWeight:
+    """Random codes with scales that float16 holds."""
+    generator = torch.Generator().manual_seed(bits)
+    shape = (40, -(-num_in // group))
+    codes = torch.randint(0, 2**bits, (40, num_in), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(shape, generator=generator) * 0.01 + 0.001).half().float()
+    middle = torch.full(shape, 2.0 ** (bits - 1))
+    zero = {"none": None, "middle": middle, "any": torch.randint(0, 2**bits, shape, generator=generator).float()}[zeros]
+    return QWeight(codes, **({"scales": scales, "zeros": zero, "group": group, "bits": bits} | changes))
+
+
+FITS = [
+    (4, "middle", 64, Scheme("i4", 64)),
+    (4, "any", 64, Scheme("i4", 64, True)),
+    (4, "none", 32, Scheme("i4", 32, True)),
+    (4, "middle", 256, Scheme("i4", 128)),
+    (4, "middle", 96, Scheme("i4", 32)),
+    (3, "middle", 128, Scheme("i4", 128)),
+    (3, "any", 64, Scheme("i4", 64)),
+    (2, "none", 64, Scheme("i4", 64)),
+    (5, "any", 64, Scheme("i8", 64)),
+    (7, "any", 64, Scheme("i8", 64)),
+    (8, "middle", 64, Scheme("i8", 64)),
+    (8, "middle", 256, Scheme("i8")),
+]
+
+
+@pytest.mark.parametrize(("bits", "zeros", "group", "scheme"), FITS)
+def test_codes_in_the_form_of_a_kernel_are_the_same_weights(bits: int, zeros: str, group: int, scheme: Scheme) -> None:
+    weight = made_up(bits, zeros, group=group)
+    fit = fit_of([weight])
+    assert fit.scheme == scheme
+    made = fitted(weight, scheme)
+    assert made.bits == (4 if scheme.kind == "i4" else 8)
+    low, high = (0, 15) if scheme.kind == "i4" else (-128, 127)
+    assert int(made.codes.min()) >= low
+    assert int(made.codes.max()) <= high
+    assert made.scales is not None
+    assert torch.equal(made.scales.half().float(), made.scales)
+    difference = (made.dequantize() - weight.dequantize()).abs().max()
+    assert weight.scales is not None
+    step = float(weight.scales.max())
+    if scheme.has_min:
+        assert fit.rounding < 0.01
+        assert float(difference) <= fit.rounding * step + 1e-7
+    else:
+        # Only the order of a product and a subtraction differs.
+        assert fit.rounding == 0.0
+        assert float(difference) <= 1e-7
+    assert torch.equal(fitted(weight.rows(3, 9), scheme).dequantize(), made.dequantize()[3:9])
+
+
+@pytest.mark.parametrize(
+    ("weight", "why"),
+    [
+        (made_up(8, "any"), "zero point"),
+        (made_up(8, "none"), "unsigned"),
+        (made_up(4, "middle", group=48), "groups of 48"),
+        (made_up(4, "middle", permutation=torch.randperm(256)), "act-order"),
+        (made_up(4, "none", codebook=torch.rand(16)), "table"),
+        (made_up(4, "middle", scales=torch.full((40, 4), 1e-6)), "float16"),
+        (made_up(4, "middle", scales=torch.full((40, 4), 1e6)), "float16"),
+        (made_up(4, "any", scales=torch.full((40, 4), 3e4)), "minimums"),
+        (QWeight(torch.zeros(40, 256).to(torch.float8_e4m3fn), torch.ones(40, 1), group=256, bits=8), "8-bit floats"),
+        (QWeight(torch.zeros(40, 256)), "not quantised"),
+    ],
+)
+def test_what_has_no_kernel_is_told_with_its_reason(weight: QWeight, why: str) -> None:
+    fit = fit_of([weight])
+    assert fit.scheme is None
+    assert why in fit.why
+
+
+def test_scales_that_float16_rounds_are_told() -> None:
+    scales = torch.full((40, 4), 1 / 3)
+    fit = fit_of([made_up(4, "middle", scales=scales)])
+    assert fit.scheme == Scheme("i4", 64)
+    assert 1e-4 < fit.rounding < 2e-2
+    weight = made_up(8, "middle", group=256, scales=scales[:, :1])
+    assert fit_of([weight]).rounding == 0.0  # a scale of each output stays float32
+    assert torch.equal(fitted(weight, Scheme("i8")).dequantize(), weight.dequantize())
+
+
+def test_parts_of_a_stack_meet_in_one_form() -> None:
+    symmetric, any_zeros, wide = made_up(4, "middle"), made_up(4, "any"), made_up(4, "middle", group=128)
+    fit = fit_of([symmetric, any_zeros, wide])
+    assert fit.scheme == Scheme("i4", 64, True)
+    for weight in (symmetric, wide):
+        assert (fitted(weight, fit.scheme).dequantize() - weight.dequantize()).abs().max() < 1e-7
+    assert fit_of([symmetric, made_up(8, "middle")]).scheme is None
+    assert fit_of([symmetric, QWeight(torch.zeros(40, 256))]).scheme is None
+    assert fit_of([made_up(8, "middle"), made_up(8, "middle", group=256)]).scheme is None
+
+
+def indexed(g_idx: Tensor) -> QWeight:
+    codes = torch.arange(64, dtype=torch.uint8).view(4, 16) % 16
+    return by_index(codes, torch.rand(4, 4) + 0.5, torch.full((4, 4), 8.0), g_idx, 4, 4, "layer.g_idx")
+
+
+def test_inputs_of_any_group_keep_their_weights() -> None:
+    codes = torch.arange(64, dtype=torch.uint8).view(4, 16) % 16
+    scales = torch.rand(4, 4) + 0.5
+    for name, g_idx in {
+        "plain": torch.arange(16) // 4,
+        "mixed": torch.randperm(16) % 4,
+        "uneven": torch.tensor([0] * 9 + [1] * 2 + [3] * 5),
+    }.items():
+        made = by_index(codes, scales, torch.full((4, 4), 8.0), g_idx, 4, 4, "layer.g_idx")
+        assert (made.permutation is not None) == (name == "mixed")
+        assert torch.allclose(made.dequantize(), (codes.float() - 8) * scales[:, g_idx])
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 2**30])
+def test_a_group_that_does_not_exist_is_refused(wrong: int) -> None:
+    g_idx = torch.arange(16) // 4
+    g_idx[7] = wrong
+    with pytest.raises(CheckpointError, match=r"layer\.g_idx .*\[16\], expected 0 to 3"):
+        indexed(g_idx)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "found"),
+    [
+        (".*lm_head", "lm_head", True),
+        (r"model\.layers\.\d+\.mlp\.(gate|up)_proj$", "model.layers.11.mlp.up_proj", True),
+        (r"model\.layers\.\d+\.mlp\.(gate|up)_proj$", "model.layers.11.mlp.down_proj", False),
+        ("layers", "model.layers", False),
+    ],
+)
+def test_patterns_fit_the_beginning_of_a_name(pattern: str, name: str, found: bool) -> None:
+    assert matches(pattern, name) is found
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(.*){9}", ".*.*.*.*.*x", "a" * 300, "(", "[", "*"])
+def test_a_pattern_that_could_take_long_is_refused(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="too complicated|no regular expression"):
+        matches(pattern, "a" * 40)
+
+
+def test_layers_left_alone_are_named_whole() -> None:
+    assert left_alone("model.layers.1.mlp.gate", ["mlp.gate"])
+    assert left_alone("model.layers.1.mlp.gate", ["model.layers.1"])
+    assert left_alone("lm_head", ["lm_head"])
+    assert not left_alone("model.layers.1.mlp.gate_proj", ["mlp.gate"])
+    assert not left_alone("model.layers.11.mlp.gate", ["model.layers.1"])
+
+
+class Named:
+    name, num_out, num_in = "layer", 128, 256
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+
+def test_what_runs_where_is_told_once_with_its_bytes() -> None:
+    placements = Placements("gptq", "bfloat16")
+    good, bad = fit_of([made_up(4, "any")]), fit_of([made_up(8, "any")])
+    assert good.scheme is not None
+    for _ in range(2):
+        placements.add(Named(good.scheme), good, 2**20)  # type: ignore[arg-type]
+    placements.add(Named(Scheme("f", dtype="bfloat16")), bad, 2**20)  # type: ignore[arg-type]
+    first, second = placements.lines()
+    assert first.startswith("gptq: 2 matrices on the int4-g64-asym kernels (2.0 MiB stored, 0.0 MiB in memory)")
+    assert "float16 moves a weight by at most" in first
+    assert "1 matrix dequantised to bfloat16" in second
+    assert second.endswith(": layer")
+
+
+def test_names_and_bytes_of_kernels() -> None:
+    assert kernel_name(Scheme("i8")) == "int8-channel"
+    assert kernel_name(Scheme("i4", 32, True)) == "int4-g32-asym"
+    assert num_bytes(Scheme("i4", 64), 10, 128) == 10 * (64 + 4)
+    assert num_bytes(Scheme("i4", 64, True), 10, 128) == 10 * (64 + 8)
+    assert num_bytes(Scheme("i8"), 10, 128) == 10 * 132
+    assert num_bytes(Scheme("f", dtype="bfloat16"), 10, 128) == 2560
+
+
+def test_a_group_of_next_to_nothing_does_not_cost_the_kernel() -> None:
+    scales = torch.full((40, 4), 0.25)
+    scales[3, 1] = 1e-9
+    fit = fit_of([made_up(4, "middle", scales=scales)])
+    assert fit.scheme == Scheme("i4", 64)
+    assert 0 < fit.rounding < 1e-3
