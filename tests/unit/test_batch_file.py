@@ -219,3 +219,16 @@ def test_a_line_decides_its_seed() -> None:
     # The order of the keys says nothing.
     turned = json.dumps(dict(reversed(json.loads(line("a")).items()))).encode()
     assert seed(turned) == seed(line("a"))
+
+
+def test_a_batch_s_priority_is_for_lines_that_have_none() -> None:
+    seen = []
+
+    async def reply(body: dict[str, Any]) -> dict[str, Any]:
+        seen.append(body.get("priority"))
+        return {}
+
+    for answerer in (Answerer({URL: reply}, priority=9), Answerer({URL: reply})):
+        for text in (line("a"), line("a", priority=2)):
+            asyncio.run(answerer.answer(read_line(text, 1, (URL,))))
+    assert seen == [9, 2, None, 2]

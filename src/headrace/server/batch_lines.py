@@ -113,8 +113,8 @@ class Answerer:
                 body["seed"] = int.from_bytes(line.digest[:8], "little") % SEED_LIMIT
             if body.get("request_id") is None:
                 body["request_id"] = line.digest.hex()
-            if body.get("priority") is None and self.priority is not None:
-                body["priority"] = self.priority
+        if body.get("priority") is None and self.priority is not None:
+            body["priority"] = self.priority
         return body
 
 

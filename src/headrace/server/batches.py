@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -181,22 +182,22 @@ class Batches:
         except NotFoundError as error:
             self._fail(batch_id, [{"code": "invalid_input", "message": str(error), "line": None, "param": None}])
             return
-        lines, errors = await asyncio.to_thread(read_all, raw, card["endpoint"])
+        numbers, errors = await asyncio.to_thread(check_all, raw, card["endpoint"])
         if errors:
             self._fail(batch_id, errors)
             return
-        done = self._open_files(batch_id, len(lines))
-        left = [line for line in lines if line.custom_id not in done]
+        done = self._open_files(batch_id, len(numbers))
+        left = lines_of(raw, card["endpoint"], {number for name, number in numbers.items() if name not in done})
         seconds = card["expires_at"] - time.time()
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 async with contextlib.aclosing(
                     answers(left, self.answerer.answer, self.concurrency, self._quiet)
                 ) as found:
-                    async for line, output in found:
-                        self._keep(batch_id, line, output)
+                    async for _, output in found:
+                        self._keep(batch_id, output)
         except TimeoutError:
-            self._tell_expired(batch_id, lines)
+            self._tell_expired(batch_id, numbers)
             self._end(batch_id, "expired")
             return
         self._note(batch_id, "finalizing")
@@ -229,21 +230,21 @@ class Batches:
         self.store.tell(batch_id, card)
         return done
 
-    def _keep(self, batch_id: str, line: Line, output: dict[str, Any]) -> None:
+    def _keep(self, batch_id: str, output: dict[str, Any]) -> None:
         card = self._card(batch_id)
         failed = has_failed(output)
         self.files.store.append(card["_errors" if failed else "_output"], msgspec.json.encode(output) + b"\n")
         card["request_counts"]["failed" if failed else "completed"] += 1
         self.store.tell(batch_id, card)
 
-    def _tell_expired(self, batch_id: str, lines: list[Line]) -> None:
+    def _tell_expired(self, batch_id: str, numbers: Mapping[str, int]) -> None:
         card = self._card(batch_id)
         bodies = [self.files.store.body(card[name]) for name in ("_output", "_errors")]
         done = {msgspec.json.decode(line)["custom_id"] for body in bodies for line in body.splitlines()}
-        for line in lines:
-            if line.custom_id not in done:
+        for custom_id, number in numbers.items():
+            if custom_id not in done:
                 message = "the batch expired before this line was answered"
-                self._keep(batch_id, line, refusal(line.number, line.custom_id, "batch_expired", message))
+                self._keep(batch_id, refusal(number, custom_id, "batch_expired", message))
 
     def _end(self, batch_id: str, status: str) -> None:
         """Show the files that have something in them, and drop those that have not."""
@@ -274,30 +275,40 @@ class Batches:
         return next((batch_id for batch_id in self.store if self._card(batch_id)["status"] in ENDED), None)
 
 
-def read_all(raw: bytes, endpoint: str) -> tuple[list[Line], list[dict[str, Any]]]:
-    """The lines of a batch's input, and what is wrong with it: nothing is asked of a batch with a bad line."""
-    lines: list[Line] = []
+def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """The requests of a batch's input, each with the number of its line, and what is wrong with it: nothing is asked of
+    a batch with a bad line."""
+    numbers: dict[str, int] = {}
     errors: list[dict[str, Any]] = []
-    seen: dict[str, int] = {}
-    for number, text in enumerate(raw.split(b"\n"), 1):
-        if not text.strip():
-            continue
+    for number, text in _texts(raw):
         try:
-            line = read_line(text, number, (endpoint,))
-            if line.custom_id in seen:
-                raise RequestError("custom_id", line.custom_id, f"used once; line {seen[line.custom_id]} has it too")
-            if len(lines) >= MAX_LINES:
+            custom_id = read_line(text, number, (endpoint,)).custom_id
+            if custom_id in numbers:
+                raise RequestError("custom_id", custom_id, f"used once; line {numbers[custom_id]} has it too")
+            if len(numbers) >= MAX_LINES:
                 raise RequestError("line", number, f"among at most {MAX_LINES} requests of one batch")
         except RequestError as error:
             errors.append({"code": error.code, "message": str(error), "param": error.field, "line": number})
             if len(errors) >= MAX_TOLD:
                 break
             continue
-        seen[line.custom_id] = number
-        lines.append(line)
-    if not lines and not errors:
+        numbers[custom_id] = number
+    if not numbers and not errors:
         errors.append({"code": "empty_file", "message": "the file has no lines", "param": None, "line": None})
-    return lines, errors
+    return numbers, errors
+
+
+def lines_of(raw: bytes, endpoint: str, wanted: Container[int]) -> Iterator[Line]:
+    """The lines with these numbers, read when their turn comes: all at once would take many times the file's size."""
+    return (read_line(text, number, (endpoint,)) for number, text in _texts(raw) if number in wanted)
+
+
+def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers."""
+    with io.BytesIO(raw) as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, text
 
 
 def add_routes(app: FastAPI, batches: Batches) -> None:
