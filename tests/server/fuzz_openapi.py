@@ -32,7 +32,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(write_tokenizer(Path(folder)))
         server = ServerConfig(log_stats_interval=0, uvicorn_log_level="error")
-        with Live(inproc(max_num_seqs=64), tokenizer, server) as live:
+        # Answers without a limit fill the context: a small one keeps them short.
+        with Live(inproc(max_num_seqs=64, max_model_len=256), tokenizer, server) as live:
             done = run(live.url, num_examples, *sys.argv[2:])
     print(done.stdout + done.stderr)
     return done.returncode

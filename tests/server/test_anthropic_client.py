@@ -173,6 +173,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"model": None}, "model"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"system": [{"text": "x"}]}, "system[0].type"),
+        ({"system": [IMAGE]}, "system[0].type"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -229,6 +231,28 @@ def test_anthropic_a_broken_stream_ends_with_an_error_event(tokenizer: Tokenizer
             pytest.raises(anthropic.APIStatusError),
         ):
             made.messages.create(**ASKED)
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Aix"}}\n</tool_call>'
+TOOL: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
+
+
+def test_anthropic_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+    say("<think>Hm, so.</think>I look." + CALL)
+    asked = ASKED | {"tools": [TOOL], "max_tokens": 400}
+    with (
+        Live(inproc(), tokenizer, ServerConfig(reasoning_parser="deepseek_r1", log_stats_interval=0)) as live,
+        anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as client,
+    ):
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        thinking, text, call = message.content
+        assert (thinking.type, thinking.thinking.strip()) == ("thinking", "Hm, so.")  # type: ignore[union-attr]
+        assert (text.type, text.text.strip()) == ("text", "I look.")  # type: ignore[union-attr]
+        assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Aix"})  # type: ignore[union-attr]
+        assert message.stop_reason == "tool_use"
 
 
 class Scripted:

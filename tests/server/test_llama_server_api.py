@@ -145,6 +145,20 @@ def test_llama_apply_template(live: Live) -> None:
     assert live.post("/apply-template", body).json() == {"prompt": "[system]s[user]u[a]"}
 
 
+def test_llama_embedding(live: Live) -> None:
+    many = live.post("/embedding", {"content": ["one", "two"]}).json()
+    assert [each["index"] for each in many] == [0, 1]
+    (one,) = live.post("/embeddings", {"content": "one"}).json()
+    assert one["embedding"] == many[0]["embedding"]
+    assert sum(x * x for x in one["embedding"][0]) == pytest.approx(1)
+    (ids,) = live.post("/embedding", {"content": [111, 110, 101]}).json()
+    assert ids["embedding"] == one["embedding"]
+    (raw,) = live.post("/embedding", {"content": "one", "embd_normalize": -1}).json()
+    assert sum(x * x for x in raw["embedding"][0]) != pytest.approx(1)
+    refused = live.post("/embedding", {"content": "one", "embd_normalize": 1})
+    assert refused.json()["error"]["message"].startswith("embd_normalize: ")
+
+
 def test_llama_tokenize_and_detokenize(live: Live) -> None:
     plain = live.post("/tokenize", {"content": "Hä"}).json()["tokens"]
     assert len(plain) == 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import ollama
 import pytest
-from tests.server.conftest import HTTP, Live, brittle
+from tests.server.conftest import HTTP, Live, brittle, inproc
 
 from headrace import __version__
 from headrace.config import ServerConfig
@@ -186,6 +186,7 @@ def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> N
         ("chat", {"messages": [{"content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "messages[0].images"),
         ("chat", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ("generate", {"prompt": None, "top_logprobs": -2}, "top_logprobs"),
         ("show", {}, "model"),
     ],
 )
@@ -194,6 +195,43 @@ def test_ollama_refusals_name_the_field(live: Live, path: str, more: dict[str, A
     reply = live.post(f"/api/{path}", {name: value for name, value in (given | more).items() if value is not None})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"].startswith(f"{field}: "), reply.text
+
+
+def test_ollama_embed(client: ollama.Client) -> None:
+    made = client.embed("fake", ["one", "two"])
+    assert len(made.embeddings) == 2
+    assert made.prompt_eval_count == 6
+    assert sum(x * x for x in made.embeddings[0]) == pytest.approx(1)
+    assert list(client.embed("fake", "one").embeddings[0]) == list(made.embeddings[0])
+    # The older route gives vectors as they are; they point the same way.
+    older = client.embeddings("fake", "one").embedding
+    length = sum(x * x for x in older) ** 0.5
+    assert [x / length for x in older] == pytest.approx(list(made.embeddings[0]))
+    with pytest.raises(ollama.ResponseError, match="input: "):
+        client.embed("fake", "x" * 3000, truncate=False)
+    assert client.embed("fake", "x" * 3000).prompt_eval_count == 2047
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Aix"}}\n</tool_call>'
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+    say("<think>Hm, so.</think>I look." + CALL)
+    with Live(inproc(), tokenizer, ServerConfig(reasoning_parser="deepseek_r1", log_stats_interval=0)) as live:
+        client = ollama.Client(host=live.url, timeout=60)
+        whole = client.chat("fake", MESSAGES, tools=[TOOL], think=True).message
+        pieces = [piece.message for piece in client.chat("fake", MESSAGES, tools=[TOOL], think=True, stream=True)]
+        client._client.close()
+    assert (whole.thinking or "").strip() == "Hm, so."
+    assert (whole.content or "").strip() == "I look."
+    assert whole.tool_calls is not None
+    assert [(call.function.name, call.function.arguments) for call in whole.tool_calls] == [
+        ("weather", {"city": "Aix"})
+    ]
+    assert "".join(piece.thinking or "" for piece in pieces) == whole.thinking
+    assert "".join(piece.content or "" for piece in pieces) == whole.content
+    assert [call for piece in pieces for call in piece.tool_calls or ()] == list(whole.tool_calls)
 
 
 def test_ollama_calls_are_told_whole() -> None:

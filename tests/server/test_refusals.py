@@ -56,6 +56,9 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/api/pull": (ollama.ShowRequest, {"model": "fake", "stream": False}),
 }
 BODIES["/completion"] = BODIES["/completions"] = (llama_server.LlamaCompletionRequest, {"prompt": "hi", "n_predict": 2})
+BODIES["/embedding"] = BODIES["/embeddings"] = (llama_server.EmbeddingRequest, {"content": "hi"})
+BODIES["/api/embed"] = (ollama.EmbedRequest, {"model": "fake", "input": "hi"})
+BODIES["/api/embeddings"] = (ollama.EmbedRequest, {"model": "fake", "prompt": "hi"})
 BODIES["/apply-template"] = (llama_server.TemplateRequest, {"messages": [{"role": "user", "content": "hi"}]})
 BODIES["/v1/responses"] = (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 2, "store": False})
 BODIES["/v1/embeddings"] = (embeddings.EmbeddingRequest, {"input": "hi"})
@@ -67,7 +70,7 @@ for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
 NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy", "/props", "/slots/{slot_id}", "/infill"}
 NO_BODY |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"}
 # A negative one is allowed and means none, or the range is the model's; tested where the API is.
-OWN_RANGES = {"n_predict", "dimensions", "top_n", "max_tool_calls"}
+OWN_RANGES = {"n_predict", "embd_normalize", "dimensions", "top_n", "max_tool_calls"}
 OWN_RANGES |= {"/completion seed", "/completions seed", "/completion max_tokens", "/completions max_tokens"}
 ROWS = {"repeat_penalty": "repetition_penalty", "n_probs": "logprobs", "max_output_tokens": "max_tokens"}
 CONTEXT = 2048

@@ -36,6 +36,7 @@ NAMES = {
     "stop": "stop_sequences",
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config",
+    "reasoning_effort": "output_config.effort",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERROR_TYPES = {
@@ -126,6 +127,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -137,7 +139,8 @@ class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
     model: str
     messages: list[Message]
-    system: str | list[TextBlock] | None = None
+    # Images are refused; as one of two kinds a block must say which it is.
+    system: str | list[TextBlock | ImageBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -159,7 +162,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
 
 def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     """The chat of OpenAI's that a request asks for. Raises `RequestError`; may add to the request's warnings."""
-    messages = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    messages = [{"role": "system", "content": _system(request.system)}] if request.system else []
     for index, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{index}]", request)
     body: dict[str, Any] = {"model": request.model, "messages": messages}
@@ -180,6 +183,9 @@ def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     if request.output_config is not None and request.output_config.format is not None:
         schema = {"name": "output", "schema": request.output_config.format.schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if request.output_config is not None and request.output_config.effort is not None:
+        effort = request.output_config.effort
+        body["reasoning_effort"] = "xhigh" if effort == "max" else effort
     if isinstance(request, MessagesRequest):
         names = {"max_tokens": "max_tokens", "stop_sequences": "stop", "stream": "stream"}
         names |= {name: name for name in ("temperature", "top_p", "top_k")}
@@ -235,6 +241,15 @@ def _text(content: str | list[TextBlock]) -> str | list[dict[str, Any]]:
     if len(content) == 1:
         return content[0].text
     return [{"type": "text", "text": block.text} for block in content]
+
+
+def _system(content: str | list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        if not isinstance(block, TextBlock):
+            raise _no_text(f"system[{index}]", block)
+    return _text([block for block in content if isinstance(block, TextBlock)])
 
 
 def _result(block: ToolResultBlock, field: str) -> str | list[dict[str, Any]]:

@@ -18,12 +18,14 @@ from headrace import __version__
 from headrace.errors import HeadraceError, QueueFullError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.server import reply_forms, routing, translation
+from headrace.server.embeddings import Embeddings
 from headrace.server.errors import error_body, json_response
 from headrace.server.inputs import max_context
 from headrace.server.llama_replies import Results, settings
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import Body, convert
 from headrace.server.schema import TokenizeRequest
+from headrace.server.streams import until_gone
 from headrace.server.text import Tokenizer
 
 IGNORED = {
@@ -45,7 +47,7 @@ IGNORED = {
 # What forms an answer, under either name of this server's.
 FORMS = {"structured_outputs.grammar": "grammar", "structured_outputs.json": "json_schema"}
 MAX_PIECES = 64
-UNDER = ("/completion", "/props", "/slots", "/infill", "/apply-template")
+UNDER = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding")
 
 
 class UnservedError(HeadraceError):
@@ -122,11 +124,20 @@ class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /embedding."""
+
+    content: str | list[Any]
+    model: str | None = None
+    embd_normalize: int | None = None
+
+
 class LlamaServer:
     """The routes without HTTP."""
 
     def __init__(self, api: OpenAI) -> None:
         self.api = api
+        self.embeddings = Embeddings(api)
 
     async def completion(self, body: dict[str, Any]) -> Results:
         """POST /completion."""
@@ -160,13 +171,12 @@ class LlamaServer:
             answer = await self.api.completion(made | {"prompt": prompts})
         return Results(answer, asked, self.api.model, many=_are_many(asked.prompt))
 
-    async def _prompts(self, prompt: str | list[Any]) -> list[list[int]]:
+    async def _prompts(self, prompt: str | list[Any], field: str = "prompt") -> list[list[int]]:
         given = prompt if _are_many(prompt) else [prompt]
         if not given or len(given) > 256:
-            raise RequestError("prompt", len(given), "1 to 256 prompts")
+            raise RequestError(field, len(given), "1 to 256 prompts")
         return [
-            await self._ids(each, f"prompt[{index}]" if given is prompt else "prompt")
-            for index, each in enumerate(given)
+            await self._ids(each, f"{field}[{index}]" if given is prompt else field) for index, each in enumerate(given)
         ]
 
     async def _ids(self, prompt: Any, field: str) -> list[int]:
@@ -218,6 +228,17 @@ class LlamaServer:
         asked = convert(TemplateRequest, body)
         text, _ = await self.api.chat_prompt(msgspec.structs.asdict(asked))
         return {"prompt": text} | translation.warnings(asked)
+
+    async def embedding(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """POST /embedding. The reply is a list, which has no place for warnings."""
+        asked = convert(EmbeddingRequest, body)
+        self.api.check_model(asked.model)
+        if asked.embd_normalize not in (None, -1, 2):
+            raise RequestError("embd_normalize", asked.embd_normalize, "2 (length 1) or -1 (as they are)")
+        prompts = await self._prompts(asked.content, "content")
+        with translation.told_as({"prompt": "content"}):
+            found = await self.embeddings.vectors(prompts, normalize=asked.embd_normalize != -1, field="content")
+        return [{"index": index, "embedding": [row]} for index, row in enumerate(found.rows)]
 
     def props(self) -> dict[str, Any]:
         """GET /props."""
@@ -295,6 +316,11 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
         """llama-server's completion."""
         return await routing.deliver(request, await llama.completion(await routing.body(request)))
 
+    async def embedding(request: Request) -> Any:
+        """Vectors of texts."""
+        work = llama.embedding(await routing.body(request))
+        return json_response(await until_gone(request.receive, work))
+
     async def apply_template(request: Request) -> Response:
         """The prompt that a chat becomes."""
         return json_response(await llama.apply_template(await routing.body(request)))
@@ -316,6 +342,9 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
         routing.post(
             app, path, completion, refuse, takes=LlamaCompletionRequest, gives=either, streams="text/event-stream"
         )
+    for path in ("/embedding", "/embeddings"):
+        vectors = list[reply_forms.LlamaVector]
+        routing.post(app, path, embedding, refuse, takes=EmbeddingRequest, gives=vectors)
     routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest, gives=reply_forms.LlamaPrompt)
     routing.get(app, "/props", props, refuse, gives=reply_forms.LlamaProps)
     routing.get(app, "/slots", slots, refuse, gives=list[reply_forms.LlamaSlot], query=("fail_on_no_slot",))

@@ -7,6 +7,7 @@ Requests become chats or completions of `server.openai`'s; options that belong t
 from __future__ import annotations
 
 import hashlib
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,14 +15,16 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from headrace import __version__
+from headrace import __version__, bounds
 from headrace.errors import HeadraceError, RequestError
 from headrace.server import reply_forms, routing, translation
+from headrace.server.embeddings import Embeddings
 from headrace.server.errors import json_response
 from headrace.server.inputs import max_context
 from headrace.server.ollama_replies import Asked, Lines, Options, failure, line, now, refuse
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import Body, convert
+from headrace.server.streams import until_gone
 
 NDJSON = "application/x-ndjson"
 STAYS = "the model is loaded as long as the server runs"
@@ -31,6 +34,7 @@ IGNORED = {
     "truncate": "a prompt that does not fit is refused, not cut",
     "shift": "an answer ends where the context does",
 }
+LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 NAMES = {"max_tokens": "options.num_predict", "response_format": "format"}
 # Set when a server starts, not by a request.
 LOADING = (
@@ -87,6 +91,17 @@ class GenerateRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     raw: bool | None = None
 
 
+class EmbedRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embed, and under its older name /api/embeddings, which has one `prompt`."""
+
+    model: str
+    input: str | list[str] | None = None
+    prompt: str | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: dict[str, Any] | None = None
+
+
 class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /api/show and /api/pull; `name` is the older word for `model`."""
 
@@ -102,6 +117,7 @@ class Ollama:
 
     def __init__(self, api: OpenAI) -> None:
         self.api = api
+        self.embeddings = Embeddings(api)
 
     async def chat(self, body: dict[str, Any]) -> Lines | dict[str, Any]:
         """POST /api/chat; without messages, as Ollama's clients load a model, a dict that says that it is loaded."""
@@ -133,14 +149,38 @@ class Ollama:
             if asked.raw:
                 given = (await self.api.tokenize({"prompt": asked.prompt}))["tokens"]
             else:
-                kwargs = made.get("chat_template_kwargs")
-                _, given = await self.api.chat_prompt({"messages": messages, "chat_template_kwargs": kwargs})
+                shape = {name: made.get(name) for name in ("chat_template_kwargs", "reasoning_effort")}
+                _, given = await self.api.chat_prompt({"messages": messages} | shape)
             prompt = [*(asked.context or []), *given]
-            made.pop("chat_template_kwargs", None)
+            for name in ("chat_template_kwargs", "reasoning_effort"):
+                made.pop(name, None)
             made["logprobs"] = made.pop("top_logprobs", 0) if made.get("logprobs") else None
             # At least one, so that a prompt without room is told to be too long.
             made.setdefault("max_tokens", max(max_context(self.api.front.info) - len(prompt), 1))
             return Lines(await self.api.completion(made | {"prompt": prompt}), asked, chat=False, ids=not asked.raw)
+
+    async def embed(self, body: dict[str, Any], older: bool) -> dict[str, Any]:
+        """POST /api/embed: vectors of length 1. `older`: /api/embeddings, whose one vector has any length."""
+        begun = time.monotonic()
+        asked = convert(EmbedRequest, body, {"keep_alive": STAYS})
+        self.api.card(self._name(asked.model))
+        if asked.options:
+            asked.warn("options", "ignored: none of them changes a vector")
+        field = "prompt" if older else "input"
+        given = getattr(asked, field)
+        if given is None:
+            raise RequestError(field, None, "a text" if older else "a text, or a list of texts")
+        texts = [given] if isinstance(given, str) else given
+        kept = None if asked.truncate is False else -1
+        with translation.told_as({"prompt": field}):
+            found = await self.embeddings.vectors(
+                texts, dimensions=asked.dimensions, normalize=not older, field=field, truncate_prompt_tokens=kept
+            )
+        told = translation.warnings(asked)
+        if older:
+            return {"embedding": found.rows[0]} | told
+        times = {"total_duration": int((time.monotonic() - begun) * 1e9), "load_duration": 0}
+        return {"model": asked.model, "embeddings": found.rows, "prompt_eval_count": found.num_tokens} | times | told
 
     def tags(self) -> dict[str, Any]:
         """GET /api/tags."""
@@ -220,6 +260,8 @@ class Ollama:
         asked = convert(kind, body, IGNORED)
         for name in told:
             asked.warn(f"options.{name}", "ignored: set when the server starts")
+        if asked.top_logprobs is not None:
+            bounds.check("logprobs", asked.top_logprobs, "top_logprobs")
         self.api.card(self._name(asked.model))
         return asked
 
@@ -245,8 +287,9 @@ class Ollama:
         elif asked.top_logprobs:
             asked.warn("top_logprobs", "ignored without logprobs")
         if asked.think is not None:
-            level = {} if isinstance(asked.think, bool) else {"reasoning_effort": asked.think}
-            made["chat_template_kwargs"] = {"enable_thinking": bool(asked.think)} | level
+            made["chat_template_kwargs"] = {"enable_thinking": bool(asked.think)}
+            if isinstance(asked.think, str):
+                made["reasoning_effort"] = LEVELS[asked.think]
         if asked.format == "json":
             made["response_format"] = {"type": "json_object"}
         elif isinstance(asked.format, dict):
@@ -300,6 +343,16 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
         """Ollama's completion of one prompt."""
         return await send(request, await ollama.generate(await routing.body(request)))
 
+    async def embed(request: Request) -> Any:
+        """Vectors of texts."""
+        work = ollama.embed(await routing.body(request), older=False)
+        return json_response(await until_gone(request.receive, work))
+
+    async def embeddings(request: Request) -> Any:
+        """The vector of one text."""
+        work = ollama.embed(await routing.body(request), older=True)
+        return json_response(await until_gone(request.receive, work))
+
     async def tags(request: Request) -> Response:
         """The models that are there."""
         return json_response(ollama.tags())
@@ -333,6 +386,8 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
     routing.post(
         app, "/api/generate", generate, refuse, takes=GenerateRequest, gives=reply_forms.OllamaGenerated, streams=NDJSON
     )
+    routing.post(app, "/api/embed", embed, refuse, takes=EmbedRequest, gives=reply_forms.OllamaEmbedded)
+    routing.post(app, "/api/embeddings", embeddings, refuse, takes=EmbedRequest, gives=reply_forms.OllamaVector)
     routing.post(app, "/api/show", show, refuse, takes=ShowRequest, gives=reply_forms.OllamaShown)
     routing.post(app, "/api/pull", pull, refuse, takes=ShowRequest, gives=reply_forms.OllamaPulled, streams=NDJSON)
     routing.get(app, "/api/tags", tags, refuse, gives=reply_forms.OllamaModels)

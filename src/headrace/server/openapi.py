@@ -56,7 +56,8 @@ def document(app: FastAPI, model: str, locked: bool) -> dict[str, Any]:
     forms = _Forms([kind for each in operations for kind in (each.takes, each.gives) if kind is not None])
     for name, form in forms.components.items():
         if name.endswith("Request"):
-            _fill_in(form["properties"], model)
+            # Ollama's clients load a model by a chat without messages.
+            _fill_in(form["properties"], model, least=0 if name == "ChatRequest" else 1)
     paths: dict[str, dict[str, Any]] = {}
     for each in operations:
         path = each.path.replace(":path}", "}")
@@ -120,8 +121,9 @@ def _tidy(struct: str, form: Any) -> Any:
     return made
 
 
-def _fill_in(properties: dict[str, Any], model: str) -> None:
-    """Say what the types of a body's fields do not: which model there is, and what a message looks like."""
+def _fill_in(properties: dict[str, Any], model: str, least: int) -> None:
+    """Say what the types of a body's fields do not: which model there is, what a message looks like, and of how many
+    there must be `least`."""
     if "model" in properties:
         optional = "anyOf" in properties["model"]
         properties["model"] = {"type": ["string", "null"] if optional else "string", "examples": [model]}
@@ -129,7 +131,7 @@ def _fill_in(properties: dict[str, Any], model: str) -> None:
     messages = properties.get("messages", {})
     for option in messages.get("anyOf", [messages]):
         if option.get("type") == "array":
-            option["minItems"] = 1
+            option["minItems"] = least
             if option["items"] == {"type": "object"}:
                 option["items"] = MESSAGE
 

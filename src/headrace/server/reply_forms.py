@@ -207,6 +207,23 @@ class OllamaShown(Reply, kw_only=True):
     modified_at: str
 
 
+class OllamaEmbedded(Reply, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+    total_duration: int
+    load_duration: int
+
+
+class OllamaVector(Reply, kw_only=True):
+    embedding: list[float]
+
+
+class LlamaVector(msgspec.Struct, kw_only=True):
+    index: int
+    embedding: list[list[float]]
+
+
 class OllamaPulled(Reply, kw_only=True):
     status: str
 
