@@ -16,7 +16,7 @@ LM_EVAL  := build/lm-eval
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi check fix docs bench test-schemas sim fuzz-gguf native native-test test-lm-eval clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf native native-test test-lm-eval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -57,6 +57,9 @@ fix: $(STAMP)  ## format, and mend what the linter can mend
 
 docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
 	$(BIN)/python -m headrace.cli.reference docs
+
+compatibility: $(STAMP)  ## run the tests that docs/compatibility.md names, and write it (minutes)
+	$(BIN)/python -m tests.compatibility docs/compatibility.md
 
 test-openapi: $(STAMP)  ## schemathesis against the OpenAPI document of a live server over a fake engine
 	$(BIN)/python -m tests.server.fuzz_openapi 10 $(ARGS)

@@ -1,0 +1,374 @@
+"""What users of other engines look for, and the tests that show it: the table of docs/compatibility.md.
+
+`python -m tests.compatibility docs/compatibility.md` (`make compatibility`) runs every test that is named here and
+writes the page with what came out. `tests/laws/test_compatibility.py` holds names and page to this table.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Shorter names of the files below.
+FILES = {
+    "sampler": "tests/unit/sampling/test_sampler.py",
+    "filters": "tests/unit/sampling/test_filters.py",
+    "choosers": "tests/unit/sampling/test_choosers.py",
+    "edits": "tests/unit/sampling/test_edits.py",
+    "beams": "tests/server/test_beams.py",
+    "transformers' beams": "tests/models/test_beams.py",
+    "law of samplers": "tests/e2e/test_law_samplers.py",
+    "grammars": "tests/unit/grammar/test_compile.py",
+    "matchers": "tests/unit/grammar/test_matchers.py",
+    "parsers": "tests/unit/tools/test_parsers.py",
+    "bfcl": "tests/unit/tools/test_bfcl.py",
+    "detokenize": "tests/unit/text/test_detokenize.py",
+    "finish": "tests/unit/core/test_finish.py",
+    "sampling api": "tests/server/test_sampling_api.py",
+    "openai": "tests/server/test_openai_client.py",
+    "responses": "tests/server/test_responses.py",
+    "embeddings": "tests/server/test_embeddings.py",
+    "batches": "tests/server/test_files_batches.py",
+    "run-batch": "tests/e2e/test_run_batch.py",
+    "anthropic": "tests/server/test_anthropic_client.py",
+    "ollama": "tests/server/test_ollama_client.py",
+    "llama": "tests/server/test_llama_server_api.py",
+    "operations": "tests/server/test_operations.py",
+    "refusals": "tests/server/test_refusals.py",
+    "openapi": "tests/server/test_openapi.py",
+    "auth": "tests/server/test_auth.py",
+    "law": "tests/e2e/test_law.py",
+    "golden": "tests/models/test_golden.py",
+    "cli": "tests/unit/test_cli.py",
+    "examples": "tests/e2e/test_examples.py",
+    "lm-eval": "tests/e2e/test_lm_eval.py",
+    "offline": "tests/unit/test_llm.py",
+}
+
+
+class Row(NamedTuple):
+    """`works` is "yes", "partly" or "no"; `how` the names by which it is had; `tests` are "file name:test name"."""
+
+    feature: str
+    works: str
+    how: str
+    tests: tuple[str, ...] = ()
+
+
+DECODING = (
+    Row("greedy", "yes", "`temperature` 0", ("sampler:test_greedy_is_the_first_of_the_likeliest",)),
+    Row(
+        "beam search",
+        "yes",
+        "`use_beam_search`, `LLM.beam_search`; groups, length penalty, early stopping",
+        (
+            "transformers' beams:test_beams_are_those_of_transformers",
+            "beams:test_use_beam_search_finds_the_likeliest_answers",
+        ),
+    ),
+    Row("temperature", "yes", "`temperature`", ("filters:test_temperature",)),
+    Row("top-k", "yes", "`top_k`", ("filters:test_top_k",)),
+    Row("top-p", "yes", "`top_p`", ("filters:test_top_p", "choosers:test_top_p_is_transformers")),
+    Row("min-p", "yes", "`min_p`", ("filters:test_min_p", "choosers:test_min_p_is_transformers")),
+    Row("typical-p", "yes", "`typical_p`", ("choosers:test_typical_p", "choosers:test_typical_p_is_transformers")),
+    Row(
+        "repetition, frequency, presence penalty",
+        "yes",
+        "`repetition_penalty`, `frequency_penalty`, `presence_penalty`, `repeat_last_n`",
+        ("edits:test_penalties", "edits:test_repetition_penalty_is_transformers"),
+    ),
+    Row("no repeated n-gram", "yes", "`no_repeat_ngram_size`", ("edits:test_no_repeat_ngram_is_transformers",)),
+    Row("DRY", "yes", "`dry_multiplier` and its kin", ("edits:test_dry", "edits:test_dry_by_hand")),
+    Row("XTC", "yes", "`xtc_probability`, `xtc_threshold`", ("choosers:test_xtc",)),
+    Row(
+        "mirostat 1 and 2",
+        "yes",
+        "`mirostat`, `mirostat_tau`, `mirostat_eta`",
+        ("choosers:test_mirostat_1", "choosers:test_mirostat_2"),
+    ),
+    Row("top-n-sigma", "yes", "`top_n_sigma`", ("choosers:test_top_n_sigma",)),
+    Row("dynamic temperature", "yes", "`dynatemp_range`, `dynatemp_exponent`", ("choosers:test_dynamic_temperature",)),
+    Row("adaptive-p", "no", "an unknown field: told in `warnings`"),
+    Row("order of samplers", "yes", "`samplers`", ("choosers:test_samplers_run_in_the_order_given",)),
+    Row("logit bias", "yes", "`logit_bias`", ("sampler:test_logit_bias", "llama:test_llama_logit_bias_and_settings")),
+    Row("allowed token ids", "yes", "`allowed_token_ids`", ("edits:test_allowed_token_ids_and_the_grammars_mask",)),
+    Row("bad words", "yes", "`bad_words`", ("edits:test_bad_words_are_transformers",)),
+    Row(
+        "stop strings",
+        "yes",
+        "`stop`",
+        ("detokenize:test_R_15_stop_strings", "openai:test_R_15_a_stop_string_ends_the_text_before_it"),
+    ),
+    Row("stop token ids", "yes", "`stop_token_ids`, `ignore_eos`, `min_tokens`", ("finish:test_the_rules",)),
+    Row(
+        "seed of a request",
+        "yes",
+        "`seed`; the reply tells it",
+        ("sampler:test_seed_and_position_matter", "law:test_I_13_in_a_batch_of_32_with_strangers"),
+    ),
+    Row(
+        "n",
+        "yes",
+        "`n`",
+        ("openai:test_completions_of_all_prompt_forms", "law:test_siblings_of_one_prompt_equal_lone_requests"),
+    ),
+    Row(
+        "best_of",
+        "yes",
+        "`best_of`",
+        ("sampling api:test_best_of_over_http", "sampling api:test_best_of_tells_the_likeliest_by_the_token"),
+    ),
+    Row("logprobs", "yes", "`logprobs`, `top_logprobs`", ("sampler:test_logprobs", "openai:test_logprobs")),
+    Row(
+        "logprobs of the prompt",
+        "yes",
+        "`prompt_logprobs`, `echo`; the same bits from a warm cache",
+        ("law of samplers:test_prompt_logprobs_of_a_warm_prefix_cache_are_the_same_bits",),
+    ),
+    Row(
+        "structured output",
+        "yes",
+        "`response_format`, `structured_outputs` (json, regex, choice, grammar, structural_tag), `guided_*`",
+        (
+            "grammars:test_takes_its_answers_and_no_others",
+            "matchers:test_forced_tokens_are_those_that_masks_would_leave",
+        ),
+    ),
+    Row(
+        "tool calls",
+        "yes",
+        "`tools`, `tool_choice`",
+        ("bfcl:test_rendered_written_and_parsed_is_what_was_meant", "parsers:test_each_format_whatever_the_pieces"),
+    ),
+    Row(
+        "reasoning",
+        "yes",
+        "`--reasoning-parser`; `reasoning_content`",
+        ("parsers:test_each_style_whatever_the_pieces",),
+    ),
+    Row("budget of thinking", "yes", "`thinking_token_budget`", ("edits:test_thinking_token_budget",)),
+    Row(
+        "logits processors of one's own",
+        "yes",
+        "`SamplingParams.logits_processors`, offline",
+        ("edits:test_processors_of_the_caller",),
+    ),
+    Row("replay of forced tokens", "no", "an answer goes on from any tokens all the same: a prompt may be token ids"),
+    Row("watermark", "no", ""),
+)
+
+APIS = (
+    Row(
+        "OpenAI: completions and chat, streamed",
+        "yes",
+        "`/v1/completions`, `/v1/chat/completions`",
+        ("openai:test_chat_plain_and_streamed_are_one_text", "openai:test_completions_of_all_prompt_forms"),
+    ),
+    Row(
+        "OpenAI: responses",
+        "yes",
+        "`/v1/responses`, stored and in the background",
+        ("responses:test_plain_streamed_and_helper_are_one_text", "responses:test_stored_and_gone_on_with"),
+    ),
+    Row("OpenAI: models", "yes", "`/v1/models`", ("openai:test_models",)),
+    Row(
+        "embeddings, score, rerank",
+        "yes",
+        "`/v1/embeddings`, `/v1/score`, `/v1/rerank`: pooled decoder states",
+        ("embeddings:test_all_forms_of_input_are_one_vector", "embeddings:test_score_and_rerank"),
+    ),
+    Row("classify", "no", "no classifier models"),
+    Row(
+        "files and batches",
+        "yes",
+        "`/v1/files`, `/v1/batches`, `headrace run-batch`",
+        ("batches:test_a_batch_of_every_kind", "run-batch:test_killed_and_taken_up_again_is_the_same_file"),
+    ),
+    Row(
+        "tokenize, detokenize",
+        "yes",
+        "`/tokenize`, `/detokenize`, in vLLM's and llama-server's words",
+        ("operations:test_tokenize_and_detokenize", "llama:test_llama_tokenize_and_detokenize"),
+    ),
+    Row(
+        "Anthropic: messages",
+        "yes",
+        "`/v1/messages`",
+        (
+            "anthropic:test_anthropic_messages",
+            "anthropic:test_anthropic_stream_events",
+            "anthropic:test_anthropic_tools_and_thinking",
+        ),
+    ),
+    Row("Anthropic: count_tokens", "yes", "`/v1/messages/count_tokens`", ("anthropic:test_anthropic_count_tokens",)),
+    Row(
+        "Anthropic: prompt cache",
+        "yes",
+        "`cache_control` taken; `cache_read_input_tokens`",
+        ("anthropic:test_anthropic_cache_read_input_tokens",),
+    ),
+    Row(
+        "Ollama: generate, chat",
+        "yes",
+        "`/api/generate`, `/api/chat`",
+        ("ollama:test_ollama_generate", "ollama:test_ollama_chat", "ollama:test_ollama_tools_and_thinking"),
+    ),
+    Row(
+        "Ollama: options",
+        "yes",
+        "sampling works; loading is told in `warnings`",
+        ("ollama:test_ollama_options", "ollama:test_ollama_warnings"),
+    ),
+    Row("Ollama: embed", "yes", "`/api/embed`, `/api/embeddings`", ("ollama:test_ollama_embed",)),
+    Row(
+        "Ollama: tags, show, ps, version",
+        "yes",
+        "`/api/tags`, `/api/show`, `/api/ps`, `/api/version`",
+        ("ollama:test_ollama_tags_show_ps_version",),
+    ),
+    Row(
+        "Ollama: pull, push, create, copy, delete",
+        "no",
+        "pull of the model that is served succeeds; the rest is a 501",
+        ("ollama:test_ollama_what_is_not_done_is_told",),
+    ),
+    Row("llama-server: completion", "yes", "`/completion`", ("llama:test_llama_completion", "llama:test_llama_stream")),
+    Row(
+        "llama-server: props, slots",
+        "yes",
+        "`/props`, `/slots` (places of the batch)",
+        ("llama:test_llama_props_and_slots",),
+    ),
+    Row(
+        "llama-server: apply-template, embedding",
+        "yes",
+        "`/apply-template`, `/embedding`",
+        ("llama:test_llama_apply_template", "llama:test_llama_embedding"),
+    ),
+    Row("llama-server: infill, slot files, props set", "no", "a 501", ("llama:test_llama_what_is_not_done_is_told",)),
+    Row("timings in every reply", "yes", "`timings`, `usage`", ("openai:test_timings_and_usage_agree",)),
+    Row(
+        "what is not honoured is told",
+        "yes",
+        "`warnings` in the reply",
+        ("refusals:test_what_is_not_honoured_comes_back_in_warnings",),
+    ),
+    Row(
+        "OpenAPI",
+        "yes",
+        "`/openapi.json`; `make test-openapi`",
+        ("openapi:test_openapi_has_every_route", "openapi:test_schemathesis_finds_nothing"),
+    ),
+    Row("Prometheus", "yes", "`/metrics`, vLLM's names", ("operations:test_I_21_metrics_count_what_happened",)),
+    Row("OpenTelemetry", "no", ""),
+    Row(
+        "API key",
+        "yes",
+        "`--api-key`; Bearer or `x-api-key`",
+        ("auth:test_S_18_every_route_in_the_table_needs_the_key", "anthropic:test_anthropic_bearer_and_x_api_key"),
+    ),
+    Row("lm-eval", "yes", "`local-completions`", ("lm-eval:test_the_score_is_that_of_transformers",)),
+    Row(
+        "offline",
+        "yes",
+        "`LLM.generate`, `chat`, `beam_search`, `embed`",
+        ("law:test_I_13_offline", "examples:test_generate_example"),
+    ),
+    Row(
+        "command line", "yes", "serve, generate, chat, bench, run-batch, doctor", ("cli:test_help_lists_the_commands",)
+    ),
+    Row(
+        "the same bits whatever the load",
+        "yes",
+        "always on",
+        ("law:test_I_13_in_a_batch_of_32_with_strangers", "law:test_I_13_through_the_server"),
+    ),
+    Row("web page, sleep and weight reload, several models, planner", "no", ""),
+)
+
+TABLES = {"Decoding": DECODING, "APIs and operation": APIS}
+HEAD = """# What works
+
+What users of vLLM, llama-server, Ollama and the hosted APIs look for, and the tests that show it here. Each API is
+tested with its own client library (openai {openai}, anthropic {anthropic}, ollama {ollama}) against a live server;
+llama-server has none, and is tested over HTTP. Written by `make compatibility`, which runs the tests named here; a
+test fails when the page is stale. [How to serve](howto-serve.md) has the base URLs.
+"""
+
+
+def node_id(name: str) -> str:
+    """pytest's name of a test of the table."""
+    file, _, test = name.partition(":")
+    return f"{FILES[file]}::{test}"
+
+
+def all_tests() -> list[str]:
+    """Every test that is named, once."""
+    return list(dict.fromkeys(name for rows in TABLES.values() for row in rows for name in row.tests))
+
+
+def missing_tests(names: list[str]) -> list[str]:
+    """Those that are no test function of their file."""
+    found: dict[str, set[str]] = {}
+    for file in {name.partition(":")[0] for name in names}:
+        tree = ast.parse((ROOT / FILES[file]).read_text(encoding="utf-8"))
+        found[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return [name for name in names if name.partition(":")[2] not in found[name.partition(":")[0]]]
+
+
+def page(results: dict[str, str]) -> str:
+    """The page; `results` says what came of each test."""
+    pins = dict(re.findall(r"^(\S+?)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    text = HEAD.format(**{name: pins[name] for name in ("openai", "anthropic", "ollama")})
+    for title, rows in TABLES.items():
+        text += f"\n## {title}\n\n| feature | works | how | tests | result |\n|---|---|---|---|---|\n"
+        for row in rows:
+            shown = ", ".join(f"[{name.partition(':')[2]}](../{FILES[name.partition(':')[0]]})" for name in row.tests)
+            result = "; ".join(dict.fromkeys(results.get(name, "not run") for name in row.tests))
+            text += f"| {row.feature} | {row.works} | {row.how} | {shown} | {result} |\n"
+    return text
+
+
+def without_results(text: str) -> str:
+    """A page less its last column, for comparison."""
+    return re.sub(r"\| [^|\n]* \|$", "|", text, flags=re.MULTILINE)
+
+
+def run(names: list[str]) -> dict[str, str]:
+    """Run the tests: "passed", "skipped", or "FAILED" if any of a test's cases did."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        ids = [node_id(name) for name in names]
+        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *ids], cwd=ROOT)
+        outcomes: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+        for case in ET.parse(report).getroot().iter("testcase"):
+            kinds = {child.tag for child in case}
+            outcome = "FAILED" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+            outcomes[case.get("classname", ""), case.get("name", "").partition("[")[0]].add(outcome)
+    made = {}
+    for name in names:
+        file, _, test = node_id(name).partition("::")
+        seen = outcomes[file.removesuffix(".py").replace("/", "."), test]
+        made[name] = next((each for each in ("FAILED", "passed", "skipped") if each in seen), "not run")
+    return made
+
+
+def main() -> int:
+    results = run(all_tests())
+    Path(sys.argv[1]).write_text(page(results), encoding="utf-8")
+    counts = collections.Counter(results.values())
+    print(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
+    return 1 if counts["FAILED"] or counts["not run"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The table of what works names tests that exist, and docs/compatibility.md is written from it."""
+
+from __future__ import annotations
+
+from tests import compatibility
+from tests.laws.rules import ROOT
+
+PAGE = ROOT / "docs" / "compatibility.md"
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    assert compatibility.missing_tests(compatibility.all_tests()) == []
+    for rows in compatibility.TABLES.values():
+        assert len({row.feature for row in rows}) == len(rows)
+        for row in rows:
+            assert row.works in ("yes", "partly", "no")
+            assert row.tests or row.works == "no", row.feature
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert compatibility.without_results(text) == compatibility.without_results(compatibility.page({})), (
+        "docs/compatibility.md is stale: make compatibility"
+    )
+    assert "FAILED" not in text
+    assert "not run" not in text
+
+
+def test_control_a_test_that_is_gone_is_noticed() -> None:
+    assert compatibility.missing_tests(["openai:test_models", "openai:test_nothing"]) == ["openai:test_nothing"]
+
+
+def test_control_a_stale_page_is_noticed() -> None:
+    text = compatibility.page({})
+    without = compatibility.without_results
+    assert without(text) == without(text.replace("not run", "passed"))
+    assert without(text) != without(text.replace("`top_k`", "`topk`"))
