@@ -156,6 +156,66 @@ static void choose_many(const float* x, int64_t width, double greatest, double t
     }
 }
 
+typedef uint64_t Words8 __attribute__((vector_size(64)));
+enum { BATCH = 16 };
+
+/* Philox4x32-10 of counters (block, position, purpose 0): two 64-bit words each, of an even and an odd id. */
+HR_INLINE void philox(const uint64_t* blocks, uint64_t seed, uint64_t position, uint64_t* even, uint64_t* odd) {
+    const Words8 low = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+    for (int part = 0; part < BATCH; part += 8) {
+        Words8 c0, c1 = (low & 0) + (uint32_t)position, c2 = (low & 0) + (position >> 32), c3 = low & 0;
+        __builtin_memcpy(&c0, blocks + part, sizeof c0);
+        uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+        for (int round = 0; round < 10; round++) {
+            const Words8 p0 = (c0 & low) * 0xD2511F53u, p1 = (c2 & low) * 0xCD9E8D57u;
+            c0 = (p1 >> 32) ^ c1 ^ k0, c2 = (p0 >> 32) ^ c3 ^ k1;
+            c1 = p1 & low, c3 = p0 & low;
+            k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        }
+        const Words8 first = c0 << 32 | c1, second = c2 << 32 | c3;
+        __builtin_memcpy(even + part, &first, sizeof first);
+        __builtin_memcpy(odd + part, &second, sizeof second);
+    }
+}
+
+/* Leaves only those that can win, see kernels.h; returns the sum of all weights. */
+static int64_t leave_winners(Chosen& all, uint64_t seed, uint64_t position, int64_t* mass) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < all.count; i += 8) {
+        const int64_t some = all.count - i < 8 ? all.count - i : 8;
+        Doubles t;
+        Longs w;
+        for (int64_t j = 0; j < 8; j++) t[j] = j < some ? all.scaled[i + j] : -__builtin_inf();
+        weigh8(t, w);
+        for (int64_t j = 0; j < some; j++) total += mass[i + j] = w[j];
+    }
+    /* exp(3) / total, and 2^52 for the uniform numbers' whole part; a little more, for what rounding did. */
+    const double reach = 20.085536923187668 / (double)total * 4503599627370496.0 * (1 + 1e-9);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < all.count;) {
+        uint64_t blocks[BATCH] = {0};
+        int64_t num = 0, end = i;
+        for (; end < all.count; end++) {
+            const uint64_t block = (uint32_t)all.ids[end] >> 1;
+            if (num && blocks[num - 1] == block) continue;
+            if (num == BATCH) break;
+            blocks[num++] = block;
+        }
+        uint64_t even[BATCH], odd[BATCH];
+        philox(blocks, seed, position, even, odd);
+        for (int64_t at = -1; i < end; i++) {
+            const int32_t id = all.ids[i];
+            if (at < 0 || blocks[at] != (uint32_t)id >> 1) at++;
+            const uint64_t word = id & 1 ? odd[at] : even[at];
+            if ((double)((1ull << 52) - (word >> 12)) - 0.5 > ((double)mass[i] + 1.0) * reach) continue;
+            all.ids[kept] = id;
+            all.scaled[kept++] = all.scaled[i];
+        }
+    }
+    all.count = kept;
+    return total;
+}
+
 void choose(const HrArgs_choose* a, HrTask* task) {
     share(task, task->dims[a->dim], a->width, a->width, 1, [&](int64_t row, int64_t, int64_t) {
         const float* x = a->x + a->begin[row];
@@ -166,6 +226,9 @@ void choose(const HrArgs_choose* a, HrTask* task) {
             choose_few(x, a->width, greatest, temperature, floor, k, a->top_p[row], (Ranked*)task->scratch, out);
         else
             choose_many(x, a->width, greatest, temperature, floor, a->top_p[row], task->scratch, out);
+        a->total[row] = 0;
+        if (a->drawn[row] && out.count > 512)
+            a->total[row] = leave_winners(out, a->seed[row], a->position[row], (int64_t*)task->scratch);
         a->count[row] = out.count;
     });
 }

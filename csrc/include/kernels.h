@@ -183,11 +183,17 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * and top_k kept. weight = round_to_even(exp(scaled) * 2^44), an integer, with t = max(scaled, -700):
  *     n = round_to_even(t * log2 e); t -= n * 0.6931471803691238; t -= n * 1.9082149292705877e-10
  *     exp = (Taylor's polynomial of degree 12 by Horner, products and sums rounded one by one) * 2^n
- * ids, scaled: [rows][width], count[r] of them are written. width is at most 2^18. */
-#define HR_FIELDS_choose(P, I, F)                                                                                       \
+ * ids, scaled: [rows][width], count[r] of them are written. width is at most 2^18.
+ *
+ * Where drawn[r] is not 0 and more than 512 are kept, only those are told that can win the draw of keyed noise (Philox4x32-10
+ * as in docs/adr/0013-keyed-noise.md, purpose 0, of seed[r] and position[r]) with a sum of at least log(sum of weights *
+ * 2^-44) - 3, and total[r] is that sum of weights; else total[r] is 0. (With u the uniform number, -log u >= 1 - u, so a
+ * winner has 1 - u <= exp(scaled - sum).) */
+#define HR_FIELDS_choose(P, I, F)                                                                                      \
     I(dim) P(const float*, x) P(const int64_t*, begin) I(width) P(const double*, greatest) P(const double*, temperature) \
-    P(const double*, floor) P(const int64_t*, top_k) P(const double*, top_p) P(int32_t*, ids) P(double*, scaled)        \
-    P(int64_t*, count)
+    P(const double*, floor) P(const int64_t*, top_k) P(const double*, top_p) P(const int64_t*, drawn)                   \
+    P(const uint64_t*, seed) P(const uint64_t*, position) P(int32_t*, ids) P(double*, scaled) P(int64_t*, count)        \
+    P(int64_t*, total)
 
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(scale) X(softcap) X(quantize) X(activation) X(gated)   \

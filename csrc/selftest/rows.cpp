@@ -198,7 +198,10 @@ void choose(Problem& p) {
         top_k[row] = p.random.coin() ? 0 : p.random.whole(1, a.width), top_p[row] = p.random.coin() ? 1.0 : 0.8;
     }
     a.x = x, a.begin = begin, a.greatest = greatest, a.temperature = temperature, a.floor = floor, a.top_k = top_k;
-    a.top_p = top_p, a.count = p.make<int64_t>(rows);
+    int64_t* drawn = p.make<int64_t>(rows);
+    for (int64_t row = 0; row < rows; row++) drawn[row] = p.random.coin();
+    a.drawn = drawn, a.seed = p.make<uint64_t>(rows), a.position = p.make<uint64_t>(rows);
+    a.top_p = top_p, a.count = p.make<int64_t>(rows), a.total = p.make<int64_t>(rows);
     a.ids = p.make<int32_t>(rows * a.width), a.scaled = p.make<double>(rows * a.width);
     p.take(HR_OP_choose, a);
 }

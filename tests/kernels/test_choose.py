@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -10,7 +11,10 @@ from tests.kernels.calls import ISAS, Floats, normals
 
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.runner.choosing import MAX_HEAD, NativeSelect
+from headrace.sampling import noise
 from headrace.sampling.filters import Candidates, Cut, select_all
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import Row, Sampler
 
 CUTS = [
     Cut(),
@@ -74,6 +78,43 @@ def test_rows_with_cuts_of_their_own() -> None:
     greatest = [float(row.max()) for row in rows]
     assert any(MAX_HEAD < cut.top_k < width for cut in cuts), "some go past the native operator"
     assert bits_of(NativeSelect(Chooser(width))(rows, greatest, cuts)) == bits_of(select_all(rows, greatest, cuts))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_who_can_not_win_is_left_out_and_nobody_else(isa: str) -> None:
+    """Of wide pools few remain, with the bits that they had; among them is whoever wins among all."""
+    rows = [row[:20_011] for row in rows_of(20_011)]
+    native = NativeSelect(Chooser(20_011, 2, isa))
+    for cut in (Cut(), Cut(temperature=3.0), Cut(floor=-9.0), Cut(temperature=2.0, top_p=0.95)):
+        for seed, position in ((0, 0), (2**63 - 1, 2**40 + 3), (77, 5)):
+            greatest = [float(row.max()) for row in rows]
+            few = native(rows, greatest, [cut._replace(key=(seed, position))] * len(rows))
+            for left, everyone in zip(few, select_all(rows, greatest, [cut] * len(rows)), strict=True):
+                sums = everyone.scaled + noise.gumbel(noise.bits(seed, position, everyone.token_ids))
+                if left.bar == -math.inf:
+                    assert left.token_ids.tolist() == everyone.token_ids.tolist()
+                    assert len(left.token_ids) <= 512
+                    continue
+                assert len(left.token_ids) < 100
+                places = np.searchsorted(everyone.token_ids, left.token_ids)
+                assert everyone.token_ids[places].tolist() == left.token_ids.tolist()
+                assert everyone.scaled[places].tobytes() == left.scaled.tobytes()
+                assert sums.max() >= left.bar, "true but for one draw in 10**8"
+                assert set(everyone.token_ids[sums >= left.bar].tolist()) <= set(left.token_ids.tolist())
+
+
+def test_a_draw_below_the_bar_is_made_among_all() -> None:
+    """A bar too high, as it once in 10**8 draws is: the token is the same."""
+    rows = np.stack(rows_of(3001)).astype(np.float32)
+    native = NativeSelect(Chooser(3001))
+
+    def severe(x: list[Floats], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
+        found = native(x, greatest, cuts)
+        return [dataclasses.replace(each, bar=1e9) if each.bar > -math.inf else each for each in found]
+
+    asked = [Row(SamplingParams(seed=3), 9, 1)] * len(rows)
+    drawn = [Sampler(3001, [], select).sample_rows(rows, asked) for select in (select_all, native, severe)]
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 def test_rows_that_lie_apart() -> None:

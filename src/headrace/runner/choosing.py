@@ -1,13 +1,15 @@
 """`NativeSelect`: the sampler's `Select` by the cpu backend's native operator.
 
-The same ids and the same bits as `sampling.filters.select`, which takes over where the head is long. Stands between
-two layers that do not know each other. Made by `runner.build`.
+The same ids and the same bits as `sampling.filters.select`, which takes over where the head is long; but tokens
+that can not win the draw are left out. Stands between two layers that do not know each other. Made by `runner.build`.
 """
 
 from __future__ import annotations
 
+import math
+
 from headrace.backends.cpu.choose import Chooser
-from headrace.sampling.filters import F32, Candidates, Cut, base_of, select
+from headrace.sampling.filters import F32, ONE, Candidates, Cut, base_of, select
 
 MAX_HEAD = 1024
 """A heap of more is slower than a partition of the whole row."""
@@ -26,9 +28,11 @@ class NativeSelect:
             [rows[i] for i in native],
             [cuts[i].top_k for i in native],
             [(greatest[i], cuts[i].temperature, cuts[i].floor, cuts[i].top_p) for i in native],
+            [cuts[i].key for i in native],
         )
-        found = {
-            i: Candidates(token_ids, scaled, base_of(greatest[i], cuts[i].temperature))
-            for i, (token_ids, scaled) in zip(native, chosen, strict=True)
-        }
+        found = {}
+        for i, (token_ids, scaled, total) in zip(native, chosen, strict=True):
+            # As kernels.h has it; a little more, for what rounding did.
+            bar = math.log(total * 2.0**-ONE) - 3.0 + 1e-6 if total else -math.inf
+            found[i] = Candidates(token_ids, scaled, base_of(greatest[i], cuts[i].temperature), bar)
         return [found[i] if i in found else select(rows[i], greatest[i], cuts[i]) for i in range(len(rows))]

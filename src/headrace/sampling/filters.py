@@ -34,11 +34,15 @@ MIROSTAT_HEAD = 100
 
 @dataclass(slots=True)
 class Candidates:
-    """Token ids, ascending, and their scaled logits, of which the greatest is 0. Logits proper are `base` above."""
+    """Token ids, ascending, and their scaled logits, of which the greatest is 0. Logits proper are `base` above.
+
+    If the greatest sum of scaled logit and noise is below `bar`, the winner may be one that was left out.
+    """
 
     token_ids: I64
     scaled: F64
     base: float
+    bar: float = -math.inf
 
     def take(self, which: NDArray[np.bool_] | I64) -> Candidates:
         """Those that a mask or ascending indices name. The greatest must not be lost, or `settled` be called."""
@@ -53,12 +57,16 @@ class Candidates:
 
 
 class Cut(NamedTuple):
-    """What `select` does to a row. `floor`: least scaled logit kept. 0 in `top_k` and 1 in `top_p` keep all."""
+    """What `select` does to a row. `floor`: least scaled logit kept. 0 in `top_k` and 1 in `top_p` keep all.
+
+    `key` is (seed, position) of the draw that comes right after it: who can not win may be left out then.
+    """
 
     temperature: float = 1.0
     floor: float = -math.inf
     top_k: int = 0
     top_p: float = 1.0
+    key: tuple[int, int] | None = None
 
 
 class Select(Protocol):

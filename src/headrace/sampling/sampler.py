@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import RequestError
 from headrace.sampling import edits, filters, noise
-from headrace.sampling.filters import Candidates, Cut, Select, largest, select_all
+from headrace.sampling.filters import Candidates, Cut, Select, largest, select, select_all
 from headrace.sampling.params import SamplingParams
 from headrace.types import TokenLogprob
 
@@ -174,6 +174,8 @@ class Sampler:
         if params.seed is None:
             raise RequestError("seed", None, "set before a token is sampled at a temperature above 0")
         cut, stages = _leading_cut(params, stages)
+        if not stages and not params.mirostat:
+            cut = cut._replace(key=(params.seed, row.position))
         return _Open(index, row, x, float(x[best]), cut, stages)
 
     def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
@@ -311,7 +313,7 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
 
 def _gumbel_argmax(waiting: list[_Open], pools: list[Candidates]) -> list[int]:
     """Of each pool the id whose scaled logit plus noise is greatest."""
-    found = [int(pool.token_ids[0]) for pool in pools]
+    found = [int(pool.token_ids[0]) if len(pool.token_ids) == 1 else -1 for pool in pools]
     few = [i for i, pool in enumerate(pools) if 1 < len(pool.token_ids) <= FEW]
     if few:
         counts = [len(pools[i].token_ids) for i in few]
@@ -321,16 +323,20 @@ def _gumbel_argmax(waiting: list[_Open], pools: list[Candidates]) -> list[int]:
         sums = noise.gumbel(words) + np.concatenate([pools[i].scaled for i in few])
         start = 0
         for i, count in zip(few, counts, strict=True):
-            found[i] = int(pools[i].token_ids[np.argmax(sums[start : start + count])])
+            best = int(np.argmax(sums[start : start + count]))
+            if sums[start + best] >= pools[i].bar:
+                found[i] = int(pools[i].token_ids[best])
             start += count
-    for i, pool in enumerate(pools):
-        if len(pool.token_ids) > FEW:
-            found[i] = _of_many(pool, waiting[i].row.params.seed or 0, waiting[i].row.position)
+    for i, opened in enumerate(waiting):
+        if found[i] < 0 or (len(pools[i].token_ids) == 1 and pools[i].bar > -np.inf):
+            # Too many for the others' company; or the winner may have been left out, once in 10**8 draws.
+            pool = pools[i] if pools[i].bar == -np.inf else select(opened.x, opened.greatest, opened.cut)
+            found[i] = _of_many(pool, opened.row.params.seed or 0, opened.row.position)
     return found
 
 
 def _of_many(pool: Candidates, seed: int, position: int) -> int:
-    """The same for one wide pool."""
+    """The same for one pool of any size."""
     token_ids, scaled = pool.token_ids, pool.scaled
     # Whoever is further below the likeliest token's sum than noise can lift need not be looked at.
     first = token_ids[np.argmax(scaled)][None]
