@@ -19,6 +19,7 @@ from tests.unit.gguf_models import convert
 
 from headrace import LLM, SamplingParams, hub
 from headrace.builtin import PATH
+from headrace.cli.bench_words import Words
 from headrace.config import EngineConfig
 from headrace.doctor import model_state
 from headrace.errors import CheckpointError, ModelNotFoundError, RequestError
@@ -150,3 +151,7 @@ def test_doctor_knows_the_file(builtin: Path) -> None:
     assert facts["model_type"] == "llama"
     assert facts["context_length"] == 1024
     assert facts["tokenizer"] is True
+
+
+def test_benchmarks_count_with_the_files_tokenizer(builtin: Path) -> None:
+    assert Words.find(str(builtin)).encode("a dog and a cat") == Words.find("builtin").encode("a dog and a cat")[1:]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace import hub
 from headrace.errors import HeadraceError
 
 
 class Words:
-    """Token counts and ids of one model's tokenizer.json."""
+    """Token counts and ids of one model's tokenizer.json, or of a GGUF file's tokenizer."""
 
     def __init__(self, path: str) -> None:
+        if path.endswith(".gguf"):
+            from headrace.server import tokenizer_gguf
+
+            self._tokenizer = tokenizer_gguf.read(Path(path))[0].tokenizer
+            return
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(path)
 
     @classmethod
     def find(cls, model: str) -> Words:
-        """The tokenizer of a directory, a hub id or 'builtin'. Raises `HeadraceError` if it has none."""
-        path = hub.resolve(model, weights=False) / "tokenizer.json"
+        """The tokenizer of a directory, a GGUF file, a hub id or 'builtin'. Raises `HeadraceError` if it has none."""
+        path = hub.resolve(model, weights=False)
+        path = path if path.is_file() else path / "tokenizer.json"
         if not path.is_file():
             raise HeadraceError(f"{path} is missing; name a tokenizer with --tokenizer")
         return cls(str(path))
