@@ -129,9 +129,10 @@ vector<int64_t> profile(hr::Tape& tape, const vector<int64_t>& dims, int64_t num
 const HrFormat& format_of(const string& name) {
     const HrFormat* found = nullptr;
     if (name == "i4") found = &hr_format_i4;
+    if (name == "i6") found = &hr_format_i6;
     if (name == "i8") found = &hr_format_i8;
     if (name == "f") found = &hr_format_f;
-    if (!found) throw std::invalid_argument("no format is called '" + name + "': i4, i8 or f, and in this build");
+    if (!found) throw std::invalid_argument("no format is called '" + name + "': i4, i6, i8 or f, and in this build");
     return *found;
 }
 

@@ -30,6 +30,9 @@ extern "C" {
 
 enum { HR_F32 = 0, HR_F16 = 1, HR_BF16 = 2, HR_I8 = 3 };             /* types of tables, weights and the KV cache */
 enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activations */
+/* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
+ * NF4's levels (QLoRA, arXiv 2305.14314) to the nearest of 127ths, twice E2M1's numbers, IQ4_NL's (isa/linear_layout.h). */
+enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4 };
 enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3 }; /* `dims`; experts count from FREE on */
 enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
@@ -133,9 +136,9 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 /* Linear layers. y[r][n] over n < num_out; then + bias[n] if bias is given, then + residual[r][n] if that is given
  * (residual may be out itself). `weights` is what the format's pack wrote.
  *
- * linear_i4, linear_i8: acc = 0; over groups g of the *activations* in order, isum exact in int32:
- *     linear_i4:                    isum = sum of a * (code - 8), or of a * code if has_min
- *                                   acc = fma((float)isum * sa, d[n][g], acc); if has_min then
+ * linear_i4, _i6, _i8: acc = 0; over groups g of the *activations* in order, isum exact in int32:
+ *     linear_i4, linear_i6:         isum = sum of a * what the code stands for under `form`
+ *                                   acc = fma((float)isum * sa, d[n][g], acc); with minima then
  *                                   acc = fma((float)suma * sa, m[n][g], acc)        (weight = code * d + m)
  *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed)
  *     linear_i8, weight_group = 0:  acc = fma((float)isum, sa, acc); at the end y = acc * d[n]
@@ -144,7 +147,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * linear_f: y = chain over k = 0, 1, ... of fma(x[k], w[n][k], .) starting from 0; type says how weights are stored. */
 #define HR_FIELDS_linear_i4(P, I, F)                                                                                   \
     I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
-    P(const void*, weights) I(num_in) I(num_out) I(has_min) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+    P(const void*, weights) I(num_in) I(num_out) I(form) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+#define HR_FIELDS_linear_i6(P, I, F) HR_FIELDS_linear_i4(P, I, F)
 #define HR_FIELDS_linear_i8(P, I, F)                                                                                   \
     I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
     P(const void*, weights) I(num_in) I(num_out) I(weight_group) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
@@ -197,7 +201,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(scale) X(softcap) X(quantize) X(activation) X(gated)   \
-    X(rope_store) X(attention) X(linear_i4) X(linear_i8) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
+    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
     X(zero) X(finite) X(top_k) X(choose)
 
 #define HR_P(type, name) type name;
@@ -238,7 +242,7 @@ const HrKernelTable* hr_kernels_avx512_vnni(void);
  * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix
  * can be packed on their own: rows first ... last-1, where first is a multiple of the panel.
  *
- * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, signed -128 ... 127 for i8; d and m: float [num_out][groups] (i8 with
+ * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, 0 ... 63 for i6, signed -128 ... 127 for i8; d and m: float [num_out][groups] (i8 with
  * weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact).
  * linear_f: codes are the weights themselves, of the stored type. */
 typedef struct {
@@ -251,8 +255,8 @@ typedef struct {
     void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
                        float* out);
 } HrFormat;
-/* flag: has_min for i4, weight_group for i8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
-extern const HrFormat hr_format_i4, hr_format_i8, hr_format_f;
+/* flag: form for i4 and i6, weight_group for i8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f;
 
 #ifdef __cplusplus
 }

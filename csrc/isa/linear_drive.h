@@ -1,9 +1,9 @@
-/* How the int4 and int8 linear layers go through memory: shared by the ISAs with vectors, each of which brings tiles.
+/* How the linear layers of integer codes go through memory: shared by the ISAs with vectors, each of which brings tiles.
  *
  * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
  * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the
  * L1 cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than a few
- * tiles int4 is unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while
+ * tiles codes of 4 and 6 bits are unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while
  * all tiles are at work; with fewer the first tile fetches as it goes. Groups of inputs come in order for each row all
  * the same, so the bits are those of one row alone.
  *
@@ -13,10 +13,11 @@
  * Scratch holds a tile of rows of 2^18 inputs and more.
  *
  * Include after vec.h. An ISA gives a struct with
- *     enum { max_rows, unpacks }           rows of its greatest tile; whether int4 is unpacked
+ *     enum { max_rows, unpacks }           rows of its greatest tile; whether 4 and 6 bits are unpacked
  *     static int64_t ahead(int rows)       how far a tile of so many rows prefetches
- *     template <int mode, bool nibbles, bool stream> static void tile(int rows, const Span&)
- *     static void unpack(const uint8_t* from, uint8_t* to, int64_t octs)   int4 octs to int8 ones
+ *     template <int mode, int codes, bool stream> static void tile(int rows, const Span&)
+ *     template <int codes> static void unpack(const uint8_t* from, uint8_t* to, int64_t octs, const int8_t* book)
+ *                                          octs to those of int8; entries of the book become greater by 128
  *     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) */
 #pragma once
 #include "include/kernels.h"
@@ -25,6 +26,7 @@
 namespace HR_NS {
 
 enum { HR_MODE_GROUP = 0, HR_MODE_MIN = 1, HR_MODE_CHANNEL = 2 };
+enum { HR_CODES_8, HR_CODES_6, HR_CODES_4, HR_CODES_BOOK }; /* bits of each; or 4 that choose from a book */
 
 /* One tile of rows by one panel of outputs over some groups of inputs. */
 struct Span {
@@ -33,6 +35,7 @@ struct Span {
     int64_t groups, octs, last_octs; /* octs of a group, and of the last one here */
     float* acc;                      /* [rows][32] on a cache line, added to */
     int64_t ahead;                   /* distance of what to prefetch from what is read, if streaming */
+    const int8_t* book;
 };
 
 /* Both argument structs as one. */
@@ -49,14 +52,15 @@ struct Linear {
     int64_t ld_res;
     float* out;
     int64_t ld_out, rows;
-    int32_t offset; /* the stored codes are greater by it */
+    int32_t offset; /* the codes are greater by it, those out of a book when 128 is added to its entries */
+    const int8_t* book;
     HrLayout l;
 };
 
 template <class Args>
-HR_INLINE Linear as_linear(const Args* a, HrTask* task, HrLayout l, int32_t offset) {
+HR_INLINE Linear as_linear(const Args* a, HrTask* task, HrLayout l, int32_t offset, const int8_t* book) {
     return {a->q,        a->ld_q,   a->scales, a->sums,   a->ld_s, (const uint8_t*)a->weights, a->num_out,
-            a->bias,     a->residual, a->ld_res, a->out, a->ld_out, task->dims[a->dim], offset, l};
+            a->bias,     a->residual, a->ld_res, a->out, a->ld_out, task->dims[a->dim], offset, book, l};
 }
 
 HR_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -127,7 +131,7 @@ static void finish(const Linear& p, int64_t row, int rows, int64_t panel, const 
 HR_INLINE uint8_t* on_line(uint8_t* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
 
 /* Each panel is streamed once. What comes next is known before a piece ends, so that prefetching does not stop. */
-template <class Isa, int mode, bool nibbles>
+template <class Isa, int mode, int kind>
 static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
     constexpr int64_t LEAST = 64 << 10;
     const int64_t distance = Isa::ahead(rows);
@@ -151,24 +155,24 @@ static void few_rows(const Linear& p, HrTask* task, int64_t row, int rows) {
         for (int64_t panel = first; panel < last; panel++) {
             const uint8_t* w = p.weights + panel * p.l.panel_bytes;
             const int64_t jump = panel + 1 < last ? 0 : tail;
-            Span s = {w, codes, p.l.groups - jump, p.l.group_octs, jump ? p.l.group_octs : last_octs, acc, ahead};
+            Span s = {w, codes, p.l.groups - jump, p.l.group_octs, jump ? p.l.group_octs : last_octs, acc, ahead, p.book};
             memset(acc, 0, (size_t)rows * HR_PANEL * 4);
-            if (s.groups) Isa::template tile<mode, nibbles, true>(rows, s);
+            if (s.groups) Isa::template tile<mode, kind, true>(rows, s);
             if (jump) {
                 s.w += s.groups * bytes, s.a += s.groups * a_group;
                 s.groups = jump, s.last_octs = last_octs;
                 s.ahead = next < panels ? p.weights + next * p.l.panel_bytes - s.w : 0;
-                Isa::template tile<mode, nibbles, true>(rows, s);
+                Isa::template tile<mode, kind, true>(rows, s);
             }
             finish<mode>(p, row, rows, panel, acc);
         }
     }
 }
 
-template <class Isa, int mode, bool nibbles>
+template <class Isa, int mode, int kind>
 static void many_rows(const Linear& p, HrTask* task) {
     constexpr int64_t WEIGHTS = 16 << 10, ACTIVATIONS = 4 << 20;
-    constexpr bool unpack = nibbles && Isa::unpacks;
+    constexpr bool unpack = kind != HR_CODES_8 && Isa::unpacks;
     const int64_t unpacked = p.l.header + p.l.group_octs * 4 * HR_LINE; /* a group as int8 */
     const int64_t few = unpack && unpacked > 1 << 20 ? INT64_MAX : 4;
     const int64_t block = at_least(1, WEIGHTS / unpacked);
@@ -218,7 +222,7 @@ static void many_rows(const Linear& p, HrTask* task) {
                     const int64_t n = i + 1 < groups ? p.l.group_octs : last_octs;
                     const uint8_t* from = w + i * p.l.group_bytes;
                     memcpy(to, from, (size_t)p.l.header);
-                    Isa::unpack(from + p.l.header, to + p.l.header, n);
+                    Isa::template unpack<kind>(from + p.l.header, to + p.l.header, n, p.book);
                     to += unpacked;
                 }
                 use = weights;
@@ -232,9 +236,9 @@ static void many_rows(const Linear& p, HrTask* task) {
                 const int64_t from = rows * t / tiles;
                 const int n = (int)(rows * (t + 1) / tiles - from);
                 for (int64_t i = 0; i < share; i += HR_LINE) __builtin_prefetch(w + t * share + i, 0, 2);
-                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, Isa::ahead(n)};
-                if (tiles > few) Isa::template tile<mode, nibbles && !unpack, false>(n, s);
-                else Isa::template tile<mode, nibbles, true>(n, s);
+                const Span s = {use, a, groups, p.l.group_octs, last_octs, acc + from * HR_PANEL, Isa::ahead(n), p.book};
+                if (tiles > few) Isa::template tile<mode, unpack ? HR_CODES_8 : kind, false>(n, s);
+                else Isa::template tile<mode, kind, true>(n, s);
                 a += n * a_row;
                 if (end) finish<mode>(p, row + from, n, panel, acc + from * HR_PANEL);
             }
@@ -242,11 +246,11 @@ static void many_rows(const Linear& p, HrTask* task) {
     }
 }
 
-template <class Isa, int mode, bool nibbles>
+template <class Isa, int mode, int kind>
 static void linear(const Linear& p, HrTask* task) {
     if (p.rows <= 0) return;
-    if (p.rows <= Isa::max_rows) few_rows<Isa, mode, nibbles>(p, task, 0, (int)p.rows);
-    else many_rows<Isa, mode, nibbles>(p, task);
+    if (p.rows <= Isa::max_rows) few_rows<Isa, mode, kind>(p, task, 0, (int)p.rows);
+    else many_rows<Isa, mode, kind>(p, task);
 }
 
 }  // namespace HR_NS

@@ -1,20 +1,30 @@
-/* How int4 and int8 weights lie in memory, for the packers and the kernels of every ISA.
+/* How int4, int6 and int8 weights lie in memory, for the packers and the kernels of every ISA.
  *
  * A panel is 32 outputs in two blocks of 16, one contiguous run of bytes, read once from front to back:
  *     for each group of inputs:  d   [32] f16               one line of 64 bytes (i8 with weight_group 0: absent)
- *                                m   [32] f16               one line (i4 with has_min only)
+ *                                m   [32] f16               one line (i4 and i6 with minima only)
  *                                oct [inputs / 8, rounded up]
  *     at the end:                d   [32] f32               i8 with weight_group 0 only
  * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128. i4:
- * [block][output][input of the quad], the low nibble from the first quad and the high one from the second. Inputs and
- * outputs that do not exist hold anything: they meet zeros, or are not written. So a line of 64 bytes is 16 outputs by
- * 4 inputs, or two such lines after one `and` and one shift: what the dot product instructions take. Groups are
- * multiples of 8 inputs. */
+ * [block][output][input of the quad], the low nibble from the first quad and the high one from the second.
+ * i6: the low four bits as i4, then a line of the high two: byte [output % 16][input of the quad], bits 2 * (2 * quad +
+ * block) and above. Inputs and outputs that do not exist hold anything: they meet zeros, or are not written. So a line of
+ * 64 bytes is 16 outputs by 4 inputs, or several such lines after a few ands and shifts: what the dot product
+ * instructions take. Groups are multiples of 8 inputs. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
+#include "include/kernels.h"
+
 enum { HR_PANEL = 32, HR_LINE = 64 };
+
+/* What the codes of i4 stand for under the forms from HR_FORM_NF4 on. */
+static const int8_t hr_books[3][16] = {
+    {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
+static inline const int8_t* hr_book(int64_t form) { return form >= HR_FORM_NF4 ? hr_books[form - HR_FORM_NF4] : 0; }
 
 struct HrLayout {
     int64_t num_in, group, groups; /* groups of scales: 1 group of all inputs if there are none */
@@ -32,8 +42,11 @@ static inline HrLayout hr_layout(int64_t num_in, int64_t group, int64_t header, 
     l.panel_bytes = l.groups * header + l.octs * oct_bytes + trailer;
     return l;
 }
-static inline HrLayout hr_layout_i4(int64_t num_in, int64_t group, int64_t has_min) {
-    return hr_layout(num_in, group, has_min ? 2 * HR_LINE : HR_LINE, 2 * HR_LINE, 0);
+static inline HrLayout hr_layout_i4(int64_t num_in, int64_t group, int64_t form) {
+    return hr_layout(num_in, group, form == HR_FORM_MIN ? 2 * HR_LINE : HR_LINE, 2 * HR_LINE, 0);
+}
+static inline HrLayout hr_layout_i6(int64_t num_in, int64_t group, int64_t form) {
+    return hr_layout(num_in, group, form == HR_FORM_MIN ? 2 * HR_LINE : HR_LINE, 3 * HR_LINE, 0);
 }
 /* `group` is that of the activations; it leaves no trace in the bytes if weight_group is 0. */
 static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weight_group) {
@@ -42,7 +55,7 @@ static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weigh
 }
 static inline int64_t hr_num_panels(int64_t num_out) { return (num_out + HR_PANEL - 1) / HR_PANEL; }
 
-/* Where output `out` has its d of group g (m is 32 further), and the byte of its input k: bits 0-3 or 4-7 for i4. */
+/* Where output `out` has its d of group g (m is 32 further), and the byte of its input k: bits 0-3 or 4-7 for i4, i6. */
 static inline int64_t hr_at_d(const HrLayout* l, int64_t out, int64_t g) {
     return out / HR_PANEL * l->panel_bytes + g * l->group_bytes + out % HR_PANEL * 2;
 }
@@ -51,6 +64,15 @@ static inline int64_t hr_at_code(const HrLayout* l, int64_t out, int64_t k) {
     int64_t quad = l->oct_bytes == 4 * HR_LINE ? k / 4 % 2 * 2 * HR_LINE : 0;
     return out / HR_PANEL * l->panel_bytes + k / l->group * l->group_bytes + l->header + oct * l->oct_bytes + quad +
            lane / 16 * HR_LINE + lane % 16 * 4 + k % 4;
+}
+/* The code itself, as it is stored. */
+static inline int hr_code(const uint8_t* base, const HrLayout* l, int64_t out, int64_t k) {
+    const uint8_t* at = base + hr_at_code(l, out, k);
+    if (l->oct_bytes == 4 * HR_LINE) return *at;
+    const int quad = (int)(k % 8 / 4), low = *at >> 4 * quad & 15, block = (int)(out % HR_PANEL / 16);
+    if (l->oct_bytes == 2 * HR_LINE) return low;
+    const uint8_t high = at[(2 - block) * HR_LINE];
+    return low | (high >> 2 * (2 * quad + block) & 3) << 4;
 }
 static inline int64_t hr_at_channel(const HrLayout* l, int64_t out) {
     return (out / HR_PANEL + 1) * l->panel_bytes - 4 * HR_PANEL + out % HR_PANEL * 4;

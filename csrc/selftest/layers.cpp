@@ -8,13 +8,15 @@ namespace {
 /* Quantised activations and packed weights, as the formats' own packers write them. The flag is the group of the
  * weights for i8 (0 where they have none), `mins` for i4. */
 template <class Args>
-void integer_linear(Problem& p, Args& a, const HrFormat& format, bool mins, int least, int most, bool grouped) {
+void integer_linear(Problem& p, Args& a, const HrFormat& format, int64_t form, int least, int most,
+                    bool grouped) {
     const int64_t choices[] = {32, 64, 128}, rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
     a.group = choices[p.random.next() % 3];
     a.num_in = p.random.whole(1, 300), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
     if (!grouped && p.random.coin()) a.group = (a.num_in + 63) / 64 * 64;
     const int64_t groups = (a.num_in + a.group - 1) / a.group;
-    const int64_t flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : mins;
+    const int64_t flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : form;
+    const bool mins = form == HR_FORM_MIN;
     a.ld_q = (a.num_in + 63) / 64 * 64, a.ld_s = groups + (p.random.coin() ? 1 : 0);
     int8_t* q = p.make<int8_t>(rows * a.ld_q);
     int32_t* sums = p.make<int32_t>(rows * a.ld_s);
@@ -58,16 +60,24 @@ void ends(Problem& p, Args& a) {
 
 void linear_i4(Problem& p) {
     HrArgs_linear_i4 a = {};
-    a.has_min = p.random.coin();
-    integer_linear(p, a, hr_format_i4, a.has_min, 0, 15, true);
+    a.form = p.random.whole(HR_FORM_MIDDLE, HR_FORM_IQ4_NL);
+    integer_linear(p, a, hr_format_i4, a.form, 0, 15, true);
     ends(p, a);
     p.take(HR_OP_linear_i4, a);
+}
+
+void linear_i6(Problem& p) {
+    HrArgs_linear_i6 a = {};
+    a.form = p.random.coin();
+    integer_linear(p, a, hr_format_i6, a.form, 0, 63, true);
+    ends(p, a);
+    p.take(HR_OP_linear_i6, a);
 }
 
 void linear_i8(Problem& p) {
     HrArgs_linear_i8 a = {};
     const bool grouped = p.random.coin();
-    integer_linear(p, a, hr_format_i8, false, -128, 127, grouped);
+    integer_linear(p, a, hr_format_i8, HR_FORM_MIDDLE, -128, 127, grouped);
     if (grouped) a.weight_group = a.group;
     ends(p, a);
     p.take(HR_OP_linear_i8, a);
@@ -199,5 +209,5 @@ void attention(Problem& p) {
 
 const std::vector<Named> layer_problems = {
 #define LAYER(op) {#op, op},
-    LAYER(linear_i4) LAYER(linear_i8) LAYER(linear_f) LAYER(rope_store) LAYER(attention)
+    LAYER(linear_i4) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_f) LAYER(rope_store) LAYER(attention)
 };

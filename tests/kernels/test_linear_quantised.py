@@ -30,7 +30,7 @@ LARGE = [(num_in, num_out) for num_in in (20, 64, 199, 520, 1032) for num_out in
 
 
 class Kind(NamedTuple):
-    """`flag` is what the format calls has_min (i4) or weight_group (i8)."""
+    """`flag` is what the format calls form (i4, i6) or weight_group (i8)."""
 
     format: str
     group: int
@@ -42,8 +42,24 @@ class Kind(NamedTuple):
 
     @property
     def flag_name(self) -> str:
-        return "has_min" if self.format == "i4" else "weight_group"
+        return "weight_group" if self.format == "i8" else "form"
 
+    @property
+    def has_min(self) -> bool:
+        return self.format != "i8" and self.flag == 1
+
+
+CODES: dict[str, tuple[int, int, Any]] = {
+    "i4": (0, 16, np.uint8),
+    "i6": (0, 64, np.uint8),
+    "i8": (-128, 128, np.int8),
+}
+MIDDLES = {"i4": 8, "i6": 32, "i8": 0}
+BOOKS = {
+    2: [-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127],
+    3: [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
+    4: [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+}
 
 KINDS = {
     **{f"i4-g{group}": Kind("i4", group, 0) for group in (32, 64, 128)},
@@ -51,6 +67,12 @@ KINDS = {
     **{f"i8-g{group}": Kind("i8", group, group) for group in (32, 64, 128)},
     **{f"i8-channel-g{group}": Kind("i8", group, 0) for group in (64, 256)},
     "i4-g8": Kind("i4", 8, 0),
+    "i4-min-g16": Kind("i4", 16, 1),
+    "i4-nf4-g64": Kind("i4", 64, 2),
+    "i4-e2m1-g32": Kind("i4", 32, 3),
+    "i4-iq4nl-g32": Kind("i4", 32, 4),
+    **{f"i6-g{group}": Kind("i6", group, 0) for group in (16, 64)},
+    **{f"i6-min-g{group}": Kind("i6", group, 1) for group in (32, 128)},
     "i8-g24": Kind("i8", 24, 24),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -61,7 +83,7 @@ class Weights:
 
     def __init__(self, kind: Kind, num_out: int, num_in: int, *, seed: int = 7, codes: Array | None = None) -> None:
         rng = np.random.default_rng(seed)
-        low, high, dtype = (0, 16, np.uint8) if kind.format == "i4" else (-128, 128, np.int8)
+        low, high, dtype = CODES[kind.format]
         self.kind, self.num_out, self.num_in = kind, num_out, num_in
         self.codes = rng.integers(low, high, (num_out, num_in), dtype) if codes is None else codes
         self.groups = -(-num_in // kind.group)
@@ -69,7 +91,7 @@ class Weights:
         shape = (num_out,) if channel else (num_out, self.groups)
         exact = np.float32 if channel else np.float16
         self.d = (rng.random(shape) * 0.02 + 0.001).astype(exact).astype(np.float32)
-        self.m = rng.normal(0, 0.1, shape).astype(exact).astype(np.float32) if kind == ("i4", kind.group, 1) else None
+        self.m = rng.normal(0, 0.1, shape).astype(exact).astype(np.float32) if kind.has_min else None
 
     def packed_bytes(self) -> int:
         return _native.packed_bytes(self.kind.format, self.num_out, self.num_in, self.kind.group, self.kind.flag)
@@ -87,10 +109,15 @@ class Weights:
         self.pack(into)
         return into
 
+    def numbers(self) -> Array:
+        """What the codes stand for, int64 [num_out, num_in]."""
+        if self.kind.flag in BOOKS and self.kind.format == "i4":
+            return np.array(BOOKS[self.kind.flag], np.int64)[self.codes]
+        return self.codes.astype(np.int64) - (0 if self.kind.has_min else MIDDLES[self.kind.format])
+
     def floats(self) -> Floats:
         """[num_out, num_in], one rounding for each operation."""
-        offset = 8 if self.kind.format == "i4" and self.m is None else 0
-        codes = self.codes.astype(np.float32) - np.float32(offset)
+        codes = self.numbers().astype(np.float32)
         d = self.d[:, None] if self.d.ndim == 1 else self.d
         each = np.arange(self.num_in) // self.kind.group if self.d.ndim == 2 else np.zeros(self.num_in, np.int64)
         product = codes * d[:, each]
@@ -133,9 +160,7 @@ def linear(
 def group_sums(weights: Weights, q: Quantized, g: int, rows: int) -> tuple[Array, Floats, Floats]:
     """Of group g: exact integer sums [rows, num_out], scales [rows, 1], float sums of codes [rows, 1]."""
     part = slice(g * weights.kind.group, min((g + 1) * weights.kind.group, weights.num_in))
-    codes = weights.codes[:, part].astype(np.int64)
-    if weights.kind.format == "i4" and weights.m is None:
-        codes = codes - 8
+    codes = weights.numbers()[:, part]
     isum = q.q[:rows, part].astype(np.int64) @ codes.T
     assert np.abs(isum).max() < 2**31
     return isum, q.scales[:rows, g : g + 1], q.sums[:rows, g : g + 1].astype(np.float32)
@@ -218,11 +243,14 @@ def test_more_rows_than_fit_into_scratch_at_once(isa: str, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", [KINDS["i4-g128"], KINDS["i4-min-g64"], KINDS["i8-g128"], KINDS["i8-channel-g256"]])
+@pytest.mark.parametrize(
+    "kind",
+    [KINDS[n] for n in ("i4-g128", "i4-min-g64", "i4-nf4-g64", "i6-g64", "i6-min-g128", "i8-g128", "i8-channel-g256")],
+)
 def test_the_greatest_numbers_do_not_saturate(isa: str, kind: Kind) -> None:
     """Every pairing of the extreme codes, long runs of each: 16-bit sums on the way would overflow or clamp."""
-    low, high, dtype = (0, 15, np.uint8) if kind.format == "i4" else (-128, 127, np.int8)
-    num_in = 512
+    low, beyond, dtype = CODES[kind.format]
+    high, num_in = beyond - 1, 512
     codes = np.array([[low] * num_in, [high] * num_in, [low, high] * (num_in // 2)], dtype)
     weights, q = Weights(kind, 3, num_in, codes=codes), Quantized(14, num_in, kind.group)
     q.q[:], q.scales[:] = 0, 1 / 127
@@ -289,17 +317,23 @@ def test_a_matrix_packed_in_parts_has_the_same_bytes(kind: Kind) -> None:
 
 
 def test_bytes_for_each_weight_are_those_of_codes_and_scales() -> None:
-    for kind, bits in (("i4-g128", 4.125), ("i4-g64", 4.25), ("i4-min-g64", 4.5), ("i8-g128", 8.125)):
+    known = {"i4-g128": 4.125, "i4-g64": 4.25, "i4-min-g64": 4.5, "i8-g128": 8.125, "i6-g16": 7, "i6-min-g32": 7}
+    for kind, bits in known.items():
         assert Weights(KINDS[kind], 64, 2048).packed_bytes() * 8 == 64 * 2048 * bits
     assert Weights(KINDS["i8-channel-g64"], 64, 2048).packed_bytes() == 64 * (2048 + 4)
 
 
 def test_the_names_of_the_layouts_are_pinned() -> None:
     """Packed files carry them: other bytes need another name."""
-    assert (_native.layout("i4"), _native.layout("i8")) == ("i4/panel32/oct8/f16", "i8/panel32/quad4/f16")
+    known = {"i4": "i4/panel32/oct8/f16", "i6": "i6/panel32/oct8/f16", "i8": "i8/panel32/quad4/f16"}
+    assert {kind: _native.layout(kind) for kind in known} == known
     i4, i8 = Weights(KINDS["i4-g8"], 1, 8), Weights(KINDS["i8-channel-g64"], 1, 4)
     i4.codes[:], i4.d[:] = np.arange(1, 9), 1.0
     i8.codes[:], i8.d[:] = [[-128, -1, 0, 127]], 1.0
+    i6 = Weights(KINDS["i6-g16"], 17, 8)
+    i6.codes[:], i6.codes[16] = 0, [0x11, 0x02, 0x23, 0x34, 0x05, 0x36, 0x17, 0x08]
+    assert i6.packed()[128:132].tolist() == [0x51, 0x62, 0x73, 0x84]
+    assert i6.packed()[192:196].tolist() == [0b00000100, 0b11000000, 0b01001000, 0b00001100]
     assert i4.packed()[:2].tobytes() == np.float16(1).tobytes()
     assert i4.packed()[64:68].tolist() == [0x51, 0x62, 0x73, 0x84]
     assert i8.packed()[:4].tolist() == [0, 127, 128, 255]

@@ -4,9 +4,10 @@
 namespace HR_NS {
 
 void linear_i4(const HrArgs_linear_i4* a, HrTask* task) {
-    const Linear p = as_linear(a, task, hr_layout_i4(a->num_in, a->group, a->has_min), a->has_min ? 0 : 8);
-    if (a->has_min) linear<Avx2, HR_MODE_MIN, true>(p, task);
-    else linear<Avx2, HR_MODE_GROUP, true>(p, task);
+    const HrLayout l = hr_layout_i4(a->num_in, a->group, a->form);
+    if (a->form == HR_FORM_MIN) linear<Avx2, HR_MODE_MIN, HR_CODES_4>(as_linear(a, task, l, 0, nullptr), task);
+    else if (a->form == HR_FORM_MIDDLE) linear<Avx2, HR_MODE_GROUP, HR_CODES_4>(as_linear(a, task, l, 8, nullptr), task);
+    else linear<Avx2, HR_MODE_GROUP, HR_CODES_BOOK>(as_linear(a, task, l, 128, hr_book(a->form)), task);
 }
 
 }  // namespace HR_NS

@@ -1,7 +1,7 @@
-/* The tiles of the int4 and int8 linear layers in AVX2: up to 4 rows by 2 blocks of 16 outputs, one block at a time.
+/* The tiles of the linear layers of integer codes in AVX2: up to 4 rows by 2 blocks of 16 outputs, one block at a time.
  *
  * vpmaddubsw adds two products of unsigned and signed bytes in 16 bits and saturates. Of int4 codes, 2 * 15 * 127 fits
- * twice over. Of int8 codes the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
+ * twice over, and so does 2 * 63 * 127 of 6 bits. Of int8 codes, and those out of a book, the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
 #pragma once
 #include "isa/avx2/vec.h"
 #include "isa/linear_drive.h"
@@ -15,11 +15,16 @@ HR_INLINE __m256i all_quad(const uint8_t* p) { return _mm256_set1_epi32(*(const 
 #define HR_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
 
 /* Not inlined: within a caller gcc 12 spills the sums, and a third of the speed is gone. */
-template <int R, int mode, bool nibbles, bool stream>
+template <int R, int mode, int codes, bool stream>
 __attribute__((noinline)) static void tile_of(const Span& s) {
     constexpr int64_t header = mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
     constexpr int64_t lead = activation_header<mode>() * R;
+    constexpr bool small = codes == HR_CODES_4 || codes == HR_CODES_6;
+    constexpr int64_t oct = codes == HR_CODES_8 ? 256 : codes == HR_CODES_6 ? 192 : 128;
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
+    const __m256i two = _mm256_set1_epi8(0x30);
+    const __m256i book = codes == HR_CODES_BOOK ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)s.book))
+                                                : _mm256_setzero_si256();
     const uint8_t *w = s.w, *a = s.a;
     for (int64_t g = 0; g < s.groups; g++) {
         const int64_t octs = g + 1 < s.groups ? s.octs : s.last_octs;
@@ -27,15 +32,22 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
         for (int b = 0; b < 2; b++) {
             const uint8_t *x = w + header + 64 * b, *y = a + lead;
             __m256i c[R][2];
-            HR_ROWS HR_HALVES c[r][h] = nibbles ? all_quad(a + 4 * r) : _mm256_setzero_si256();
+            HR_ROWS HR_HALVES c[r][h] = small ? all_quad(a + 4 * r) : _mm256_setzero_si256();
             for (int64_t n = 0; n < octs; n++, y += 8 * R) {
-                if (nibbles) {
+                if (small) {
                     if (stream) __builtin_prefetch(x + s.ahead);
                     __m256i first[2], second[2];
                     HR_HALVES {
                         const __m256i both = half_line(x + 32 * h);
                         first[h] = _mm256_and_si256(both, low);
                         second[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                        if (codes == HR_CODES_6) {
+                            const __m256i high = half_line(x + 128 - 64 * b + 32 * h);
+                            const __m256i p = b ? _mm256_slli_epi16(high, 2) : _mm256_slli_epi16(high, 4);
+                            const __m256i q = b ? _mm256_srli_epi16(high, 2) : high;
+                            first[h] = _mm256_or_si256(first[h], _mm256_and_si256(p, two));
+                            second[h] = _mm256_or_si256(second[h], _mm256_and_si256(q, two));
+                        }
                     }
                     HR_ROWS {
                         const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
@@ -45,13 +57,19 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                             c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
                         }
                     }
-                    x += 128;
+                    x += oct;
                 } else {
-                    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++, x += 128) {
+                    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++, x += oct / 2) {
                         if (stream) __builtin_prefetch(x + s.ahead);
                         __m256i code[2], size[2];
                         HR_HALVES {
-                            code[h] = _mm256_xor_si256(half_line(x + 32 * h), flip);
+                            if (codes == HR_CODES_BOOK) {
+                                const __m256i both = half_line(x - 64 * i + 32 * h);
+                                const __m256i nibble = i ? _mm256_srli_epi16(both, 4) : both;
+                                code[h] = _mm256_shuffle_epi8(book, _mm256_and_si256(nibble, low));
+                            } else {
+                                code[h] = _mm256_xor_si256(half_line(x + 32 * h), flip);
+                            }
                             size[h] = _mm256_abs_epi8(code[h]);
                         }
                         HR_ROWS {
@@ -74,7 +92,7 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                 store(at, f);
             }
         }
-        w += header + octs * (nibbles ? 128 : 256);
+        w += header + octs * oct;
         a += lead + octs * 8 * R;
     }
 }
@@ -83,17 +101,18 @@ struct Avx2 {
     enum { max_rows = 4, unpacks = 0 };
     static constexpr int64_t ahead(int) { return 4096; }
 
-    template <int mode, bool nibbles, bool stream>
+    template <int mode, int codes, bool stream>
     static void tile(int rows, const Span& s) {
         switch (rows) {
-            case 1: return tile_of<1, mode, nibbles, stream>(s);
-            case 2: return tile_of<2, mode, nibbles, stream>(s);
-            case 3: return tile_of<3, mode, nibbles, stream>(s);
-            case 4: return tile_of<4, mode, nibbles, stream>(s);
+            case 1: return tile_of<1, mode, codes, stream>(s);
+            case 2: return tile_of<2, mode, codes, stream>(s);
+            case 3: return tile_of<3, mode, codes, stream>(s);
+            case 4: return tile_of<4, mode, codes, stream>(s);
         }
     }
 
-    static void unpack(const uint8_t*, uint8_t*, int64_t) {}
+    template <int codes>
+    static void unpack(const uint8_t*, uint8_t*, int64_t, const int8_t*) {}
 
     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) {
         for (int64_t k = 0; k < quads; k++)

@@ -1,4 +1,4 @@
-/* The tiles of the int4 and int8 linear layers in AVX-512 VNNI: up to 12 rows by 2 blocks of 16 outputs. */
+/* The tiles of the linear layers of integer codes in AVX-512 VNNI: up to 12 rows by 2 blocks of 16 outputs. */
 #pragma once
 /* gcc 12 takes the "undefined" operands in its own header for mistakes. */
 #pragma GCC diagnostic push
@@ -30,14 +30,39 @@ enum { HELD = 4 }; /* rows whose float sums fit the registers beside the integer
 #define HR_ROWS _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
 #define HR_BLOCKS _Pragma("GCC unroll 2") for (int b = 0; b < 2; b++)
 
+/* A book of 16 codes in every quarter, greater by 128. */
+HR_INLINE __m512i book_of(const int8_t* book) {
+    const __m128i codes = _mm_loadu_si128((const __m128i*)book);
+    return _mm512_broadcast_i32x4(_mm_xor_si128(codes, _mm_set1_epi8(-128)));
+}
+
+/* An oct of 4 or 6 bits as bytes: x[2 * quad + block]. */
+template <int codes>
+HR_INLINE void wide(const uint8_t* w, __m512i book, __m512i* x) {
+    const __m512i low = _mm512_set1_epi8(15), first = line(w), second = line(w + 64);
+    x[0] = _mm512_and_si512(first, low), x[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+    x[1] = _mm512_and_si512(second, low), x[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), low);
+    if (codes == HR_CODES_BOOK) {
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) x[i] = _mm512_shuffle_epi8(book, x[i]);
+    }
+    if (codes == HR_CODES_6) {
+        /* a | b & c at once */
+        const __m512i high = line(w + 128), two = _mm512_set1_epi8(0x30);
+        x[0] = _mm512_ternarylogic_epi64(x[0], _mm512_slli_epi16(high, 4), two, 0xf8);
+        x[1] = _mm512_ternarylogic_epi64(x[1], _mm512_slli_epi16(high, 2), two, 0xf8);
+        x[2] = _mm512_ternarylogic_epi64(x[2], high, two, 0xf8);
+        x[3] = _mm512_ternarylogic_epi64(x[3], _mm512_srli_epi16(high, 2), two, 0xf8);
+    }
+}
+
 /* Not inlined: within a caller gcc 12 spills the sums, and a third of the speed is gone. */
-template <int R, int mode, bool nibbles, bool stream>
+template <int R, int mode, int codes, bool stream>
 __attribute__((noinline)) static void tile_of(const Span& s) {
     constexpr bool held = R <= HELD; /* float sums stay in registers */
     constexpr int level = R <= HELD ? 3 : 2;
     const uint8_t *w = s.w, *a = s.a;
     const int64_t ahead = s.ahead;
-    const __m512i low = _mm512_set1_epi8(15);
+    const __m512i book = codes == HR_CODES_BOOK ? book_of(s.book) : _mm512_setzero_si512();
     float* const acc = s.acc;
     __m512 f[R][2];
     if (held) HR_ROWS HR_BLOCKS f[r][b] = _mm512_load_ps(acc + r * 32 + b * 16);
@@ -54,21 +79,23 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
         }
         int64_t n = g + 1 < s.groups ? s.octs : s.last_octs;
         do {
-            if (nibbles) {
-                const __m512i x = line(w), y = line(w + 64);
-                __m512i x1 = _mm512_and_si512(x, low), y1 = _mm512_and_si512(y, low);
-                __m512i x2 = _mm512_and_si512(_mm512_srli_epi16(x, 4), low);
-                __m512i y2 = _mm512_and_si512(_mm512_srli_epi16(y, 4), low);
-                if (stream) __builtin_prefetch(w + ahead, 0, level), __builtin_prefetch(w + ahead + 64, 0, level);
+            if (codes != HR_CODES_8) {
+                __m512i x[4];
+                wide<codes>(w, book, x);
+                if (stream) {
+                    __builtin_prefetch(w + ahead, 0, level);
+                    __builtin_prefetch(w + ahead + 64, 0, level);
+                    if (codes == HR_CODES_6) __builtin_prefetch(w + ahead + 128, 0, level);
+                }
                 HR_ROWS {
                     const __m512i q = all_quad(a + 4 * r);
-                    dot4(c[r][0], x1, q), dot4(c[r][1], y1, q);
+                    dot4(c[r][0], x[0], q), dot4(c[r][1], x[1], q);
                 }
                 HR_ROWS {
                     const __m512i q = all_quad(a + 4 * (R + r));
-                    dot4(c[r][0], x2, q), dot4(c[r][1], y2, q);
+                    dot4(c[r][0], x[2], q), dot4(c[r][1], x[3], q);
                 }
-                w += 128;
+                w += codes == HR_CODES_6 ? 192 : 128;
             } else {
                 _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
                     const __m512i x = line(w + 128 * i), y = line(w + 128 * i + 64);
@@ -132,25 +159,24 @@ struct Avx512 {
      * the first level with what is not needed yet. */
     static constexpr int64_t ahead(int rows) { return rows <= HELD ? 4096 : 12288; }
 
-    template <int mode, bool nibbles, bool stream>
+    template <int mode, int codes, bool stream>
     static void tile(int rows, const Span& s) {
         switch (rows) {
 #define HR_CASE(R) \
-    case R: return tile_of<R, mode, nibbles, stream>(s);
+    case R: return tile_of<R, mode, codes, stream>(s);
             HR_CASE(1) HR_CASE(2) HR_CASE(3) HR_CASE(4) HR_CASE(5) HR_CASE(6)
             HR_CASE(7) HR_CASE(8) HR_CASE(9) HR_CASE(10) HR_CASE(11) HR_CASE(12)
 #undef HR_CASE
         }
     }
 
-    static void unpack(const uint8_t* from, uint8_t* to, int64_t octs) {
-        const __m512i low = _mm512_set1_epi8(15);
-        for (; octs; octs--, from += 128, to += 256) {
-            const __m512i x = line(from), y = line(from + 64);
-            _mm512_storeu_si512(to, _mm512_and_si512(x, low));
-            _mm512_storeu_si512(to + 64, _mm512_and_si512(y, low));
-            _mm512_storeu_si512(to + 128, _mm512_and_si512(_mm512_srli_epi16(x, 4), low));
-            _mm512_storeu_si512(to + 192, _mm512_and_si512(_mm512_srli_epi16(y, 4), low));
+    template <int codes>
+    static void unpack(const uint8_t* from, uint8_t* to, int64_t octs, const int8_t* book) {
+        const __m512i table = codes == HR_CODES_BOOK ? book_of(book) : _mm512_setzero_si512();
+        for (; octs; octs--, from += codes == HR_CODES_6 ? 192 : 128, to += 256) {
+            __m512i x[4];
+            wide<codes>(from, table, x);
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) _mm512_storeu_si512(to + 64 * i, x[i]);
         }
     }
 

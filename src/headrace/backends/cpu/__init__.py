@@ -64,7 +64,7 @@ class Cpu:
     def layouts(self) -> dict[str, str]:
         """The name of each format's layout: a packed file with other names is of no use here."""
         native = require_native()
-        return {kind: native.layout(kind) for kind in ("i4", "i8", "f")}
+        return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "f")}
 
     def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
         return int(require_native().packed_bytes(kind, num_out, num_in, group or ACT_GROUP, flag))

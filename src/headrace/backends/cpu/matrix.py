@@ -30,6 +30,9 @@ SLAB_NUMBERS = 2**22
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
+NUM_FORMS = {"i4": 5, "i6": 2}
+"""Forms of the codes (csrc/include/kernels.h)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuMatrix:
@@ -51,6 +54,8 @@ class CpuMatrix:
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}; the native kernels take at most "
                 f"{MAX_IN}, and groups that are multiples of 8"
             )
+        if self.kind in NUM_FORMS and not 0 <= self.flag < NUM_FORMS[self.kind]:
+            raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {self.flag}")
 
     @property
     def packed(self) -> NDArray[np.uint8]:
@@ -101,7 +106,7 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
     native = require_native()
     scheme = source.scheme
     kind, group = scheme.kind, scheme.group
-    flag = TYPE_CODES[scheme.dtype] if kind == "f" else int(scheme.has_min) if kind == "i4" else group
+    flag = scheme.flag
     num_out, num_in = source.num_out, source.num_in
     act_group = group or ACT_GROUP
     data = pool.take(native.packed_bytes(kind, num_out, num_in, act_group, flag))

@@ -265,7 +265,7 @@ class CpuOps:
         if quantised is None:
             fields |= {"x": self.graph.read(x), "ld_x": x.ld, "type": matrix.flag}
         else:
-            fields |= quantised.fields() | {"has_min" if matrix.kind == "i4" else "weight_group": matrix.flag}
+            fields |= quantised.fields() | {"weight_group" if matrix.kind == "i8" else "form": matrix.flag}
         self.graph.put(
             f"linear_{matrix.kind}",
             x.dim,

@@ -271,8 +271,8 @@ def _linear(view: View) -> dict[str, NDArray[Any]]:
         # What lies beyond the last group of a row nobody has written.
         scales = view.array("scales", np.float32, view.rows, ld_s)[:, : -(-num_in // group)].astype(np.float64)
         x = codes * np.repeat(scales, group, axis=1)[:, :num_in]
-        flag = view["has_min"] if kind == "i4" else view["weight_group"]
-        group = group if kind == "i4" else flag
+        flag = view["weight_group"] if kind == "i8" else view["form"]
+        group = flag if kind == "i8" else group
     dense = CpuMatrix("", kind, view["weights"], num_in, num_out, group, flag).dense().astype(np.float64)
     y = x @ dense.T
     if view["bias"] is not None:
@@ -356,6 +356,7 @@ REFERENCE: dict[str, Callable[[View], dict[str, NDArray[Any]]]] = {
     "rope_store": _rope_store,
     "attention": _attention,
     "linear_i4": _linear,
+    "linear_i6": _linear,
     "linear_i8": _linear,
     "linear_f": _linear,
     "route": _route,
