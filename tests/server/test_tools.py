@@ -22,7 +22,8 @@ from headrace.server.text import Tokenizer
 from headrace.server.tools.choice import ToolUse
 
 TEMPLATE = (
-    "{# <tool_call> </think> #}{% if tools %}[tools]{% for t in tools %}{{ t['function']['name'] }} {% endfor %}{% endif %}"
+    "{# <tool_call> </think> #}"
+    "{% if tools %}[tools]{% for t in tools %}{{ t['function']['name'] }} {% endfor %}{% endif %}"
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
     "{% for c in m.get('tool_calls') or [] %}{{ c['function']['name'] }}{{ c['function']['arguments'] | tojson }}"
     "{% endfor %}"

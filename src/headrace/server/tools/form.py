@@ -68,11 +68,6 @@ def json_call(name: str, schema: Mapping[str, Any], arguments: str = "arguments"
     return sequence(const(f'{{"name": "{name}", "{arguments}": '), json_of(schema), const("}"))
 
 
-def any_text_to(end: str) -> Part:
-    """Free text, and the end that it runs to."""
-    return sequence({"type": "any_text"}, const(end))
-
-
 def properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """(name, schema, whether required) of each parameter; the schemas can be read without the one they come from."""
     inner = schema.get("properties")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 
-from headrace.server.tools.form import Part, Wanted, json_of, optional, properties, sequence
+from headrace.server.tools.form import Part, Wanted, const, json_of, optional, properties, sequence
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
-from headrace.server.tools.tagged import is_text, value
+from headrace.server.tools.tagged import free_text, is_text, value
 from headrace.server.tools.written import json_text
 
 openers = ("<tool_call>",)
@@ -47,9 +47,13 @@ def form(wanted: Wanted) -> Part:
     for name, schema in wanted.schemas.items():
         parts = [wanted.text(f"<tool_call>{name}\n")]
         for key, one, required in properties(schema):
-            inner: Part = {"type": "any_text"} if is_text(wanted.schemas, name, key) else json_of(one)
-            begin, end = f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"
-            part = sequence(wanted.text(begin), inner, wanted.text(end))
+            begin = wanted.text(f"<arg_key>{key}</arg_key>\n<arg_value>")
+            inner = (
+                free_text(one, name, key, "</arg_value>", wanted.text("</arg_value>"))
+                if is_text(wanted.schemas, name, key)
+                else sequence(json_of(one), wanted.text("</arg_value>"))
+            )
+            part = sequence(begin, inner, const("\n"))
             parts.append(part if required else optional(part))
         calls.append(sequence(*parts, wanted.text("</tool_call>")))
     return wanted.several(calls, "\n")

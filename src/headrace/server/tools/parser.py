@@ -93,6 +93,7 @@ class ToolParser:
         self._form = form
         self._opening = re.compile("|".join(map(re.escape, form.openers)) or r"(?!)")
         self._new_id = new_id
+        self.enforced = enforced
         self._single = single
         self._hold = -1 if enforced else HOLD
         self._out: list[Part] = []

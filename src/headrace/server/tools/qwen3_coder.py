@@ -4,10 +4,10 @@ later, Nemotron 3. Texts stand bare and are told as JSON strings; what its schem
 
 from __future__ import annotations
 
-from headrace.server.tools.form import Part, Wanted, any_text_to, const, json_of, optional, properties, sequence
+from headrace.server.tools.form import Part, Wanted, const, json_of, optional, properties, sequence
 from headrace.server.tools.parser import ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
-from headrace.server.tools.tagged import is_text, value
+from headrace.server.tools.tagged import free_text, is_text, value
 from headrace.server.tools.written import json_text
 
 openers = ("<tool_call>", "<function=")
@@ -48,9 +48,12 @@ def form(wanted: Wanted) -> Part:
     for name, schema in wanted.schemas.items():
         parts = [wanted.text(f"<tool_call>\n<function={name}>\n")]
         for key, one, required in properties(schema):
-            end = "\n</parameter>\n"
-            inner = any_text_to(end) if is_text(wanted.schemas, name, key) else sequence(json_of(one), const(end))
-            part = sequence(const(f"<parameter={key}>\n"), inner)
+            inner = (
+                free_text(one, name, key, "</parameter>", const("</parameter>"))
+                if is_text(wanted.schemas, name, key)
+                else sequence(json_of(one), const("\n</parameter>"))
+            )
+            part = sequence(const(f"<parameter={key}>\n"), inner, const("\n"))
             parts.append(part if required else optional(part))
         calls.append(sequence(*parts, wanted.text("</function>\n</tool_call>")))
     return wanted.several(calls, "\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.errors import RequestError
+from headrace.server.tools.form import Part, const, either, sequence
 from headrace.server.tools.parser import Schemas, ToolParser
 from headrace.server.tools.reader import IllFormed, Reading
 from headrace.server.tools.written import is_json, json_text
@@ -17,12 +19,42 @@ def value(call: ToolParser, name: str, key: str, closing: str, last: str) -> Rea
     if is_text(call.schemas, name, key):
         yield from _text(call, closing, last)
         return
+    if call.enforced:
+        # It is JSON, in which the mark may stand too.
+        start = text.position
+        with text.kept():
+            yield from text.json_value()
+            call.write(text.since(start))
+        yield from text.take(last)
+        yield from text.expect(closing)
+        return
     said = (yield from text.until(closing)).removesuffix(last)
     bare = said.strip()
     try:
         call.write(bare if bare not in _PYTHON and is_json(bare) else _PYTHON[bare])
     except KeyError:
         call.write(json_text(said))
+
+
+def free_text(schema: Any, name: str, key: str, closing: str, mark: Part) -> Part:
+    """The form of a bare string and of `mark`, which is `closing`: at the first one it ends, as where it is read.
+
+    Raises `RequestError` for what bare text can not be held to.
+    """
+    schema = schema if isinstance(schema, dict) else {}
+    for keyword in ("pattern", "format", "allOf", "anyOf", "oneOf", "not", "if"):
+        if keyword in schema:
+            field = f"tools[{name}].function.parameters.properties.{key}"
+            bound = "left out, or tool_choice be auto: the model's format of calls writes bare text, not held to it"
+            raise RequestError(f"{field}.{keyword}", schema[keyword], bound)
+    texts = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(texts, list) and all(isinstance(one, str) and closing not in one for one in texts):
+        return sequence(either([const(one) for one in texts]), mark)
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    if low or high != "":
+        # No mark begins in it, so that none can end it before its time.
+        return sequence({"type": "regex", "pattern": f"[^<]{{{low},{high}}}"}, mark)
+    return sequence({"type": "any_text"}, mark)
 
 
 def is_text(schemas: Schemas, name: str, key: str) -> bool:
