@@ -203,10 +203,8 @@ def typical_p(found: Candidates, params: SamplingParams) -> Candidates:
     """Those whose surprise is nearest to the entropy, until they hold `typical_p` (Meister et al. 2023, section 3)."""
     mass = weights(found.scaled)
     far = np.abs(_log_sum(mass) - found.scaled - _entropy(found))
-    order = np.argsort(far, kind="stable")
-    reached = np.cumsum(mass[order]).astype(np.float64)
-    num = int(np.searchsorted(reached, params.typical_p * float(reached[-1]))) + 1
-    return found.take(np.sort(order[:num])).settled()
+    # The nearest have the greatest -far; the rest is as for top_p.
+    return found.take(np.sort(_nucleus(-far, mass, params.typical_p))).settled()
 
 
 def top_n_sigma(found: Candidates, params: SamplingParams) -> Candidates:
