@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from tests.e2e.law import assert_same, make_core, run
 from tests.e2e.law import make_requests as make_strangers
+from tests.e2e.serving import serve
 
 from headrace import LLM, hub
 from headrace.compose import build_engine
@@ -36,6 +38,7 @@ PET = {
     "required": ["name of the pet", "age in years", "kind of animal", "has an owner"],
     "additionalProperties": False,
 }
+LONG = {"type": "array", "items": PET, "minItems": 3, "maxItems": 3}
 FORMS: dict[str, dict[str, Any]] = {
     "json": {"json": PET},
     "compact": {"json": PET, "disable_any_whitespace": True},
@@ -144,7 +147,10 @@ def test_I_13_with_masks_that_are_always_late(
     core = make_core()
     runner: Any = core.executor
     strangers = make_strangers()[::12]
-    assert_same(run(core, requests[::2] + strangers), reference | run(make_core(), strangers))
+    alone = make_core()
+    expected = reference | run(alone, strangers)
+    alone.close()
+    assert_same(run(core, requests[::2] + strangers), expected)
     assert runner.matchers.num_deferred > 0
     core.scheduler.check()
     core.close()
@@ -363,3 +369,43 @@ def test_api_a_document_that_is_cut_off_says_so() -> None:
     assert stopped["choices"][0]["warnings"] == ["the document is incomplete: a stop string ended it"]
     assert "warnings" not in whole["choices"][0]
     assert note["warnings"] == ["guided_json: format 'path' at # is not enforced"]
+
+
+def test_a_document_outlives_its_engine() -> None:
+    """The engine's process is killed in mid-stream, in the middle of a document: the text goes on the same."""
+
+    async def stream(url: str, kill: Any) -> str:
+        body = {
+            "messages": [{"role": "user", "content": "Tell me of a pet."}],
+            "seed": 4, "max_tokens": 700, "stream": True,
+            "structured_outputs": {"json": LONG, "whitespace_pattern": "[ ]?"},
+        }  # fmt: skip
+        text = ""
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=100) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as reply,
+        ):
+            assert reply.status_code == 200
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        text += choice["delta"].get("content") or ""
+                if kill is not None and len(text) > 60:
+                    kill()
+                    kill = None
+        assert kill is None
+        return text
+
+    with serve("--max-num-seqs", "8", "--num-gpu-blocks-override", "256", "builtin") as served:
+        undisturbed = asyncio.run(stream(served.url, None))
+        first = served.engine().pid
+        disturbed = asyncio.run(stream(served.url, served.engine().kill))
+        assert served.engine().pid != first
+        # A refusal costs the engine nothing: not even its process hears of it.
+        second = served.engine().pid
+        bad = {"prompt": "x", "guided_regex": "(a)\\1"}
+        reply = httpx.post(f"{served.url}/v1/completions", json=bad, timeout=60)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_constraint")
+        assert served.engine().pid == second
+    assert disturbed == undisturbed
+    jsonschema.validate(json.loads(disturbed), LONG)
