@@ -21,7 +21,7 @@ MAX_NUM_THREADS = 256
 """What the native core's team takes (csrc/include/team.h)."""
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int8", "int8-channel", "int8-g128",
+    "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4",
 )  # fmt: skip
 DEQUANTIZE = "none"
 """The quantization that computes with plain floats whatever the checkpoint has."""

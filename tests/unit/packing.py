@@ -20,7 +20,7 @@ from headrace.runner.loader import Checkpoint, Weights
 from headrace.runner.mapped import MappedCheckpoint
 from headrace.runner.packed import Form, PackedFile, PackedWeights, PackedWriter, find
 
-KINDS = ("i4", "i8", "f")
+KINDS = ("i4", "i6", "i8", "f")
 
 
 @dataclass
@@ -75,7 +75,7 @@ def packed_bytes(kind: str, num_out: int, num_in: int, group: int, flag: int) ->
     if kind == "f":
         return num_out * num_in * (4 if flag == 0 else 2)
     num_groups = -(-num_in // (group or num_in))
-    return num_out * num_in + 4 * num_out * num_groups * (1 + (kind == "i4" and flag))
+    return num_out * num_in + 4 * num_out * num_groups * (1 + (kind != "i8" and flag == 1))
 
 
 class ToyBackend:

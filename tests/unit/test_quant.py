@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,14 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
 from headrace.quant.rtn import quantise
-from headrace.quant.schemes import NAMES, Scheme, parse
+from headrace.quant.schemes import BOOKS, NAMES, Scheme, parse
 
 INT4 = [Scheme("i4", group) for group in (32, 64, 128)]
 INT4_MIN = [Scheme("i4", group, True) for group in (32, 64, 128)]
 INT8 = [Scheme("i8"), Scheme("i8", 128)]
-ALL = INT4 + INT4_MIN + INT8
+INT6 = [Scheme("i6", 64), Scheme("i6", 32, True)]
+BOOKED = [Scheme("i4", 64, book="nf4"), Scheme("i4", 32, book="e2m1"), Scheme("i4", 32, book="iq4_nl")]
+ALL = INT4 + INT4_MIN + INT6 + INT8
 
 
 def normal(num_out: int, num_in: int, seed: int = 0) -> Tensor:
@@ -38,7 +42,7 @@ def errors(weight: Tensor, made: QWeight) -> tuple[Tensor, Tensor]:
     scale = widened(made, made.scales)
     zero = widened(made, made.zeros) if made.zeros is not None else 0.0
     least = widened(made, made.mins) if made.mins is not None else 0.0
-    low, high = (0, 15) if made.bits == 4 else (-127, 127)
+    low, high = (0, 2**made.bits - 1) if made.bits < 8 else (-127, 127)
     ends = torch.stack([(low - zero) * scale + least, (high - zero) * scale + least])
     half = scale.abs() / 2
     inside = (weight >= ends.amin(0) - half) & (weight <= ends.amax(0) + half)
@@ -55,6 +59,9 @@ def test_the_names_of_the_config_are_the_schemes() -> None:
     assert parse("int4-g32-asym").layer == Scheme("i4", 32, True)
     assert parse("int8")[1:] == (Scheme("i8"), Scheme("i8"))
     assert parse("int8-g128").head == Scheme("i8", 128)
+    assert parse("int6").head == parse("int6").layer == Scheme("i6", 64)
+    assert parse("nf4").layer == Scheme("i4", 64, book="nf4")
+    assert parse("mxfp4").layer == Scheme("i4", 32, book="e2m1")
 
 
 @pytest.mark.parametrize("name", ["int3", "INT4", "int4-g16", "int8-asym", "", "awq"])
@@ -95,7 +102,7 @@ def test_the_bound_is_broken_by_codes_that_are_off_by_one() -> None:
 @pytest.mark.parametrize("scheme", ALL, ids=str)
 def test_codes_stay_in_their_range_and_scales_in_float16(scheme: Scheme) -> None:
     made = quantise(normal(40, 200) * torch.logspace(-9, 5, 40).unsqueeze(1), scheme)
-    low, high = (0, 15) if scheme.kind == "i4" else (-127, 127)
+    low, high = (0, 2**scheme.bits - 1) if scheme.bits < 8 else (-127, 127)
     assert made.codes.dtype == torch.int8
     assert int(made.codes.min()) >= low
     assert int(made.codes.max()) <= high
@@ -116,6 +123,38 @@ def test_the_largest_weight_has_the_code_without_a_mirror_image(scheme: Scheme) 
     weight[0, 5], weight[1, 70] = 0.3, -0.3
     codes = quantise(weight, scheme).codes
     assert (codes[0, 5], codes[1, 70]) == (0, 0)
+
+
+@pytest.mark.parametrize("scheme", BOOKED, ids=str)
+@pytest.mark.parametrize("num_in", [1, 33, 64, 200])
+def test_codes_of_a_book_are_those_of_the_nearest_entries(scheme: Scheme, num_in: int) -> None:
+    weight = normal(7, num_in)
+    made = quantise(weight, scheme)
+    assert scheme_of(made) == scheme
+    scale = widened(made, made.scales)
+    assert torch.equal(scale, scale.half().float())
+    entries = torch.tensor(BOOKS[scheme.book]).float()
+    distances = (entries * scale.unsqueeze(-1) - weight.unsqueeze(-1)).abs()
+    error = (made.dequantize() - weight).abs()
+    assert torch.allclose(error, distances.amin(-1), atol=1e-7)
+    if scheme.book == "e2m1":
+        assert bool((torch.log2(scale) == torch.log2(scale).round()).all())
+    # Negative control: another code is not the nearest.
+    wrong = QWeight((made.codes + 1) % 16, made.scales, group=scheme.group, bits=4, codebook=made.codebook)
+    assert not torch.allclose((wrong.dequantize() - weight).abs(), distances.amin(-1), atol=1e-7)
+
+
+def test_books_have_the_levels_of_their_makers(shared_data: Path) -> None:
+    levels = json.loads((shared_data / "quant" / "nf4.json").read_text())
+    known = next(value for key, value in levels.items() if isinstance(value, list) and len(value) == 16)
+    assert [round(127 * level) for level in known] == list(BOOKS["nf4"])
+
+
+def test_more_bits_lose_less() -> None:
+    weight = normal(64, 1024)
+    names = [Scheme("i4", 32, book="e2m1"), Scheme("i4", 64), Scheme("i4", 32), Scheme("i6", 64), Scheme("i8")]
+    errors = [float((quantise(weight, scheme).dequantize() - weight).pow(2).mean()) for scheme in names]
+    assert errors == sorted(errors, reverse=True)
 
 
 def test_the_second_scale_lowers_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import BOOKS, Kind, Scheme
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes whose numbers are the weights themselves."""
@@ -79,21 +79,28 @@ class QWeight:
         """The weights as float32 [out, in], inputs in the model's order; one rounding for each operation."""
         if self.scales is None:
             return self.codes.float()
-        group_of = torch.arange(self.codes.shape[1], device=self.codes.device) // self.group
         if self.codebook is None:
             weight = self.codes.float()
         else:
             weight = self.codebook.index_select(0, self.codes.flatten().int()).view(self.codes.shape)
         if self.zeros is not None:
-            weight = weight - self.zeros.float()[:, group_of]
-        weight = weight * self.scales.float()[:, group_of]
+            weight = torch.sub(weight, self._wide(self.zeros))
+        weight = torch.mul(weight, self._wide(self.scales))
         if self.mins is not None:
-            weight = weight + self.mins.float()[:, group_of]
+            weight = weight.add_(self._wide(self.mins))
         if self.permutation is None:
             return weight
         out = torch.empty_like(weight)
         out[:, self.permutation] = weight
         return out
+
+    def _wide(self, part: Tensor) -> Tensor:
+        return widened(part.float(), self.group, self.codes.shape[1])
+
+
+def widened(part: Tensor, group: int, num_in: int) -> Tensor:
+    """[out, groups] as [out, in], or as a column if there is one group only."""
+    return part if part.shape[1] == 1 else part.unsqueeze(-1).expand(-1, -1, group).flatten(1)[:, :num_in]
 
 
 class MatrixSource(Protocol):
@@ -167,14 +174,20 @@ def scheme_of(weight: QWeight) -> Scheme:
     if weight.scales is None:
         wide = weight.codes.dtype == torch.float64
         return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
-    if weight.codebook is not None or weight.codes.is_floating_point():
+    if weight.codes.is_floating_point() or weight.permutation is not None:
         return Scheme("f", dtype="float32")
-    if weight.permutation is None and weight.bits == 4:
+    if weight.codebook is not None:
+        entries = tuple(weight.codebook.tolist()) if weight.zeros is None and weight.mins is None else ()
+        book = next((name for name, book in BOOKS.items() if entries == book), "")
+        return Scheme("i4", weight.group, book=book) if book and weight.bits == 4 else Scheme("f", dtype="float32")
+    if weight.bits in (4, 6):
+        kind: Kind = "i4" if weight.bits == 4 else "i6"
         if weight.mins is not None and weight.zeros is None:
-            return Scheme("i4", weight.group, True)
-        if weight.mins is None and weight.zeros is not None and bool((weight.zeros == 8).all()):
-            return Scheme("i4", weight.group)
-    if weight.permutation is None and weight.bits == 8 and weight.zeros is None and weight.mins is None:
+            return Scheme(kind, weight.group, True)
+        scheme = Scheme(kind, weight.group)
+        if weight.mins is None and weight.zeros is not None and bool((weight.zeros == scheme.middle).all()):
+            return scheme
+    if weight.bits == 8 and weight.zeros is None and weight.mins is None:
         return Scheme("i8", 0 if weight.scales.shape[1] == 1 else weight.group)
     return Scheme("f", dtype="float32")
 

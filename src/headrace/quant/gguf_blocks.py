@@ -22,7 +22,7 @@ from headrace.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight
 from headrace.quant.gguf_grids import even_signs, grid, signs
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import BOOKS, Kind, Scheme
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -282,6 +282,10 @@ TYPES: dict[str, BlockType] = {
 """By the type's name."""
 
 
+BOOK_OF = {"IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_nl", "MXFP4": "e2m1", "NVFP4": "e2m1"}
+"""Types whose numbers are the entries of a book."""
+
+
 def decode(kind: str, raw: U8) -> QWeight:
     """Rows of raw blocks, uint8 [rows, bytes of a row], as codes with exact float32 scales and minima.
 
@@ -327,7 +331,12 @@ def scheme_for(kinds: set[str]) -> Scheme:
     Groups of more than 64 inputs are cut, so that activations get finer scales too.
     """
     group = min(min(TYPES[kind].group, 64) for kind in kinds)
-    for scheme in (Scheme("i4", group), Scheme("i4", group, True), Scheme("i8", group)):
+    books = {BOOK_OF.get(kind, "") for kind in kinds}
+    if len(books) == 1 and "" not in books:
+        return Scheme("i4", group, book=books.pop())
+    small: tuple[Kind, ...] = ("i4", "i6")
+    forms = [Scheme(kind, group, has_min) for kind in small for has_min in (False, True)]
+    for scheme in (*forms, Scheme("i8", group)):
         if all(keeps_codes(kind, scheme) for kind in kinds):
             return scheme
     return Scheme("i8", group)
@@ -336,11 +345,12 @@ def scheme_for(kinds: set[str]) -> Scheme:
 def keeps_codes(kind: str, scheme: Scheme) -> bool:
     """Whether weights of a block type get that form by rounding scales and minima to float16, and nothing else."""
     block = TYPES[kind]
-    if scheme.kind == "i4" and scheme.has_min:
-        return block.high - block.low <= 15 or kind == "IQ3_S"
-    if scheme.kind == "i4":
-        return not block.has_min and block.low >= -8 and block.high <= 7
-    return not block.has_min
+    if scheme.book:
+        return BOOK_OF.get(kind) == scheme.book
+    if scheme.has_min:
+        return block.high - block.low < 2**scheme.bits or (kind == "IQ3_S" and scheme.kind == "i4")
+    fits = scheme.kind == "i8" or (block.low >= -scheme.middle and block.high < scheme.middle)
+    return fits and not block.has_min
 
 
 def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
@@ -351,26 +361,37 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
     if weight.scales is None or not keeps_codes(kind, scheme):
         return rtn.quantise(weight.dequantize(), scheme, name)
     codes, scales, mins, low = weight.codes, weight.scales, weight.mins, TYPES[kind].low
-    if scheme.kind == "i4":
-        if kind == "IQ3_S":  # odd numbers from -15 to 15
+    if scheme.book:
+        codes = _places(codes, BOOKS[scheme.book])
+    elif scheme.kind != "i8":
+        if kind == "IQ3_S" and scheme.kind == "i4":  # odd numbers from -15 to 15
             codes, scales, mins = (codes + 15) // 2, scales * 2, scales * -15
         elif scheme.has_min and low:
             codes, mins = codes - low, scales * low
         elif scheme.has_min and mins is None:
             mins = torch.zeros_like(scales)
         elif not scheme.has_min:
-            codes = codes + 8
+            codes = codes + scheme.middle
     share = weight.group // scheme.group
-    zeros = torch.full((1, 1), 8.0).expand(len(codes), -(-codes.shape[1] // scheme.group))
+    zeros = torch.full((1, 1), float(scheme.middle)).expand(len(codes), -(-codes.shape[1] // scheme.group))
     return replace(
         weight,
         codes=codes,
         scales=_rounded(scales, name).repeat_interleave(share, 1),
         mins=None if mins is None else _rounded(mins, name).repeat_interleave(share, 1),
-        zeros=zeros if scheme.kind == "i4" and not scheme.has_min else None,
+        zeros=zeros if scheme.middle else None,
         group=scheme.group,
-        bits=4 if scheme.kind == "i4" else 8,
+        bits=scheme.bits,
+        codebook=torch.tensor(BOOKS[scheme.book], dtype=torch.float32) if scheme.book else None,
     )
+
+
+def _places(values: torch.Tensor, book: tuple[int, ...]) -> torch.Tensor:
+    """Where in a book its entries stand."""
+    places = torch.zeros(256, dtype=torch.int8)
+    for code in reversed(range(len(book))):
+        places[book[code] + 128] = code
+    return places[values.int() + 128]
 
 
 def _rounded(values: torch.Tensor, name: str) -> torch.Tensor:

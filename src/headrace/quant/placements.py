@@ -65,7 +65,9 @@ class Placements:
 
 def kernel_name(scheme: Scheme) -> str:
     """As `--quantization` names it: int4-g64-asym, int8-channel."""
-    bits = "int4" if scheme.kind == "i4" else "int8"
+    if scheme.book:
+        return f"{scheme.book}-g{scheme.group}"
+    bits = f"int{scheme.bits}"
     return f"{bits}-g{scheme.group}{'-asym' if scheme.has_min else ''}" if scheme.group else f"{bits}-channel"
 
 
@@ -73,7 +75,7 @@ def num_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
     """What the kernel reads for a matrix, without padding."""
     if scheme.kind == "f":
         return num_out * num_in * (4 if scheme.dtype == "float32" else 2)
-    codes = num_out * num_in // (2 if scheme.kind == "i4" else 1)
+    codes = num_out * num_in * scheme.bits // 8
     if not scheme.group:
         return codes + 4 * num_out
     return codes + 2 * (1 + scheme.has_min) * num_out * -(-num_in // scheme.group)

@@ -1,10 +1,11 @@
-"""Round to nearest: weights to int4 or int8 codes while a checkpoint is loaded, without any data to calibrate on.
+"""Round to nearest: weights to codes of 4, 6 or 8 bits while a checkpoint is loaded, without any data to calibrate on.
 
 The affine codes of Jacob et al. 2018 ("Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
 Only Inference"), by group of inputs; the baseline that Frantar et al. 2023 ("GPTQ") call RTN. Scales (and minimums) are
 rounded to the float16 in which they are stored before the codes are chosen by them. Symmetric int4 gives the weight of
 largest magnitude the code that has no mirror image, -8, as llama.cpp's Q4_0 does, and takes the best of a few narrower
-scales by squared error. Called by `runner.loader`.
+scales by squared error; int6 alike. Codes of a book take the nearest entry: NF4 scales by the largest weight (QLoRA,
+section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by `runner.loader`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.quant.base import QWeight
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import BOOKS, Scheme
 
 SHRINK = (1.0, 0.9)
 """Scales that are tried for int4, as shares of the one that reaches the group's ends. On Gaussian, Laplace and trained
@@ -33,15 +34,16 @@ NORMAL_F16 = 2.0**-14
 
 
 def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
-    """Floats [out, in] as codes of `scheme` (kind i4 or i8), on as many threads as torch is set to.
+    """Floats [out, in] as codes of `scheme` (any kind but f), on as many threads as torch is set to.
 
-    int4: |w - dequantised| <= |scale| / 2, but for weights beyond the outermost code. Raises `CheckpointError` with
-    `name` for weights that are not finite, or whose scale float16 can not hold.
+    int4, int6: |w - dequantised| <= |scale| / 2, but for weights beyond the outermost code. Raises `CheckpointError`
+    with `name` for weights that are not finite, or whose scale float16 can not hold.
     """
     num_out, num_in = weight.shape
     group = scheme.group or num_in
     num_groups = -(-num_in // group)
     codes = torch.empty(num_out, num_in, dtype=torch.int8)
+    book = torch.tensor(BOOKS[scheme.book], dtype=torch.float32) if scheme.book else None
     scales = torch.empty(num_out, num_groups)
     mins = torch.empty(num_out, num_groups) if scheme.has_min else None
     step = max(1, BLOCK_WEIGHTS // num_in)
@@ -56,8 +58,8 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
                     raise CheckpointError(_why(weight[rows], name))
 
     _on_all_threads(work, num_out, step)
-    zeros = torch.full((1, 1), 8.0).expand(num_out, num_groups) if scheme.kind == "i4" and mins is None else None
-    return QWeight(codes, scales, zeros, mins, group, bits=4 if scheme.kind == "i4" else 8)
+    zeros = torch.full((1, 1), float(scheme.middle)).expand(num_out, num_groups) if scheme.middle else None
+    return QWeight(codes, scales, zeros, mins, group, bits=scheme.bits, codebook=book)
 
 
 def _on_all_threads(work: Callable[[Callable[[], int]], None], end: int, step: int) -> None:
@@ -106,14 +108,19 @@ class _Block:
             scale = torch.maximum(high, -low) / 127
             scale = scale if scheme.group == 0 else _f16(scale)
             _codes(x, scale, -127, 127, y)
+        elif scheme.book:
+            scale = _book_scale(torch.maximum(high, -low), scheme.book)
+            _nearest(x, scale, BOOKS[scheme.book], y)
         elif mins is not None:
-            scale, least = _best(x, y, lambda share: _affine(low, high, share), 0, 15)
-            _codes(x.sub_(least.unsqueeze(-1)), scale, 0, 15, y)
+            most = 2**scheme.bits - 1
+            scale, least = _best(x, y, lambda share: _affine(low, high, share, most), 0, most)
+            _codes(x.sub_(least.unsqueeze(-1)), scale, 0, most, y)
             mins.copy_(least)
         else:
-            end = torch.where(-low >= high, low, high) / -8
-            scale, _ = _best(x, y, lambda share: (_f16(end * share), None), -8, 7)
-            _codes(x, scale, -8, 7, y).add_(8)
+            middle = scheme.middle
+            end = torch.where(-low >= high, low, high) / -middle
+            scale, _ = _best(x, y, lambda share: (_f16(end * share), None), -middle, middle - 1)
+            _codes(x, scale, -middle, middle - 1, y).add_(middle)
         codes.copy_(y.flatten(1)[:, : self.num_in])
         scales.copy_(scale)
         finite = torch.isfinite(scale).all() if mins is None else (torch.isfinite(scale) & torch.isfinite(mins)).all()
@@ -152,12 +159,29 @@ def _codes(x: Tensor, scale: Tensor, low: int, high: int, out: Tensor) -> Tensor
     return torch.div(x, divisor, out=out).round_().clamp_(low, high)
 
 
-def _affine(low: Tensor, high: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Scale and minimum for codes 0 ... 15 from end to end, or over the middle `share` of the range."""
+def _book_scale(largest: Tensor, book: str) -> Tensor:
+    """float16 scales under which the groups' largest magnitudes reach the book's ends."""
+    if book != "e2m1":
+        return _f16(largest / max(BOOKS[book]))
+    # The book has twice E2M1's numbers, whose largest power of two is 4. Below 2**-24 float16 has nothing.
+    exponent = torch.floor(torch.log2(largest.clamp_min(TINY_F16))) - 3
+    return torch.where(largest == 0, 0.0, torch.exp2(exponent.clamp_min(-24.0)))
+
+
+def _nearest(x: Tensor, scale: Tensor, book: tuple[int, ...], out: Tensor) -> None:
+    """The code of the entry nearest to x / scale; x and out [rows, groups, group]."""
+    entries, order = torch.tensor(book, dtype=torch.float32).sort(stable=True)
+    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1)
+    places = torch.bucketize(torch.div(x, divisor, out=out), (entries[1:] + entries[:-1]) / 2)
+    torch.index_select(order.float(), 0, places.flatten(), out=out.view(-1))
+
+
+def _affine(low: Tensor, high: Tensor, share: float, most: int) -> tuple[Tensor, Tensor]:
+    """Scale and minimum for codes 0 ... most from end to end, or over the middle `share` of the range."""
     margin = (high - low) * ((1 - share) / 2)
     # Rounded down: a minimum above the weights would clip them by more than a code where their range is narrow.
     least = _f16_below(low + margin)
-    return _f16((high - margin - least) / 15), least
+    return _f16((high - margin - least) / most), least
 
 
 def _f16(scale: Tensor) -> Tensor:

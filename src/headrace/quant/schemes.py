@@ -12,7 +12,20 @@ from headrace.errors import RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
-Kind = Literal["i4", "i8", "f"]
+Kind = Literal["i4", "i6", "i8", "f"]
+
+BOOKS: dict[str, tuple[int, ...]] = {
+    # NF4's levels (Dettmers et al. 2023, QLoRA, appendix E) to the nearest of 127ths: a weight moves by at most 0.4 %
+    # of its group's largest.
+    "nf4": (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127),
+    # Twice the numbers of E2M1 (OCP Microscaling Formats, 5.3.3).
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    # ggml's IQ4_NL.
+    "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+"""What codes of 4 bits that choose from a table stand for (hr_books in csrc/isa/linear_layout.h)."""
+
+BITS = {"i4": 4, "i6": 6, "i8": 8}
 
 HEAD_GROUP = 32
 """Group of the head where only "int4" is asked for: its errors go straight into the logits."""
@@ -22,29 +35,51 @@ METHOD = 1
 
 NAMES = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int8", "int8-channel", "int8-g128",
+    "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4",
 )  # fmt: skip
 
 
 class Scheme(NamedTuple):
     """How one matrix is stored.
 
-    kind: i4 and i8 are codes of 4 and 8 bits, f is plain floats of `dtype`. group: inputs that share a float16 scale;
-    0 (i8) is one float32 scale for each output. has_min: (i4) weight = code * scale + minimum with codes 0 ... 15,
-    instead of (code - 8) * scale.
+    kind: i4, i6 and i8 are codes of so many bits, f is plain floats of `dtype`. group: inputs that share a float16
+    scale; 0 (i8) is one float32 scale for each output. has_min: (i4, i6) weight = code * scale + minimum, instead of
+    (code - middle) * scale, where the middle is 8 (i4) or 32 (i6). book: (i4) weight = BOOKS[book][code] * scale.
     """
 
     kind: Kind
     group: int = 0
     has_min: bool = False
     dtype: str = ""
+    book: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return BITS[self.kind]
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 where there are neither minima nor a book."""
+        return 0 if self.kind == "i8" or self.has_min or self.book else 2 ** (self.bits - 1)
 
     @property
     def flag(self) -> int:
         """What the native formats call `flag`, beside the group (csrc/include/kernels.h, HrFormat)."""
         if self.kind == "f":
             return TYPE_CODES[self.dtype]
-        return int(self.has_min) if self.kind == "i4" else self.group
+        if self.kind == "i8":
+            return self.group
+        return 2 + list(BOOKS).index(self.book) if self.book else int(self.has_min)
+
+
+WHOLE = {
+    "int8": Scheme("i8"),
+    "int8-channel": Scheme("i8"),
+    "int6": Scheme("i6", 64),
+    "nf4": Scheme("i4", 64, book="nf4"),
+    "mxfp4": Scheme("i4", 32, book="e2m1"),
+}
 
 
 class Quantization(NamedTuple):
@@ -61,8 +96,8 @@ def parse(name: str) -> Quantization:
         raise RequestError("quantization", name, "one of " + ", ".join(NAMES))
     if name == "int4":
         return Quantization(name, Scheme("i4", 64), Scheme("i4", HEAD_GROUP))
-    if name in ("int8", "int8-channel"):
-        return Quantization(name, Scheme("i8"), Scheme("i8"))
+    if name in WHOLE:
+        return Quantization(name, WHOLE[name], WHOLE[name])
     bits, group = (int(number) for number in re.findall(r"\d+", name))
     scheme = Scheme("i4" if bits == 4 else "i8", group, name.endswith("-asym"))
     return Quantization(name, scheme, scheme)

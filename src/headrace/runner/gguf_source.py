@@ -288,11 +288,12 @@ def finite(values: Tensor, name: str) -> Tensor:
 def form_of(scheme: Scheme) -> str:
     if scheme.kind == "f":
         return scheme.dtype
-    return f"int{scheme.kind[1:]} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
+    codes = scheme.book.upper() or f"int{scheme.bits}"
+    return f"{codes} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
 
 
 def bits_of(scheme: Scheme) -> float:
     """Of a weight as the kernels store it."""
     if scheme.kind == "f":
         return {"float32": 32, "float16": 16, "bfloat16": 16}[scheme.dtype]
-    return int(scheme.kind[1:]) + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 0)
+    return scheme.bits + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 0)
