@@ -23,7 +23,7 @@ BATCH = 2048
 
 class LlamaCpp:
     def __init__(self, job: Job) -> None:
-        import llama_cpp  # type: ignore[import-not-found]
+        import llama_cpp  # type: ignore[import-not-found, unused-ignore]
         import numpy
 
         self._library, self._numpy, self._threads, self._vocab = llama_cpp, numpy, job.threads, job.vocab
