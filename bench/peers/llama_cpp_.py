@@ -140,7 +140,7 @@ def stored(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def write_gguf(source: Path, out: Path) -> None:
-    import gguf  # type: ignore[import-not-found]
+    import gguf  # type: ignore[import-not-found, unused-ignore]
     import numpy
 
     config = json.loads((source / "config.json").read_text())
