@@ -131,6 +131,13 @@ def test_S_27_tensors_that_make_no_model_are_refused_by_name() -> None:
     assert "blk.0.unheard_of.weight" in read(shapes={"blk.0.unheard_of.weight": [4]}).parts
 
 
+def test_S_27_experts_that_cost_more_than_their_bytes_are_refused() -> None:
+    keys = {"llama.expert_count": (U32, 4096), "llama.expert_used_count": (U32, 2)}
+    shapes = {f"blk.{i}.ffn_{part}_exps.weight": [1, 1, 4096] for i in range(11) for part in ("up", "gate", "down")}
+    with pytest.raises(CheckpointError, match="each expert's counted is 'above 131072'"):
+        read(keys, shapes)
+
+
 def test_dtypes() -> None:
     def dtype(*kinds: tuple[str, int]) -> str:
         sizes = {0: 4, 1: 2, 30: 2, 8: 34}

@@ -1,10 +1,11 @@
 """GGUF's block types as codes, scales and minima: `decode` reads rows of raw blocks into a `QWeight`.
 
-A weight of any block type is code * scale + minimum, with integer codes and a scale for 8 to 256 inputs; `TYPES` says
-for each which. Computed in float32 in that order this gives ggml's own numbers to the bit, because the products are
-exact. `native` puts such a weight into a form that kernels have. Layouts: the GGUF specification and ggml's block
-structs; the methods are llama.cpp's (K-quants: pull request 1684; IQ: 4773, 4856, 5453, 5590, 5999), ternary types
-8151, MXFP4 the OCP Microscaling specification 1.0. Knows no files and no models; called by `runner.gguf_source`.
+A weight of any block type is code * scale + minimum, with integer codes, or numbers of a table's entries, and a scale
+for 16 to 256 inputs; `TYPES` says for each which. Computed in float32 in that order this gives ggml's own numbers to
+the bit, because the products are exact. `native` puts such a weight into a form that kernels have. Layouts: the GGUF
+specification and ggml's block structs; the methods are llama.cpp's (K-quants: pull request 1684; IQ: 4773, 4856, 5453,
+5590, 5999), ternary types 8151, MXFP4 the OCP Microscaling specification 1.0. Knows no files and no models; called by
+`runner.gguf_source`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headrace.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight
 from headrace.quant.gguf_grids import even_signs, grid, signs
-from headrace.quant.schemes import BOOKS, Kind, Scheme
+from headrace.quant.schemes import BOOKS, Scheme
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -32,12 +33,12 @@ Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 PIECE_WEIGHTS = 2**17
 """Weights that are decoded at once, so that what lies between stays in the caches."""
 
-_NL = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
-_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
-
 
 class BlockType(NamedTuple):
-    """elements and size in bytes of a block, inputs that share a scale, the least and the greatest code."""
+    """elements and size in bytes of a block; inputs that share a scale; the least and the greatest code.
+
+    book: the table (`schemes.BOOKS`) from which codes choose; low and high are its entries' then.
+    """
 
     elements: int
     size: int
@@ -46,6 +47,7 @@ class BlockType(NamedTuple):
     high: int
     has_min: bool
     read: Callable[[U8], Parts]
+    book: str = ""
 
 
 def _f16(raw: U8) -> F32:
@@ -218,13 +220,13 @@ def _iq1_m(b: U8) -> Parts:
 
 
 def _iq4_nl(b: U8) -> Parts:
-    return _NL[_halves(b[:, 2:])], _f16(b[:, :2]), None
+    return _halves(b[:, 2:]), _f16(b[:, :2]), None
 
 
 def _iq4_xs(b: U8) -> Parts:
     high = (_words(b[:, 2:4], "<u2") >> np.arange(0, 16, 2, dtype=np.uint16)) & 3
     scale = _pairs(b[:, 4:8]) | high.astype(np.uint8) << 4
-    return _NL[_chunks(b[:, 8:], 16)], _f16(b[:, :2]) * _signed(scale, 32), None
+    return _chunks(b[:, 8:], 16), _f16(b[:, :2]) * _signed(scale, 32), None
 
 
 def _tq1_0(b: U8) -> Parts:
@@ -242,7 +244,7 @@ def _tq2_0(b: U8) -> Parts:
 
 def _mxfp4(b: U8) -> Parts:
     # The values are doubled, so the scale is half of 2^(e - 127).
-    return _E2M1[_halves(b[:, 1:])], np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128), None
+    return _halves(b[:, 1:]), np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128), None
 
 
 def _nvfp4(b: U8) -> Parts:
@@ -250,7 +252,7 @@ def _nvfp4(b: U8) -> Parts:
     exponent, digits = (packed >> 3 & 15).astype(np.int32), (packed & 7).astype(np.float32)
     small = digits * np.float32(2.0**-10)
     scale = np.where(exponent == 0, small, np.ldexp(1 + digits / 8, exponent - 8))
-    return _E2M1[_chunks(b[:, 4:], 8)], np.where(packed == 127, 0, scale), None
+    return _chunks(b[:, 4:], 8), np.where(packed == 127, 0, scale), None
 
 
 TYPES: dict[str, BlockType] = {
@@ -272,18 +274,14 @@ TYPES: dict[str, BlockType] = {
     "IQ3_S": BlockType(256, 110, 32, -15, 15, False, _iq3_s),
     "IQ1_S": BlockType(256, 50, 32, 0, 2, True, _iq1_s),
     "IQ1_M": BlockType(256, 56, 16, -9, 9, False, _iq1_m),
-    "IQ4_NL": BlockType(32, 18, 32, -127, 113, False, _iq4_nl),
-    "IQ4_XS": BlockType(256, 136, 32, -127, 113, False, _iq4_xs),
+    "IQ4_NL": BlockType(32, 18, 32, -127, 113, False, _iq4_nl, "iq4_nl"),
+    "IQ4_XS": BlockType(256, 136, 32, -127, 113, False, _iq4_xs, "iq4_nl"),
     "TQ1_0": BlockType(256, 54, 256, -1, 1, False, _tq1_0),
     "TQ2_0": BlockType(256, 66, 256, -1, 2, False, _tq2_0),
-    "MXFP4": BlockType(32, 17, 32, -12, 12, False, _mxfp4),
-    "NVFP4": BlockType(64, 36, 16, -12, 12, False, _nvfp4),
+    "MXFP4": BlockType(32, 17, 32, -12, 12, False, _mxfp4, "e2m1"),
+    "NVFP4": BlockType(64, 36, 16, -12, 12, False, _nvfp4, "e2m1"),
 }
 """By the type's name."""
-
-
-BOOK_OF = {"IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_nl", "MXFP4": "e2m1", "NVFP4": "e2m1"}
-"""Types whose numbers are the entries of a book."""
 
 
 def decode(kind: str, raw: U8) -> QWeight:
@@ -322,6 +320,7 @@ def decode(kind: str, raw: U8) -> QWeight:
         mins=None if mins is None else torch.from_numpy(mins.reshape(rows, -1)),
         group=block.group,
         bits=8,
+        codebook=torch.tensor(BOOKS[block.book], dtype=torch.float32) if block.book else None,
     )
 
 
@@ -331,26 +330,20 @@ def scheme_for(kinds: set[str]) -> Scheme:
     Groups of more than 64 inputs are cut, so that activations get finer scales too.
     """
     group = min(min(TYPES[kind].group, 64) for kind in kinds)
-    books = {BOOK_OF.get(kind, "") for kind in kinds}
-    if len(books) == 1 and "" not in books:
-        return Scheme("i4", group, book=books.pop())
-    small: tuple[Kind, ...] = ("i4", "i6")
-    forms = [Scheme(kind, group, has_min) for kind in small for has_min in (False, True)]
-    for scheme in (*forms, Scheme("i8", group)):
-        if all(keeps_codes(kind, scheme) for kind in kinds):
-            return scheme
-    return Scheme("i8", group)
+    forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in BOOKS], Scheme("i4", group, True)]
+    forms += [Scheme("i6", group), Scheme("i6", group, True), Scheme("i8", group)]
+    return next((scheme for scheme in forms if all(keeps_codes(kind, scheme) for kind in kinds)), forms[-1])
 
 
 def keeps_codes(kind: str, scheme: Scheme) -> bool:
     """Whether weights of a block type get that form by rounding scales and minima to float16, and nothing else."""
     block = TYPES[kind]
     if scheme.book:
-        return BOOK_OF.get(kind) == scheme.book
+        return block.book == scheme.book
     if scheme.has_min:
-        return block.high - block.low < 2**scheme.bits or (kind == "IQ3_S" and scheme.kind == "i4")
-    fits = scheme.kind == "i8" or (block.low >= -scheme.middle and block.high < scheme.middle)
-    return fits and not block.has_min
+        return block.high - block.low < 2**scheme.bits or kind == "IQ3_S"
+    half = 2 ** (scheme.bits - 1)
+    return not block.has_min and block.low >= -half and block.high < half
 
 
 def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
@@ -361,17 +354,13 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
     if weight.scales is None or not keeps_codes(kind, scheme):
         return rtn.quantise(weight.dequantize(), scheme, name)
     codes, scales, mins, low = weight.codes, weight.scales, weight.mins, TYPES[kind].low
-    if scheme.book:
-        codes = _places(codes, BOOKS[scheme.book])
-    elif scheme.kind != "i8":
-        if kind == "IQ3_S" and scheme.kind == "i4":  # odd numbers from -15 to 15
-            codes, scales, mins = (codes + 15) // 2, scales * 2, scales * -15
-        elif scheme.has_min and low:
-            codes, mins = codes - low, scales * low
-        elif scheme.has_min and mins is None:
-            mins = torch.zeros_like(scales)
-        elif not scheme.has_min:
-            codes = codes + scheme.middle
+    if weight.codebook is not None and not scheme.book:
+        codes = weight.codebook.to(torch.int8)[codes.int()]
+    if scheme.has_min and kind == "IQ3_S" and scheme.bits == 4:  # odd numbers from -15 to 15
+        codes, scales, mins = (codes + 15) // 2, scales * 2, scales * -15
+    elif scheme.has_min and mins is None:
+        codes, mins = codes - low, scales * low
+    codes = codes + scheme.middle
     share = weight.group // scheme.group
     zeros = torch.full((1, 1), float(scheme.middle)).expand(len(codes), -(-codes.shape[1] // scheme.group))
     return replace(
@@ -382,16 +371,8 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
         zeros=zeros if scheme.middle else None,
         group=scheme.group,
         bits=scheme.bits,
-        codebook=torch.tensor(BOOKS[scheme.book], dtype=torch.float32) if scheme.book else None,
+        codebook=weight.codebook if scheme.book else None,
     )
-
-
-def _places(values: torch.Tensor, book: tuple[int, ...]) -> torch.Tensor:
-    """Where in a book its entries stand."""
-    places = torch.zeros(256, dtype=torch.int8)
-    for code in reversed(range(len(book))):
-        places[book[code] + 128] = code
-    return places[values.int() + 128]
 
 
 def _rounded(values: torch.Tensor, name: str) -> torch.Tensor:

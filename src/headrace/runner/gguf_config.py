@@ -21,6 +21,8 @@ from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
 MAX_LAYERS = 4096
 MAX_CONTEXT = 2**27
 MAX_SIZE = 2**24
+MAX_PARTS = 2**17
+"""Most matrices and vectors, each expert's counted: a file has many experts in one tensor, and each costs memory."""
 BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 IGNORED = frozenset(("rope_freqs.weight",))
@@ -287,6 +289,8 @@ def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, n
     def add(name: str, part: Part) -> None:
         if name in made:
             raise CheckpointError(f"{file.name}: two tensors are {name}")
+        if len(made) == MAX_PARTS:
+            raise file.fault("number of tensors, each expert's counted", f"above {MAX_PARTS}", f"at most {MAX_PARTS}")
         made[name] = part
 
     for name, info in file.tensors.items():

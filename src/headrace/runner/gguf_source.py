@@ -288,8 +288,8 @@ def finite(values: Tensor, name: str) -> Tensor:
 def form_of(scheme: Scheme) -> str:
     if scheme.kind == "f":
         return scheme.dtype
-    codes = scheme.book.upper() or f"int{scheme.bits}"
-    return f"{codes} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
+    name = scheme.book.upper() or f"int{scheme.bits}"
+    return f"{name} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
 
 
 def bits_of(scheme: Scheme) -> float:
