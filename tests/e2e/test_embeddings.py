@@ -31,12 +31,13 @@ def make_requests() -> list[Request]:
         Request(
             request_id=f"{kind}{i}", prompt_token_ids=tokenizer.encode(text), params=EMBEDDING_PARAMS, pooling=kind
         )
-        for i, text in enumerate(dict.fromkeys(PROMPTS[::2]))
+        for i, text in enumerate(dict.fromkeys(PROMPTS[::4]))
         for kind in kinds
     ]  # fmt: skip
 
 
-def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> Bits:
+def run(core: EngineCore, requests: list[Request], num_preemptions: int = 0) -> Bits:
+    """To their ends; of the first steps every second one is followed by a preemption, that many times."""
     found: Bits = {}
     for request in requests:
         core.add(request)
@@ -49,8 +50,9 @@ def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> Bi
         assert all(finish.reason == "stop" for finish in output.finished.values()), output.finished
         assert output.pooled.keys() == output.finished.keys()
         found |= output.pooled
-        if preempt_every and num_steps % preempt_every == 0 and core.scheduler.running:
-            core.scheduler.preempt(core.scheduler.running[num_steps % len(core.scheduler.running)].request_id)
+        running = core.scheduler.running
+        if num_steps % 2 == 0 and num_steps <= 2 * num_preemptions and running:
+            core.scheduler.preempt(max(running, key=lambda seq: seq.num_computed).request_id)
     return found
 
 
@@ -89,10 +91,14 @@ def test_I_13_vectors(options: dict[str, Any], requests: list[Request], referenc
     core.close()
 
 
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 3, "enable_prefix_caching": False}
+
+
 def test_I_13_vectors_with_forced_preemption(requests: list[Request], reference: Bits) -> None:
-    core = make_core(max_num_batched_tokens=48, max_num_seqs=8)
-    assert run(core, requests, preempt_every=2) == reference
-    assert core.stats().num_preemptions > 8
+    core = make_core(**SMALL)
+    # Sums first, so that they are what is under way.
+    assert run(core, sorted(requests, key=lambda request: request.pooling != "mean"), num_preemptions=12) == reference
+    assert core.stats().num_recomputed_tokens > 100
     core.close()
 
 
@@ -102,8 +108,8 @@ def test_control_a_sum_that_begins_twice_is_noticed(
     from headrace.core import batches
 
     monkeypatch.setattr(batches, "pooling_of", lambda seq: (seq.pooling, seq.pooled))
-    core = make_core(max_num_batched_tokens=48, max_num_seqs=8, enable_prefix_caching=False)
-    found = run(core, requests, preempt_every=2)
+    core = make_core(**SMALL)
+    found = run(core, sorted(requests, key=lambda request: request.pooling != "mean"), num_preemptions=12)
     core.close()
     wrong = {name for name in found if found[name] != reference[name]}
     assert wrong
