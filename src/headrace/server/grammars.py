@@ -54,7 +54,7 @@ class GrammarChecker:
 
     def check(self, params: SamplingParams) -> list[str]:
         """What the constraint of `params` leaves open, in words. Raises `RequestError` if it can not be honoured."""
-        constraint = params.structured_outputs
+        constraint = _constraint_of(params)
         if constraint is None:
             return []
         self._check_engine(params, constraint)
@@ -75,10 +75,11 @@ class GrammarChecker:
 
     async def check_soon(self, params: SamplingParams) -> list[str]:
         """`check`, beside the event loop."""
-        if params.structured_outputs is None:
+        constraint = _constraint_of(params)
+        if constraint is None:
             return []
         with self._lock:
-            known = self._key(params.structured_outputs) in self._verdicts
+            known = self._key(constraint) in self._verdicts
         if known:
             return self.check(params)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.check, params)
@@ -123,3 +124,9 @@ class GrammarChecker:
     @staticmethod
     def _key(constraint: StructuredOutputs) -> bytes:
         return hashlib.sha256(msgspec.msgpack.encode(constraint)).digest()
+
+
+def _constraint_of(params: object) -> StructuredOutputs | None:
+    if not isinstance(params, SamplingParams):
+        raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
+    return params.structured_outputs
