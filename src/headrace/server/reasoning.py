@@ -134,7 +134,7 @@ class ReasoningParser:
                 if (yield from text.take(opening)):
                     return True
             if not self._inside:
-                text.at = start - text.base
+                text.rewind(start)
         return self._inside
 
     def _reasoning(self) -> Reading[None]:

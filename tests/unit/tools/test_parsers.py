@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.server.parts import Content, ContentParser, MessageParser, ToolCal
 from headrace.server.reasoning import STYLES, ReasoningParser
 from headrace.server.tools import registry
 from headrace.server.tools.parser import HOLD, MAX_HELD
+from headrace.server.tools.reader import Reader
 
 SCHEMAS: dict[str, Any] = {
     "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "null"]}}},
@@ -262,6 +264,54 @@ def test_every_character_is_told_or_belongs_to_a_call(form: str, data: st.DataOb
     content, _, calls = read(tool_parser(form, SCHEMAS), [text])
     assert "".join(content.split()) == "".join("§".join(row[1] for row in rows).split())
     assert calls == [call for row in rows for call in row[2]]
+
+
+GROWING = [
+    ("hermes", '<tool_call>{"x": "', "y", ""),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "y", ""),
+    ("hermes", "", "<tool_call>", ""),
+    ("hermes", "", " ", ""),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "1, ", ""),
+    ("hermes", '<tool_call>{"arguments": {', '"a": 1, ', ""),
+    ("llama3_json", "", '{"', ""),
+    ("pythonic", "[f(", "a=", ""),
+    ("pythonic", "[f(a='", "\\\\", ""),
+    ("qwen3_coder", "<function=", "f", ""),
+    ("qwen3_coder", "<function=f><parameter=s>", "</para", ""),
+    ("deepseek_v3", CALL, "<｜tool▁s", ""),
+    ("glm45", "<tool_call>f<arg_key>", "</arg_", ""),
+    ("mistral", "[TOOL_CALLS]", "n", ""),
+]
+
+
+@pytest.mark.parametrize(("form", "start", "grows", "end"), GROWING)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_S_10_the_work_grows_as_the_text(
+    form: str, start: str, grows: str, end: str, thinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letters that a parser copies or looks at again, for each letter that comes: no more of a long text than of a
+    short one."""
+    work = Counter[str]()
+    push, since = Reader.push, Reader.since
+
+    def counted_push(self: Reader, text: str, final: bool, keep: int) -> None:
+        push(self, text, final, keep)
+        work["letters"] += len(self.text)
+
+    def counted_since(self: Reader, position: int) -> str:
+        work["letters"] += self.position - position
+        return since(self, position)
+
+    monkeypatch.setattr(Reader, "push", counted_push)
+    monkeypatch.setattr(Reader, "since", counted_since)
+    each = []
+    for size in (2_000, 20_000):
+        text = start + grows * (size // len(grows)) + end
+        work.clear()
+        parser = tool_parser(form, SCHEMAS)
+        read(ReasoningParser("qwen3", True, parser) if thinks else parser, text)
+        each.append(work["letters"] / len(text))
+    assert each[1] < 1.2 * each[0] + 1
 
 
 # Reasoning.

@@ -65,7 +65,7 @@ class _Call:
         self.verbatim = False
         """Whether they are being read as they stand; from `sent` on they were not yet taken over."""
         self.sent = mark
-        self.written = ""
+        self.written: list[str] = []
         """Arguments that were taken over and not told; they end at `end`."""
         self.end = mark
 
@@ -153,7 +153,7 @@ class ToolParser:
     def write(self, arguments: str) -> None:
         """More of the arguments' JSON text, for formats that have them in some other form."""
         self._call.begun = True
-        self._call.written += arguments
+        self._call.written.append(arguments)
         self._call.end = self.text.position
 
     def done(self) -> None:
@@ -172,7 +172,7 @@ class ToolParser:
 
     def back(self) -> None:
         """Unread what was read since the last call."""
-        self.text.at = self._call.mark - self.text.base
+        self.text.rewind(self._call.mark)
 
     # The loop.
 
@@ -245,16 +245,12 @@ class ToolParser:
 
     def _stream(self) -> None:
         self._catch_up()
-        if (
-            self._call.told is None
-            and self._call.name
-            and self._call.begun
-            and self._call.end - self._call.mark > self._hold
-        ):
+        call = self._call
+        if call.name is not None and call.begun and call.end - call.mark > self._hold:
             self._announce()
-        if self._call.told is not None and self._call.written:
-            self._out.append(ToolCall(self._num_calls, self._call.told, None, self._call.written))
-            self._call.written = ""
+        if call.told is not None and (piece := "".join(call.written)):
+            self._out.append(ToolCall(self._num_calls, call.told, None, piece))
+            call.written.clear()
 
     def _announce(self) -> None:
         if self._call.told is None:

@@ -34,9 +34,13 @@ class IllFormed(Exception):
 
 
 class Reader:
-    """`text[at:]` is what is to be read. Offsets of the whole text are `base` + place in `text`."""
+    """`text[at:]` is what is to be read. Positions in the whole text are `base` + place in `text`.
+
+    What was read and may be asked for again is kept in pieces, so that no letter is copied more than a few times.
+    """
 
     def __init__(self) -> None:
+        self._kept: list[str] = []
         self.text = ""
         self.at = 0
         self.base = 0
@@ -50,17 +54,18 @@ class Reader:
 
     def push(self, text: str, final: bool, keep: int) -> None:
         """More text; what lies before the position `keep` is no longer wanted."""
-        keep = min(keep, self.position) if self._pin is None else min(keep, self.position, self._pin)
-        drop = keep - self.base
-        self.text = self.text[drop:] + text
-        self.at -= drop
-        self.base += drop
+        if self.position > (keep if self._pin is None else min(keep, self._pin)):
+            self._kept.append(self.text[: self.at])
+        else:
+            self._kept.clear()
+        self.base, self.text, self.at = self.position, self.text[self.at :] + text, 0
         self.final = final
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Inside, no text from here on is dropped, so that `since` can tell it."""
-        outer, self._pin = self._pin, self.position
+        outer = self._pin
+        self._pin = self.position if outer is None else outer
         try:
             yield
         finally:
@@ -68,7 +73,22 @@ class Reader:
 
     def since(self, position: int) -> str:
         """The text from `position` to where reading is."""
-        return self.text[position - self.base : self.at]
+        if position >= self.base:
+            return self.text[position - self.base : self.at]
+        pieces, start = [self.text[: self.at]], self.base
+        for piece in reversed(self._kept):
+            pieces.append(piece)
+            start -= len(piece)
+            if start <= position:
+                break
+        return "".join(reversed(pieces))[position - start :]
+
+    def rewind(self, position: int) -> None:
+        """Unread what was read since `position`, which was kept."""
+        back = self.since(position)
+        self.text, self.at, self.base = back + self.text[self.at :], 0, position
+        # What lies before is told or given up.
+        self._kept.clear()
 
     def open_end(self, literals: Iterable[str]) -> int:
         """Place in `text` from where on what is unread may become one of `literals`, which are not in it."""
@@ -125,18 +145,21 @@ class Reader:
     def until(self, literal: str) -> Reading[str]:
         """Read to the next `literal` and past it; what came before it. Raises `IllFormed` if it never comes, having
         read all."""
-        start = seek = self.position
-        while True:
-            found = self.text.find(literal, seek - self.base)
-            if found >= 0:
-                before = self.text[start - self.base : found]
-                self.at = found + len(literal)
-                return before
-            if self.final:
-                self.at = len(self.text)
-                raise IllFormed
-            seek = max(seek, self.base + len(self.text) - len(literal) + 1)
-            yield
+        start = self.position
+        with self.kept():
+            while True:
+                found = self.text.find(literal, self.at)
+                if found >= 0:
+                    self.at = found
+                    before = self.since(start)
+                    self.at += len(literal)
+                    return before
+                if self.final:
+                    self.at = len(self.text)
+                    raise IllFormed
+                # What can not be the beginning of `literal` is read.
+                self.at = max(self.at, len(self.text) - len(literal) + 1)
+                yield
 
     def while_matches(self, pattern: re.Pattern[str]) -> Reading[int]:
         """Read characters for as long as they match `pattern`, which is of the form `[...]+`; how many there were."""
