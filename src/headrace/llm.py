@@ -206,10 +206,11 @@ class LLM:
         self.core.close()
 
     def _requests(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[Request]:
-        self._grammars.check(params)
-        return inputs.make_requests(
+        requests = inputs.make_requests(
             token_ids, params, self.core.info, priority=priority, draw=self._draw, tokenizer=self._tokenizer
         )
+        self._grammars.check(params)
+        return requests
 
     def _state(self, request: Request, index: int) -> RequestState:
         verify(request, self.core.info)

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from headrace.errors import RequestError
 from headrace.grammar import schemas, tags
-from headrace.grammar.rewrite import UnsupportedError
+from headrace.grammar.logic import Schema, UnsupportedError
 from headrace.sampling.constraints import StructuredOutputs
 
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
@@ -134,7 +134,7 @@ def json_options(constraint: StructuredOutputs) -> dict[str, Any]:
     return {"whitespace_flexible": True, "whitespace_pattern": pattern, "coerce_one_of": False, "lenient": False}
 
 
-def inline_schema(schema: schemas.Schema, constraint: StructuredOutputs) -> str:
+def inline_schema(schema: Schema, constraint: StructuredOutputs) -> str:
     """A schema for `%json` in a Lark grammar, with the options of `constraint`."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}

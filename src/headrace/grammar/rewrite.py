@@ -13,11 +13,19 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from headrace.grammar import evaluate, witness
-
-Schema = dict[str, Any] | bool
+from headrace.grammar.logic import (
+    Schema,
+    UnsupportedError,
+    at_place,
+    both,
+    dependencies,
+    either,
+    found_in,
+    other_than,
+    resolve,
+)
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Which keywords say nothing about an answer.
@@ -32,11 +40,6 @@ MAX_PLACES = 4
 MAX_NODES = 5000
 MAX_NUMBER = 24
 """How far from zero a number is sought that is no multiple of another."""
-ANY_STRING = r"(.|\n)*"
-
-
-class UnsupportedError(ValueError):
-    """What can not be said otherwise: its message names the keyword and where it stands."""
 
 
 class Rewriter:
@@ -72,7 +75,7 @@ class Rewriter:
             also.append(self.deny(schema["not"], f"{path}/not"))
         if "if" in schema:
             also.append(self._condition(schema, path, False))
-        for name, needed in _dependencies(schema):
+        for name, needed in dependencies(schema):
             at = f"{path}/dependencies"
             then = (
                 {"required": [name, *needed]}
@@ -219,7 +222,7 @@ class Rewriter:
                 return self._deny_items(key, schema, path)
             case "dependencies" | "dependentRequired" | "dependentSchemas":
                 ways = []
-                for name, needed in _dependencies({key: value}):
+                for name, needed in dependencies({key: value}):
                     lacks = (
                         either([{"properties": {other: False}} for other in needed])
                         if isinstance(needed, list)
@@ -269,7 +272,7 @@ class Rewriter:
         """A name of which the schema's own keywords say nothing."""
         patterns = list(schema.get("patternProperties", ()))
         for name in ("other", "more", "x", "0", "_", "Z9", "~"):
-            if name not in taken and not any(_found(pattern, name) for pattern in patterns):
+            if name not in taken and not any(found_in(pattern, name) for pattern in patterns):
                 return name
         raise UnsupportedError('a negated "additionalProperties"')
 
@@ -327,7 +330,7 @@ class Rewriter:
         if isinstance(value, list):
             ways: list[Schema] = []
             for i, each in enumerate(value):
-                ways.append(_at_place(self.deny(each, f"{path}/{i}"), i))
+                ways.append(at_place(self.deny(each, f"{path}/{i}"), i))
             return either(ways)
         first = len(schema.get("prefixItems", ()))
         return self._somewhere(self.deny(value, path), first, schema.get("maxItems"), path)
@@ -359,7 +362,7 @@ class Rewriter:
             last = most
         else:
             self._narrow(path, f"the item is sought among the first {last}")
-        return either([_at_place(wanted, place) for place in range(first, last)])
+        return either([at_place(wanted, place) for place in range(first, last)])
 
     def _names(self, names: Any, path: str) -> Schema:
         pattern = self._pattern_of(self.affirm(names, path), path)
@@ -437,82 +440,6 @@ class Rewriter:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise UnsupportedError(f"logic that takes more than {MAX_NODES} schemas to write down, at {path}")
-
-
-def either(ways: Sequence[Schema]) -> Schema:
-    """One of `ways` holds, at least."""
-    if any(each is True for each in ways):
-        return True
-    left: list[Schema] = []
-    for each in ways:
-        inner = each["anyOf"] if isinstance(each, dict) and set(each) == {"anyOf"} else [each]
-        left += [way for way in inner if way is not False and way not in left]
-    if not left:
-        return False
-    return left[0] if len(left) == 1 else {"anyOf": left}
-
-
-def both(needs: Sequence[Schema]) -> Schema:
-    """All of `needs` hold."""
-    if any(each is False for each in needs):
-        return False
-    left: list[Schema] = []
-    for each in needs:
-        inner = each["allOf"] if isinstance(each, dict) and set(each) == {"allOf"} else [each]
-        left += [need for need in inner if need is not True and need not in left]
-    if not left:
-        return True
-    return left[0] if len(left) == 1 else {"allOf": left}
-
-
-def resolve(root: Schema, pointer: str, path: str) -> Any:
-    """What a reference within the same document means. Raises `UnsupportedError` for any other."""
-    if not pointer.startswith("#") or (pointer != "#" and not pointer.startswith("#/")):
-        raise UnsupportedError(f'"$ref" to {pointer} at {path}')
-    here: Any = root
-    for part in pointer[2:].split("/") if pointer != "#" else ():
-        part = unquote(part).replace("~1", "/").replace("~0", "~")
-        try:
-            here = here[int(part)] if isinstance(here, list) else here[part]
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise UnsupportedError(f'"$ref" to {pointer} at {path}, which does not exist') from None
-    return here
-
-
-def other_than(texts: Sequence[str]) -> str:
-    """A regex that matches every text but these."""
-    heads: dict[str, list[str]] = {}
-    for text in set(texts):
-        if text:
-            heads.setdefault(text[0], []).append(text[1:])
-    chars = "".join(re.escape(char) if char not in "^-]\\" else "\\" + char for char in sorted(heads))
-    ways = [] if "" in texts else [""]
-    # `.` leaves the line break out, a negated class does not.
-    ways.append(f"[^{chars}]{ANY_STRING}" if chars else f"(.|\\n){ANY_STRING}")
-    ways += [re.escape(char) + f"({other_than(rest)})" for char, rest in sorted(heads.items())]
-    return "|".join(ways)
-
-
-def _found(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return True
-
-
-def _at_place(wanted: Schema, place: int) -> Schema:
-    if wanted is False:
-        return False
-    return {"type": "array", "prefixItems": [*[True] * place, wanted], "minItems": place + 1}
-
-
-def _dependencies(schema: dict[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key in ("dependencies", "dependentRequired", "dependentSchemas"):
-        value = schema.get(key)
-        if isinstance(value, dict):
-            found += [(name, [needed] if isinstance(needed, str) else needed) for name, needed in value.items()]
-    return found
 
 
 def is_plain(schema: Schema) -> bool:

@@ -15,8 +15,7 @@ import llguidance
 import msgspec
 
 from headrace.grammar import rewrite
-
-Schema = dict[str, Any] | bool
+from headrace.grammar.logic import Schema, UnsupportedError
 
 # Draft 2020-12, "Validation", section 7.3, of which llguidance holds an answer to these.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
@@ -35,7 +34,7 @@ def bring(schema: Any, closed: bool = False) -> Brought:
     """`schema` in the form that llguidance takes, and what was left out of it, in words.
 
     `closed`: objects have no other properties than those named, where the schema does not say. Raises
-    `rewrite.UnsupportedError` for logic that can not be brought into that form.
+    `UnsupportedError` for logic that can not be brought into that form.
     """
     warnings: list[str] = []
     plain = _bring(schema, "#", closed, warnings)
@@ -45,10 +44,10 @@ def bring(schema: Any, closed: bool = False) -> Brought:
     try:
         made = rewriter.whole()
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError, ArithmeticError) as error:
-        if isinstance(error, rewrite.UnsupportedError):
+        if isinstance(error, UnsupportedError):
             raise
         # Only a keyword whose value is of a wrong type leads here.
-        raise rewrite.UnsupportedError(f"a keyword whose value is none that it may have ({error})") from None
+        raise UnsupportedError(f"a keyword whose value is none that it may have ({error})") from None
     return Brought(made, warnings + rewriter.warnings)
 
 
@@ -90,7 +89,7 @@ def _check_count(schema: dict[str, Any], path: str) -> None:
         if isinstance(part, dict) and isinstance(part.get("required"), list):
             needed.update(name for name in part["required"] if isinstance(name, str))
     if least - len(needed) > 1:
-        raise rewrite.UnsupportedError(f'"minProperties" of {least} at {path}, more than one of them without a name')
+        raise UnsupportedError(f'"minProperties" of {least} at {path}, more than one of them without a name')
 
 
 def _put(made: dict[str, Any], schema: dict[str, Any], key: str, at: list[str], brought: Any) -> None:
