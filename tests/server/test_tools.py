@@ -110,6 +110,7 @@ def whole(client: openai.OpenAI, say: str, **more: Any) -> dict[str, Any]:
         if call.type == "function"
     ]
     reasoning = (message.model_extra or {}).get("reasoning_content") or ""
+    assert reasoning == ((message.model_extra or {}).get("reasoning") or "")
     return {"content": message.content or "", "reasoning": reasoning, "calls": calls, "finish": choice.finish_reason}
 
 
@@ -219,6 +220,13 @@ def test_reasoning_effort_is_a_variable_of_the_template(echo: Live) -> None:
         lengths.append(reply["count"])
     assert lengths[1] - lengths[0] == len("<think>\n")
     assert echo.post("/tokenize", {"messages": body["messages"], "reasoning_effort": "huge"}).status_code == 400
+
+
+def test_strict_that_is_not_enforced_is_told(echo: Live) -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    reply = echo.post("/v1/chat/completions", asked("x", tools=[strict])).json()
+    assert "strict" in reply["warnings"][0]
+    assert "warnings" not in echo.post("/v1/chat/completions", asked("x")).json()
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

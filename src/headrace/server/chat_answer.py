@@ -81,6 +81,9 @@ class ChatAnswer(Answer):
         logprobs = replies.chat_logprobs(self.tokenizer, state.logprobs) if self.request.logprobs else None
         message: dict[str, Any] = {"role": "assistant", "refusal": None}
         message |= {name: value for name, value in self.message(place).items() if value or name == "content"}
+        if "reasoning_content" in message:
+            # vLLM's other name for it.
+            message["reasoning"] = message["reasoning_content"]
         ending = self._ending(state, state.token_ids) | {"finish_reason": self.finish_reason(place)}
         return {"index": place, "message": message, "logprobs": logprobs} | ending
 
