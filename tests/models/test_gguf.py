@@ -133,7 +133,7 @@ def test_blocks_are_the_weights_that_gguf_py_reads(mixture: str, tmp_path: Path)
         own = follow(load(path, backend=backend, dtype="float32"), token_ids, [40])
         assert math.isfinite(own.abs().max())
         # cpu also quantises activations; torch_ref shows what the forms of the weights cost.
-        assert kl(expected, own) <= {"cpu": 1e-3, "torch_ref": 2e-4}[backend], backend
+        assert kl(expected, own) <= {"cpu": 1e-3, "torch_ref": 5e-6}[backend], backend
 
 
 def test_control_rows_left_in_pairs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
