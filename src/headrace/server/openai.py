@@ -125,9 +125,9 @@ class OpenAI:
             more["skip_special_tokens"] = False
         params = self._params(request, more)
         text = await self.render(request, use.tools)
-        if use.mode == "auto" and any(tool["function"].get("strict") for tool in use.tools):
-            request.warn("tools", "strict is not enforced with tool_choice auto, but is where it is required or a tool")
         held, enforced = self.dialect.constraint(use, text, params.structured_outputs)
+        if not enforced and any(tool["function"].get("strict") for tool in use.tools):
+            request.warn("tools", "strict is not enforced with tool_choice auto, but is where it is required or a tool")
         params = msgspec.structs.replace(params, structured_outputs=held)
         await (self._check_tools(request, params, use, text) if enforced else self._check_form(request, params))
         new_parser = self.dialect.parsers(use, text, enforced)
