@@ -129,9 +129,9 @@ def _int8(tensors: Tensors, name: str, codes: Tensor, args: dict[str, Any]) -> Q
         if bool(zeros.any()):
             return QWeight(codes, scales, zeros, group=size, bits=bits)
         zeros = None
-    if bits > 4:
+    if bits > 6:
         return QWeight(codes, scales, zeros, group=size, bits=bits)
-    # As unsigned codes, which the int4 kernels take.
+    # As unsigned codes, which the kernels of few bits take.
     half = 2 ** (bits - 1)
     if bool((codes < -half).any() or (codes >= half).any()):
         raise CheckpointError(f"{name}.weight, shape {list(codes.shape)}, has codes beyond {bits} bits")

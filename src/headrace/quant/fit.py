@@ -1,10 +1,10 @@
 """Which kernel can take a checkpoint's codes as they are, and the codes in that kernel's form.
 
-int4 kernels compute (code - 8) * scale or code * scale + minimum with codes 0 ... 15, int8 kernels code * scale with
-codes -128 ... 127; scales lie in groups of 32, 64 or 128 inputs as float16, or (int8) one float32 for each output.
-Codes of fewer bits, other zero points and larger groups are said in these forms where that loses nothing; scales and
-minimums that float16 does not hold are rounded, and `Fit.rounding` says by how much. What is left has no kernel and is
-dequantised. Knows no checkpoints and no backends. Called by `runner.loader`.
+int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, or book[code] * scale with codes of 4
+bits; int8 kernels code * scale with codes -128 ... 127. Scales lie in groups of inputs as float16, or (int8) one
+float32 for each output. Codes of fewer bits, other zero points and larger groups are said in these forms where that
+loses nothing; scales, minimums and tables that the kernels do not hold are rounded, and `Fit.rounding` says how far.
+What is left has no kernel and is dequantised. Knows no checkpoints and no backends. Called by `runner.loader`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.quant.base import QWeight
-from headrace.quant.schemes import Scheme
+from headrace.quant.base import QWeight, widened
+from headrace.quant.schemes import BOOKS, Kind, Scheme
 
-GROUPS = (128, 64, 32)
+GROUPS = (128, 64, 32, 16, 8)
+"""Powers of two, so that the least of some divides the others."""
 CHANNEL_GROUP = 128
 """Group of int4 weights that have one scale for each output: activations are quantised in groups of it."""
 
 MOST_ROUNDING = 2.0**-8
 """Of a scale, as a share of it: bfloat16's own. Beyond it a matrix is dequantised rather than moved."""
+BOOK_ROUNDING = 0.5 / 127 + 1e-7
+"""Of a table's entry, as a share of its largest: the kernels' books are whole numbers up to 127."""
 SMALL = 2.0**-12
 """Groups whose scale is a smaller share than this of the matrix's largest are measured by it: they are all but zero."""
 
@@ -42,35 +45,38 @@ def fit_of(weights: Sequence[QWeight]) -> Fit:
     schemes = [fit.scheme for fit in fits if fit.scheme is not None]
     if len(schemes) < len(fits):
         return next(fit for fit in fits if fit.scheme is None)
-    if len({(scheme.kind, scheme.group == 0) for scheme in schemes}) > 1:
+    if len({(scheme.kind, scheme.group == 0, scheme.book) for scheme in schemes}) > 1:
         return Fit(None, "its parts have codes of different kinds")
     has_min = any(scheme.has_min for scheme in schemes)
     rounding = max(fit.rounding for fit in fits)
     if has_min:
         rounding = max(rounding, *(_min_rounding(weight) for weight in weights))
-    # Groups are 32, 64 or 128, so the least divides the others.
-    return Fit(Scheme(schemes[0].kind, min(scheme.group for scheme in schemes), has_min), "", rounding)
+    group = min(scheme.group for scheme in schemes)
+    return Fit(Scheme(schemes[0].kind, group, has_min, book=schemes[0].book), "", rounding)
 
 
 def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
     """The same weights as codes of `scheme`, which `fit_of` gave for them; for some rows or all."""
     if weight.scales is None:
         raise ValueError("plain weights have no codes to be fitted")
-    zeros, codes = weight.zeros, weight.codes
-    if scheme.kind == "i8":
-        if zeros is not None:
-            codes = (codes.to(torch.int16) - _wide(zeros, weight).to(torch.int16)).to(torch.int8)
-        scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group).half().float()
-        return QWeight(codes, scales, group=scheme.group or weight.shape[1], bits=8)
-    scales = _regrouped(weight.scales, weight, scheme.group).half().float()
+    num_in, codes = weight.shape[1], weight.codes
+    if scheme.book:
+        scales = _regrouped(_book_scales(weight, scheme.book), weight, scheme.group).half().float()
+        book = torch.tensor(BOOKS[scheme.book], dtype=torch.float32)
+        return QWeight(codes, scales, group=scheme.group, bits=4, codebook=book)
+    scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group).half().float()
+    group = scheme.group or num_in
     if scheme.has_min:
-        mins = _regrouped(_minimums(weight, weight.scales), weight, scheme.group).half().float()
-        return QWeight(codes, scales, mins=mins, group=scheme.group, bits=4)
-    if zeros is not None and not bool((zeros == 8).all()):
-        codes = (codes.to(torch.int16) + 8 - _wide(zeros, weight).to(torch.int16)).to(torch.uint8)
-    elif zeros is None:
-        codes = codes + 8
-    return QWeight(codes, scales, torch.full((1, 1), 8.0).expand(scales.shape), group=scheme.group, bits=4)
+        mins = _regrouped(_minimums(weight, weight.scales), weight, group).half().float()
+        return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits)
+    middle = scheme.middle
+    if weight.zeros is not None and not bool((weight.zeros == middle).all()):
+        zeros = widened(weight.zeros, weight.group, num_in).to(torch.int16)
+        codes = (codes.to(torch.int16) + middle - zeros).to(torch.uint8 if middle else torch.int8)
+    elif weight.zeros is None and middle:
+        codes = codes + middle
+    own = torch.full((1, 1), float(middle)).expand(scales.shape) if middle else None
+    return QWeight(codes, scales, own, group=group, bits=scheme.bits)
 
 
 def _fit(weight: QWeight) -> Fit:
@@ -78,41 +84,66 @@ def _fit(weight: QWeight) -> Fit:
     if why or weight.scales is None:
         return Fit(None, why)
     channel = weight.scales.shape[1] == 1
-    if weight.bits > 4 and channel:
+    group = CHANNEL_GROUP if channel else next(size for size in GROUPS if weight.group % size == 0)
+    if weight.codebook is not None:
+        return _fit_book(weight, group)
+    kind: Kind = "i4" if weight.bits <= 4 else "i6" if weight.bits <= 6 else "i8"
+    if kind == "i8" and channel:
         return Fit(Scheme("i8"))
     rounding = _rounding(weight.scales)
     if rounding > MOST_ROUNDING:
         return Fit(None, "float16 does not hold its scales")
     moved = rounding * 2.0**weight.bits  # of the outermost code
-    group = CHANNEL_GROUP if channel else next(size for size in GROUPS if weight.group % size == 0)
-    if weight.bits > 4:
-        return Fit(Scheme("i8", group), "", moved)
+    scheme = Scheme(kind, group)
+    if kind == "i8":
+        return Fit(scheme, "", moved)
     whole = weight.mins is None and (weight.zeros is None or _is_whole(weight.zeros))
-    if whole and (weight.bits < 4 or (weight.zeros is not None and bool((weight.zeros == 8).all()))):
-        return Fit(Scheme("i4", group), "", moved)
+    centred = weight.zeros is not None and bool((weight.zeros == scheme.middle).all())
+    if whole and (weight.bits < scheme.bits or centred):
+        return Fit(scheme, "", moved)
     least = _min_rounding(weight)
     if least > 1.0:
         return Fit(None, "float16 does not hold its minimums")
-    return Fit(Scheme("i4", group, True), "", moved + least)
+    return Fit(Scheme(kind, group, True), "", moved + least)
+
+
+def _fit_book(weight: QWeight, group: int) -> Fit:
+    """A table of 16 numbers on the kernel whose book has the same, but for a common factor and half a 127th."""
+    if weight.codebook is None or weight.scales is None or weight.bits != 4 or len(weight.codebook) != 16:
+        return Fit(None, f"codes of {weight.bits} bits from a table have no kernel")
+    table = weight.codebook.double() / weight.codebook.double().abs().max()
+    for name, entries in BOOKS.items():
+        book = torch.tensor(entries).double() / max(abs(entry) for entry in entries)
+        moved = float((table - book).abs().max())
+        rounding = _rounding(_book_scales(weight, name))
+        if moved <= BOOK_ROUNDING and rounding <= MOST_ROUNDING and weight.zeros is None and weight.mins is None:
+            steps = table.sort().values.diff()
+            return Fit(Scheme("i4", group, book=name), "", (moved + rounding) / float(steps[steps > 0].min()))
+    return Fit(None, "no kernel has its table of codes")
+
+
+def _book_scales(weight: QWeight, book: str) -> Tensor:
+    """Scales [out, groups] for the kernel's book, whose entries are whole numbers."""
+    if weight.scales is None or weight.codebook is None:
+        raise ValueError("a weight without a table")
+    return weight.scales * (float(weight.codebook.abs().max()) / max(abs(entry) for entry in BOOKS[book]))
 
 
 def _why_not(weight: QWeight) -> str:
     """Why no kernel has the form of `weight`, or ""."""
     if weight.scales is None:
         return "it is not quantised"
-    if weight.codebook is not None:
-        return f"codes of {weight.bits} bits from a table have no kernel"
     if weight.codes.is_floating_point():
         return "8-bit floats have no kernel"
     if weight.permutation is not None:
         return "its groups are of inputs that do not lie side by side (act-order)"
     if weight.scales.shape[1] > 1 and all(weight.group % size for size in GROUPS):
         return f"groups of {weight.group} have no kernel"
-    if weight.bits > 4:
+    if weight.codebook is not None:
+        return ""
+    if weight.bits > 6:
         return _why_not_i8(weight)
-    if weight.codes.dtype != torch.uint8:
-        return "signed codes of 4 bits have no kernel"
-    return ""
+    return "" if weight.codes.dtype == torch.uint8 else f"signed codes of {weight.bits} bits have no kernel"
 
 
 def _why_not_i8(weight: QWeight) -> str:
@@ -154,16 +185,9 @@ def _largest_share(moved: Tensor, scales: Tensor) -> float:
     return float(torch.where(moved == 0, 0.0, moved / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
-def _wide(part: Tensor, weight: QWeight) -> Tensor:
-    """[out, groups] as [out, in]; a column if there is one group only."""
-    if part.shape[1] == 1:
-        return part
-    return part.repeat_interleave(weight.group, 1)[:, : weight.shape[1]]
-
-
 def _regrouped(part: Tensor, weight: QWeight, group: int) -> Tensor:
     """[out, groups of weight.group] as [out, groups of `group`]."""
     num_groups = -(-weight.shape[1] // group)
     if part.shape[1] == 1:
         return part.expand(-1, num_groups)
-    return part.repeat_interleave(weight.group // group, 1)[:, :num_groups]
+    return widened(part, weight.group // group, num_groups)
