@@ -57,6 +57,7 @@ fix: $(STAMP)  ## format, and mend what the linter can mend
 
 docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
 	$(BIN)/python -m headrace.cli.reference docs
+	$(BIN)/python -m tests.compatibility docs/compatibility.md --keep
 
 compatibility: $(STAMP)  ## run the tests that docs/compatibility.md names, and write it (minutes)
 	$(BIN)/python -m tests.compatibility docs/compatibility.md

@@ -35,3 +35,11 @@ def test_control_a_stale_page_is_noticed() -> None:
     without = compatibility.without_results
     assert without(text) == without(text.replace("not run", "passed"))
     assert without(text) != without(text.replace("`top_k`", "`topk`"))
+
+
+def test_results_are_kept_for_rows_that_did_not_change() -> None:
+    text = compatibility.page({})
+    passed = text.replace("not run", "passed")
+    assert compatibility.with_results_of(text, passed) == passed
+    changed = text.replace("`top_k`", "`topk`")
+    assert compatibility.with_results_of(changed, passed).count("not run") == 1

@@ -427,16 +427,19 @@ def event(body: dict[str, Any]) -> bytes:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """An error in Anthropic's shape."""
-    status, body = error_body(error)
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+    return _told(*error_body(error))
 
 
 def refuse(error: BaseException) -> Response:
     """The reply that tells `error`."""
-    status, _ = error_body(error) if isinstance(error, Exception) else (500, None)
+    status, body = error_body(error)
     headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return json_response(failure(error), status, headers)
+    return json_response(_told(status, body), status, headers)
+
+
+def _told(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 
 
 def add_routes(app: FastAPI, api: OpenAI) -> None:

@@ -157,18 +157,15 @@ class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 # Known fields that are not honoured yet, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "functions": ([],),
     "function_call": ("none",),
     "echo": (False,),
     "modalities": (["text"],),
     "audio": (),
-    "web_search_options": (),
     "suffix": ("",),
     "documents": ([],),
     "chat_template": (),
-    "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
 }
 
@@ -183,6 +180,9 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "vllm_xargs": (({},), "arguments of vLLM's plugins"),
     "guided_decoding_backend": ((), "there is one, llguidance"),
     "include_metrics": ((False,), "timings come with every reply"),
+    "web_search_options": ((), "this server searches nothing"),
+    "logprob_token_ids": (([],), "logprobs tells of the likeliest tokens"),
+    "return_tokens_as_token_ids": ((False,), "return_token_ids gives the ids beside the text"),
 }
 
 # Which row of the bounds table holds for a number, where the names differ.
