@@ -213,7 +213,7 @@ def test_S_13_token_ids_are_checked_against_the_models_width(live: Live, field: 
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of"),
         ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty"),
         ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "x", "beam_width": 3}, "beam_width"),
         ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
         ({"prompt": "x", "guided_json": 5}, "guided_json"),
         ({"prompt": "x", "priority": 1}, "priority"),
