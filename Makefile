@@ -69,6 +69,7 @@ bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; ke
 	$(RECORD) startup -- python -m bench.startup
 	$(RECORD) scheduler -- python -m bench.scheduler --json
 	$(RECORD) batches -- python -m bench.batches --model $(MODEL)
+	$(RECORD) structured -- python -m bench.structured --model $(MODEL)
 	$(RECORD) latency -- headrace bench latency --model $(MODEL) --goodput ttft:200 tpot:50 --json
 	$(RECORD) throughput -- headrace bench throughput --model $(MODEL) --json
 	$(BIN)/python -m bench.plot
