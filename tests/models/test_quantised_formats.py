@@ -108,7 +108,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, caplog: pyt
         logits = follow(runner, TOKEN_IDS, [len(TOKEN_IDS)])
         native = backend == "cpu" and "dequantised" not in said
         found = distance(logits, written.logits)
-        assert found < (2 * MOST if native else most)
+        assert found < (most + 2 * MOST if native else most)
 
 
 @pytest.mark.parametrize("case", ["gptq-4-asym", "awq", "ct-int6-group", "bnb-int8", "bnb-nf4", "fp8-block"])
