@@ -219,7 +219,10 @@ def test_kept_in_a_folder_over_a_restart(tokenizer: Tokenizer, tmp_path: Path) -
         made = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()
         body = {"input": "Two", "max_output_tokens": 2000, "ignore_eos": True, "background": True}
         running = first.post("/v1/responses", body).json()["id"]
+        spoilt = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()["id"]
+    (tmp_path / "responses" / f"{spoilt}.bin").write_bytes(b'{"response": ')
     with Live(inproc(), tokenizer, config) as second:
+        assert HTTP.get(f"{second.url}/v1/responses/{spoilt}").status_code == 404
         assert HTTP.get(f"{second.url}/v1/responses/{made['id']}").json() == made
         assert HTTP.get(f"{second.url}/v1/responses/{running}").json()["status"] in ("failed", "cancelled")
         assert HTTP.delete(f"{second.url}/v1/responses/{made['id']}").json()["deleted"] is True

@@ -291,13 +291,17 @@ class Responses:
             raise NotFoundError("response", response_id)
         try:
             entry: dict[str, Any] = msgspec.json.decode(self.store.body(response_id))
-        except OSError as error:
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("the stored response %s can not be read: %s", response_id, error)
             raise NotFoundError("response", response_id) from error
         return entry
 
     def _settle(self, response_id: str) -> None:
         """A response that an earlier server left unfinished stays so."""
-        response = self._entry(response_id)["response"]
+        try:
+            response = self._entry(response_id)["response"]
+        except NotFoundError:
+            return
         if response["status"] in RUNNING:
             error = {"code": "server_error", "message": "the server ended before this response did"}
             self.keep(response | {"status": "failed", "error": error})
