@@ -90,3 +90,11 @@ def test_all_names_of_formats_are_known() -> None:
         assert registry.format_name(name) in registry.FORMATS
     for name in (*reasoning.STYLES, *reasoning.SAME):
         assert reasoning.style_name(name) in reasoning.STYLES
+
+
+def test_ids_of_calls() -> None:
+    """Fresh ones; Mistral's templates take nine letters or digits and nothing else."""
+    for name, text in (("hermes", '<tool_call>{"name": "f"}</tool_call>'), ("mistral", "[TOOL_CALLS]f[ARGS]{}")):
+        made = {registry.new_parser(name, {}).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
+        assert len(made) == 50
+        assert all((len(one) == 9 and one.isalnum()) == (name == "mistral") for one in made)
