@@ -223,3 +223,19 @@ def test_control_a_run_that_is_forced_at_once_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(Matchers, "_only", first_two)
     with pytest.raises((AssertionError, GrammarError)):
         test_an_answer_goes_on_the_same_wherever_it_was_cut(1)
+
+
+def test_the_tokenizer_is_read_once_and_ahead_of_its_use() -> None:
+    reads = []
+
+    def counted(width: int, eos_token_ids: list[int]) -> Any:
+        reads.append(width)
+        return load(width, eos_token_ids)
+
+    made = Matchers(counted, 2048, [EOS])
+    assert reads == []
+    made.warm()
+    made.warm()
+    assert mask_of(made, JSON, [])
+    assert reads == [2048]
+    made.close()
