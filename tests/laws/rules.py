@@ -70,6 +70,8 @@ LAYERS: dict[str, Layer] = {
     "models.rope": Layer(("backends.base", "models.config"), SERVING | {"torch", "transformers"}),
     "quant": Layer(("backends.base",), SERVING | {"transformers"}),
     "quant.schemes": Layer((), PURE),
+    # Makes quantised checkpoints with models that run on the reference backend, a layer at a time.
+    "quantize": Layer(("quant", "models", "backends", "runner", "hub"), SERVING | {"transformers"}),
     "backends": Layer(("quant", "env", "_native"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),

@@ -1,0 +1,188 @@
+"""What methods of quantisation and writers of checkpoints agree on: a layer's working set, options, and two protocols.
+
+A method is one file `quantize/methods/<name>.py`: it turns one weight into codes, after it has had the chance to move
+scales between the neighbours of a decoder layer. A writer is one file `quantize/writers/<name>.py`: it says how codes
+lie in a checkpoint. Knows no files and no models. Called by `quantize.driver`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.errors import RequestError
+from headrace.quant.base import QWeight, Tensors
+from headrace.quantize import methods, writers
+
+ActOrder = Literal["none", "static", "group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asks of a method. Each method's and writer's `verify` says which values it takes.
+
+    group_size: inputs that share a scale; -1 one scale for each output, 0 one for the matrix. symmetric: codes without
+    zero points, None for what the method does by itself. scale_dtype: what scales are rounded to before codes are
+    chosen by them (the driver asks the writer).
+    """
+
+    method: str = "rtn"
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool | None = None
+    act_order: ActOrder = "static"
+    damping: float = 0.01
+    clip: bool = True
+    alpha: float = 0.5
+    scale_dtype: torch.dtype = torch.float16
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Options of one method alone, by name."""
+
+
+class Statistics:
+    """What calibration knows of a linear layer's inputs x [rows, in].
+
+    num_rows: rows seen. hessian: float32 [in, in], the mean of x x^T (0 before the first row). mean_abs, max_abs:
+    float32 [in].
+    """
+
+    def __init__(self, num_in: int) -> None:
+        self.num_rows = 0
+        self.hessian = torch.zeros(num_in, num_in)
+        self.mean_abs = torch.zeros(num_in)
+        self.max_abs = torch.zeros(num_in)
+
+    def add(self, x: Tensor) -> None:
+        """Rows [n, in]."""
+        if not len(x):
+            return
+        x = x.float()
+        total = self.num_rows + len(x)
+        kept = self.num_rows / total
+        self.hessian.mul_(kept).addmm_(x.t(), x, alpha=1 / total)
+        self.mean_abs.mul_(kept).add_(x.abs().sum(0) / total)
+        self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
+        self.num_rows = total
+
+    def divided(self, scales: Tensor) -> Statistics:
+        """Of inputs x / scales [in]."""
+        made = Statistics(0)
+        made.num_rows = self.num_rows
+        made.hessian = self.hessian / scales.unsqueeze(0) / scales.unsqueeze(1)
+        made.mean_abs, made.max_abs = self.mean_abs / scales, self.max_abs / scales
+        return made
+
+
+@dataclass(slots=True)
+class Fold:
+    """Where scales can pass: outputs of `before` (a norm, or the rows of a linear layer) are the inputs of `after`.
+
+    index: int64 [in of after], the output of `before` that each input comes from.
+    """
+
+    before: str
+    after: list[str]
+    index: Tensor
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer's working set, by name (without ".weight"). Methods may change all of it but the statistics'
+    numbers; what they change is what is written.
+
+    weights: float32 [out, in] of the layers to quantise. biases: float32 [out]. norms: float32 [size], and offsets:
+    what a norm adds to its weight. stored: the dtype in which norms and biases are written. statistics: of the inputs
+    of each weight; empty where there was no calibration. folds: in the order of the computation.
+    """
+
+    weights: dict[str, Tensor]
+    biases: dict[str, Tensor] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    offsets: dict[str, float] = field(default_factory=dict)
+    stored: torch.dtype = torch.float32
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    folds: list[Fold] = field(default_factory=list)
+
+
+class Method(Protocol):
+    """A module `quantize/methods/<name>.py`."""
+
+    CALIBRATED: bool
+    """Whether it needs statistics of the layers' inputs."""
+
+    def verify(self, options: Options) -> Options:
+        """The options with what was left open filled in. Raises `RequestError` for those that the method has not."""
+        ...
+
+    def prepare(self, layer: Layer, options: Options) -> None:
+        """Change a layer before its weights are quantised one by one. Most methods do nothing."""
+        ...
+
+    def quantise(self, weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
+        """float32 [out, in] as codes. Affine codes are uint8 0 ... 2^bits - 1 with whole zero points in `zeros` (the
+        middle where they are symmetric), whatever the number of bits; writers shift them. Raises `CheckpointError`.
+        """
+        ...
+
+
+class Writer(Protocol):
+    """A module `quantize/writers/<name>.py`."""
+
+    def verify(self, options: Options) -> None:
+        """Raises `RequestError` for options that the layout can not hold."""
+        ...
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Of the stored scales, for a model of that dtype."""
+        ...
+
+    def tensors(self, name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
+        """What is stored of the linear layer `name`. Raises `CheckpointError` for shapes that the layout has not."""
+        ...
+
+    def quantization_config(self, chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+        """config.json's quantization_config. chosen: the options of each quantised layer; left: linear layers that
+        stay plain."""
+        ...
+
+    def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+        """What `tensors` wrote, read back; `config` is what `quantization_config` gave."""
+        ...
+
+    def finish(self, directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
+        """All layers are written: make the directory whole. files: names of tensors by file; config: config.json with
+        its quantization_config. Hugging Face layouts use `shards.finish`."""
+        ...
+
+
+def method_names() -> list[str]:
+    return sorted(info.name for info in pkgutil.iter_modules(methods.__path__))
+
+
+def writer_names() -> list[str]:
+    """As the command line has them: with hyphens."""
+    return sorted(info.name.replace("_", "-") for info in pkgutil.iter_modules(writers.__path__))
+
+
+def find_method(name: str) -> Method:
+    """Raises `RequestError` naming those that exist."""
+    if name not in method_names():
+        raise RequestError("method", name, "one of " + ", ".join(method_names()))
+    found: Method = importlib.import_module(f"headrace.quantize.methods.{name}")  # type: ignore[assignment]
+    return found
+
+
+def find_writer(name: str) -> Writer:
+    """Raises `RequestError` naming those that exist."""
+    if name not in writer_names():
+        raise RequestError("format", name, "one of " + ", ".join(writer_names()))
+    module = name.replace("-", "_")
+    found: Writer = importlib.import_module(f"headrace.quantize.writers.{module}")  # type: ignore[assignment]
+    return found

@@ -1,0 +1,1 @@
+"""One file for each method of quantisation; see `quantize.base.Method`."""

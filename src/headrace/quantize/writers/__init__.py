@@ -1,0 +1,1 @@
+"""One file for each layout of a quantised checkpoint; see `quantize.base.Writer`."""
