@@ -22,7 +22,7 @@ def run(url: str, num_examples: int, *options: str) -> subprocess.CompletedProce
     """At most `num_examples` cases for each operation and phase, the same ones each time."""
     tool = str(Path(sys.executable).with_name("schemathesis"))
     command = [tool, "--config-file", str(CONFIG), "run", f"{url}/openapi.json", "-n", str(num_examples)]
-    command += ["--seed", "1", "--no-color", "--no-shrink", "--workers", "4", *options]
+    command += ["--seed", "1", "--no-color", "--no-shrink", "--workers", "4", "--request-timeout", "60", *options]
     with tempfile.TemporaryDirectory() as folder:
         return subprocess.run(command, capture_output=True, text=True, cwd=folder)
 

@@ -80,8 +80,8 @@ def test_anthropic_cache_read_input_tokens(client: anthropic.Anthropic) -> None:
     system: Any = [{"type": "text", "text": "S" * 100, "cache_control": {"type": "ephemeral"}}]
     first, second = (client.messages.create(**ASKED, system=system).usage for _ in range(2))
     read = first.cache_read_input_tokens or 0
-    # Others' prompts begin with the same bracket.
-    assert read <= 1
+    # Others' prompts may begin with the same word.
+    assert read < 16
     total = first.input_tokens + (first.cache_creation_input_tokens or 0) + read
     assert first.cache_creation_input_tokens == total // 16 * 16 - read
     assert second.cache_read_input_tokens == total - 1

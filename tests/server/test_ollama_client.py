@@ -187,6 +187,7 @@ def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> N
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["AA=="]}]}, "messages[0].images"),
         ("chat", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ("generate", {"prompt": None, "top_logprobs": -2}, "top_logprobs"),
+        ("generate", {"prompt": None, "options": {"mirostat_eta": 11}}, "options.mirostat_eta"),
         ("show", {}, "model"),
     ],
 )

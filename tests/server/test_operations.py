@@ -51,7 +51,7 @@ def test_tokenize_and_detokenize(live: Live) -> None:
     made = live.post("/tokenize", {"prompt": "Hé", "return_token_strs": True}).json()
     assert made["tokens"] == list("Hé".encode())
     assert (made["count"], made["token_strs"][0]) == (3, "H")
-    assert live.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "Hé"}
+    assert live.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "Hé", "content": "Hé"}
     chat = live.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert bytes(chat["tokens"]) == b"[user]x[a]"
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from headrace import __version__, bounds
 from headrace.errors import HeadraceError, RequestError
+from headrace.sampling.params import SamplingParams
 from headrace.server import reply_forms, routing, translation
 from headrace.server.embeddings import Embeddings
 from headrace.server.errors import json_response
@@ -260,6 +261,9 @@ class Ollama:
         asked = convert(kind, body, IGNORED)
         for name in told:
             asked.warn(f"options.{name}", "ignored: set when the server starts")
+        with translation.told_as(NAMES, "options."):
+            # Also where nothing is asked but to load the model.
+            SamplingParams(**translation.sampling(asked.options or Options(), "options."))
         if asked.top_logprobs is not None:
             bounds.check("logprobs", asked.top_logprobs, "top_logprobs")
         self.api.card(self._name(asked.model))

@@ -39,8 +39,10 @@ ERRORS: Mapping[routing.Refusal, type[msgspec.Struct]] = {
 }
 # Which row of the bounds table holds for a number, where the names differ.
 ROWS = schema.ROWS | {"repeat_penalty": "repetition_penalty", "n_probs": "logprobs", "max_output_tokens": "max_tokens"}
-# A negative one means: none; the row does not say so.
-UNBOUNDED = frozenset({("LlamaCompletionRequest", "seed"), ("Options", "seed")})
+# A seed of -1 means: none, and a share of 0 one token; the rows do not say so.
+UNBOUNDED = frozenset(
+    (struct, name) for struct in ("LlamaCompletionRequest", "Options") for name in ("seed", "top_p", "typical_p")
+)
 # What a chat message is at least; templates may want more, and may take more.
 MESSAGE = {
     "type": "object",
@@ -126,7 +128,7 @@ def _fill_in(properties: dict[str, Any], model: str, least: int) -> None:
     there must be `least`."""
     if "model" in properties:
         optional = "anyOf" in properties["model"]
-        properties["model"] = {"type": ["string", "null"] if optional else "string", "examples": [model]}
+        properties["model"] = {"type": ["string", "null"] if optional else "string"}
         properties["model"]["enum"] = [model, None] if optional else [model]
     messages = properties.get("messages", {})
     for option in messages.get("anyOf", [messages]):
@@ -167,7 +169,8 @@ def _operation(each: routing.Operation, path: str, forms: _Forms) -> dict[str, A
     form: dict[str, Any] = {} if each.gives is None else forms.of(each.gives)
     content = {each.media_type: {"schema": form if each.media_type == "application/json" else {"type": "string"}}}
     if each.streams is not None:
-        content[each.streams] = {"schema": {"type": "string"}}
+        # Events and lines are objects of many forms; OpenAPI 3.1 has no words for a stream of them.
+        content[each.streams] = {}
     responses: dict[str, Any] = {}
     if not each.unserved:
         responses["200"] = {"description": "Done.", "content": content}
