@@ -2,7 +2,8 @@
 
 `python -m tests.compatibility docs/compatibility.md` (`make compatibility`) runs every test that is named here and
 writes the page with what came out; with `--keep` (`make docs`) the results of rows that did not change are kept and
-nothing is run. `tests/laws/test_compatibility.py` holds names and page to this table.
+nothing is run, with `--again` only the tests of rows that failed or changed are. `tests/laws/test_compatibility.py`
+holds names and page to this table.
 """
 
 from __future__ import annotations
@@ -369,13 +370,32 @@ def with_results_of(text: str, old: str) -> str:
     return "".join(known.get(without_results(line), line) + "\n" for line in text.splitlines())
 
 
+def settled(text: str) -> str:
+    """The lines of a page that need no other run."""
+    return "\n".join(line for line in text.splitlines() if "FAILED" not in line and "not run" not in line)
+
+
+def open_tests(text: str) -> list[str]:
+    """The tests of the rows that a page does not have as settled."""
+    known = {without_results(line) for line in settled(text).splitlines()}
+    lines = page({}).splitlines()
+    names = all_tests()
+    return [
+        name
+        for name in names
+        if any(f"[{name.partition(':')[2]}]" in line and without_results(line) not in known for line in lines)
+    ]
+
+
 def main() -> int:
     target = Path(sys.argv[1])
     if "--keep" in sys.argv:
         target.write_text(with_results_of(page({}), target.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    results = run(all_tests())
-    target.write_text(page(results), encoding="utf-8")
+    kept = target.read_text(encoding="utf-8") if "--again" in sys.argv else ""
+    results = run(open_tests(kept))
+    fresh = page(results)
+    target.write_text(with_results_of(fresh, settled(kept)), encoding="utf-8")
     counts = collections.Counter(results.values())
     print(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
     return 1 if counts["FAILED"] or counts["not run"] else 0
