@@ -78,6 +78,14 @@ class Rows(Protocol):
 class Ops(Protocol):
     """Operators. R rows, H hidden size, D head size; sums are kept in float32."""
 
+    weight_bytes: int
+    """Of all matrices made."""
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """All that were made, in their order; for tools."""
+        ...
+
     def matrix(self, source: MatrixSource, bias: Array | None = None) -> Matrix:
         """Prepare one linear layer; the weights are asked of `source` some rows at a time."""
         ...
@@ -197,6 +205,8 @@ class Logits(NamedTuple):
 class Program(Protocol):
     """A model over its KV cache, ready to run. Positions are computed in any pieces; the bits stay the same."""
 
+    model: Any
+    """What is run (`models.Model`)."""
     vocab_size: int
     block_size: int
     num_blocks: int

@@ -52,6 +52,7 @@ class CpuOps:
         self.graph = Graph()
         self.values: list[Value] = []
         self.weight_bytes = 0
+        self.matrices: list[CpuMatrix] = []
         self.pool = Pool()
 
     def begin(self) -> None:
@@ -59,6 +60,7 @@ class CpuOps:
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
         made = make_matrix(source, bias, self.pool)
+        self.matrices.append(made)
         self.weight_bytes += made.data.nbytes
         return made
 
@@ -67,6 +69,7 @@ class CpuOps:
         made = CpuMatrix(
             record.name, record.kind, record.data, record.num_in, record.num_out, record.group, record.flag, record.bias
         )
+        self.matrices.append(made)
         self.weight_bytes += made.data.nbytes
         return made
 

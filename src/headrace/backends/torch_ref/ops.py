@@ -18,6 +18,7 @@ from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.quant.base import MatrixSource
+from headrace.quant.schemes import Scheme
 
 if TYPE_CHECKING:
     from headrace.backends.torch_ref.program import ForwardBatch
@@ -41,6 +42,8 @@ class RefMatrix:
     bias: Tensor | None
     num_in: int
     num_out: int
+    name: str = ""
+    scheme: Scheme | None = None
 
     def dense(self) -> Tensor:
         return self.data[: self.num_in, : self.num_out].t().contiguous()
@@ -54,6 +57,7 @@ class RefOps:
         self.dtype = dtype
         self.weight_bytes = 0
         """Of all matrices made, as the checkpoint would hold them in `dtype`."""
+        self.matrices: list[RefMatrix] = []
 
     def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> RefMatrix:
         num_in, num_out = source.num_in, source.num_out
@@ -64,7 +68,9 @@ class RefOps:
             part = source.slab(first, last).dequantize().to(self.device, self.dtype)
             data[:num_in, first:last] = part.float().t().contiguous()
         self.weight_bytes += num_in * num_out * self.dtype.itemsize
-        return RefMatrix(data, None if bias is None else bias.to(self.device, self.dtype).float(), num_in, num_out)
+        own = None if bias is None else bias.to(self.device, self.dtype).float()
+        self.matrices.append(RefMatrix(data, own, num_in, num_out, source.name, source.scheme))
+        return self.matrices[-1]
 
     def packed(self, matrix: object) -> RefMatrix:
         raise NotImplementedError("torch_ref maps no packed weights")
