@@ -30,6 +30,27 @@ def make_turn(rope: ModelConfig, head_dim: int, max_positions: int, max_model_le
 
     Raises `CheckpointError` for a rope_type that is not known.
     """
+    frequencies, magnitude = frequencies_of(rope, head_dim, max_positions, max_model_len, theta)
+    dim = 2 * frequencies.shape[-1]
+    size = 2 * 4 * max_model_len * (dim // 2)
+    if size > MAX_TABLE_BYTES:
+        raise CheckpointError(
+            f"config.json: {max_model_len} positions need a rope table of {size} bytes, at most {MAX_TABLE_BYTES} "
+            "are allowed; set max_model_len"
+        )
+    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
+    # float64 leaves one right answer in float32, whatever the library.
+    wide = angles.astype(np.float64)
+    return Turn((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
+
+
+def frequencies_of(
+    rope: ModelConfig, head_dim: int, max_positions: int, max_model_len: int, theta: float = 10000.0
+) -> tuple[F32, float]:
+    """Angles by position [P] (or [max_model_len, P] where they depend on it), and what cos and sin are multiplied by.
+
+    Raises `CheckpointError` for a rope_type that is not known.
+    """
     dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise CheckpointError(f"config.json: rope turns {dim} of {head_dim} numbers of a head, expected an even part")
@@ -43,17 +64,8 @@ def make_turn(rope: ModelConfig, head_dim: int, max_positions: int, max_model_le
         "longrope": _longrope,
         "su": _longrope,
     }
-    frequencies, magnitude = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
-    size = 2 * 4 * max_model_len * (dim // 2)
-    if size > MAX_TABLE_BYTES:
-        raise CheckpointError(
-            f"config.json: {max_model_len} positions need a rope table of {size} bytes, at most {MAX_TABLE_BYTES} "
-            "are allowed; set max_model_len"
-        )
-    angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
-    # float64 leaves one right answer in float32, whatever the library.
-    wide = angles.astype(np.float64)
-    return Turn((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
+    found: tuple[F32, float] = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
+    return found
 
 
 def _exponents(dim: int) -> F32:

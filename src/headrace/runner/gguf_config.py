@@ -27,7 +27,7 @@ BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.v
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 IGNORED = frozenset(("rope_freqs.weight",))
 
-_DECODER = {
+DECODER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -40,13 +40,13 @@ _DECODER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_DECODER_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_GEMMA = _DECODER | {
+DECODER_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GEMMA = DECODER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GPT2 = {
+GPT2 = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
     "attn_output": "attn.c_proj",
@@ -54,8 +54,8 @@ _GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
-_EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
+EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
 
 
 class Part(NamedTuple):
@@ -142,7 +142,7 @@ def choose_dtype(wanted: str, file: GGUF) -> str:
 def _llama(keys: _Keys) -> Reading:
     """Also Mistral and Mixtral, which say so by a window and by experts."""
     values = _decoder(keys, "llama")
-    layer = dict(_DECODER)
+    layer = dict(DECODER)
     experts = keys.optional("expert_count", 4096, 0) or 0
     if experts:
         values |= {"model_type": "mixtral", "num_local_experts": experts}
@@ -151,7 +151,7 @@ def _llama(keys: _Keys) -> Reading:
     window = keys.optional("attention.sliding_window", MAX_CONTEXT, 0)
     if window:
         values |= {"model_type": "mixtral" if experts else "mistral", "sliding_window": window}
-    parts = _parts(keys.file, layer, _DECODER_ENDS, "model.layers", experts)
+    parts = _parts(keys.file, layer, DECODER_ENDS, "model.layers", experts)
     values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in parts
     values["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in parts
     turned = keys.optional("rope.dimension_count", values["head_dim"]) or values["head_dim"]
@@ -159,11 +159,11 @@ def _llama(keys: _Keys) -> Reading:
 
 
 def _qwen2(keys: _Keys) -> Reading:
-    return Reading(_decoder(keys, "qwen2"), _parts(keys.file, _DECODER, _DECODER_ENDS, "model.layers"))
+    return Reading(_decoder(keys, "qwen2"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
 def _qwen3(keys: _Keys) -> Reading:
-    return Reading(_decoder(keys, "qwen3"), _parts(keys.file, _DECODER, _DECODER_ENDS, "model.layers"))
+    return Reading(_decoder(keys, "qwen3"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
 def _gemma2(keys: _Keys) -> Reading:
@@ -171,14 +171,14 @@ def _gemma2(keys: _Keys) -> Reading:
     for ours, theirs in (("attn_logit_softcapping", "attn_logit_softcapping"),
                          ("final_logit_softcapping", "final_logit_softcapping")):  # fmt: skip
         values[ours] = keys.real(theirs)
-    return Reading(values, _parts(keys.file, _GEMMA, _DECODER_ENDS, "model.layers"), norm_offset=1.0)
+    return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
 def _gemma3(keys: _Keys) -> Reading:
     values = _gemma(keys, "gemma3_text", big=62)
     values["final_logit_softcapping"] = keys.real("final_logit_softcapping")
     values["rope_local_base_freq"] = keys.real("rope.freq_base_swa") or 10000.0
-    return Reading(values, _parts(keys.file, _GEMMA, _DECODER_ENDS, "model.layers"), norm_offset=1.0)
+    return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
 def _gemma(keys: _Keys, model_type: str, big: int) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _gpt2(keys: _Keys) -> Reading:
         "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
         **_vocabulary(keys),
     }
-    return Reading(values, _parts(keys.file, _GPT2, _GPT2_ENDS, "h"))
+    return Reading(values, _parts(keys.file, GPT2, GPT2_ENDS, "h"))
 
 
 ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
@@ -305,15 +305,15 @@ def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, n
             add(f"{ends[stem]}.{kind}", Part(info, shape))
         elif match is None:
             add(name, Part(info, shape))
-        elif num_experts and match[2] in _EXPERTS:
+        elif num_experts and match[2] in EXPERTS:
             path = f"{root}.{match[1]}.block_sparse_moe.experts"
             if match[4] is not None:
-                add(f"{path}.{match[4]}.{_EXPERTS[match[2]]}.{kind}", Part(info, shape))
+                add(f"{path}.{match[4]}.{EXPERTS[match[2]]}.{kind}", Part(info, shape))
                 continue
             if match[3] is None or shape[:-2] != (num_experts,):
                 raise file.fault(f"shape of {name}", info.shape, f"of 3 dimensions, the last {num_experts}")
             for expert in range(num_experts):
-                add(f"{path}.{expert}.{_EXPERTS[match[2]]}.{kind}", Part(info, shape[1:], expert * shape[1]))
+                add(f"{path}.{expert}.{EXPERTS[match[2]]}.{kind}", Part(info, shape[1:], expert * shape[1]))
         elif match[2] in layer and match[3] is None and match[4] is None:
             add(f"{root}.{match[1]}.{layer[match[2]]}.{kind}", Part(info, shape))
         else:

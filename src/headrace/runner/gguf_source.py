@@ -245,11 +245,7 @@ class GGUFWeights:
         """Where the rows of q and k lie: ggml's pairs (2i, 2i + 1) of a head are (i, i + half) for the model."""
         if not self._reading.turned or not name.endswith((".q_proj", ".k_proj")):
             return None
-        head_dim, turned = self._reading.values["head_dim"], self._reading.turned
-        own = np.arange(head_dim)
-        own[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
-        order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + own).ravel()
-        return order
+        return pair_order(num_rows, self._reading.values["head_dim"], self._reading.turned)
 
     def _bias(self, name: str, size: int) -> Tensor:
         values = self._vector(f"{name}.bias", (size,))
@@ -276,6 +272,14 @@ class GGUFWeights:
         if self._on_tensor is not None:
             self._on_tensor(len(self._taken), len(self._reading.parts))
         return part
+
+
+def pair_order(num_rows: int, head_dim: int, turned: int) -> NDArray[np.int64]:
+    """Where row i of the model's q or k lies in a file whose heads have the `turned` rows that rope turns in pairs."""
+    own = np.arange(head_dim)
+    own[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
+    order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + own).ravel()
+    return order
 
 
 def finite(values: Tensor, name: str) -> Tensor:
