@@ -2,7 +2,7 @@
 
 A mutation is a function of (seed, number): any can be made again. Each is parsed; its config, its ends of text and, for
 some, its tokenizer and the whole model are made. It must come to an end as "read", or as "refused" by a
-`CheckpointError`, within a second, and in memory of twice its size and 64 MiB. Everything else is a fault, and the file
+`CheckpointError`, within a second of processor time, and in memory of twice its size and 64 MiB. Everything else is a fault, and the file
 is kept.
 """
 
@@ -194,9 +194,9 @@ def campaign(count: int, seed: int, first: int, keep: Path | None, course: Cours
     before = peak_bytes()
     for number in range(first, first + count):
         data = damaged(files, seed, number)
-        begin = time.monotonic()
+        begin = time.process_time()
         outcome = course.use(data, tokenizer=number % EVERY_TOKENIZER == 0, model=number % EVERY_MODEL == 0)
-        if time.monotonic() - begin > MAX_SECONDS:
+        if time.process_time() - begin > MAX_SECONDS:
             outcome = "slow"
         # Asking takes longer than reading most files.
         if number % EVERY_PEAK == 0 and peak_bytes() - before > 2 * len(data) + MAX_BYTES:
