@@ -2,8 +2,8 @@
 
 A mutation is a function of (seed, number): any can be made again. Each is parsed; its config, its ends of text and, for
 some, its tokenizer and the whole model are made. It must come to an end as "read", or as "refused" by a
-`CheckpointError`, within a second of processor time, and in memory of twice its size and 64 MiB. Everything else is a fault, and the file
-is kept.
+`CheckpointError`, within a second of processor time, and in memory of twice its size and 64 MiB. Everything else is a
+fault, and the file is kept.
 """
 
 from __future__ import annotations
