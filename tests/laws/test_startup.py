@@ -74,5 +74,11 @@ def test_model_files_load_no_torch() -> None:
     assert not loaded(code) & {"torch", "transformers"}
 
 
+def test_an_engine_starts_without_what_few_requests_need() -> None:
+    """Each of them takes a good part of the time to a first token."""
+    code = "import headrace.llm, headrace.compose, headrace.runner.build, headrace.backends.cpu"
+    assert not loaded(code) & {"torch", "transformers", "llguidance", "asyncio", "ssl", "fastapi"}
+
+
 def test_a_heavy_import_is_noticed() -> None:
     assert "numpy" in loaded("import headrace, numpy") & HEAVY

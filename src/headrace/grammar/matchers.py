@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError, RequestError
-from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.vocabulary import Encode, Vocabulary, make_tokenizer
 from headrace.sampling.constraints import StructuredOutputs
 from headrace.sampling.params import SamplingParams
@@ -232,6 +231,9 @@ class Matchers:
         key = msgspec.msgpack.encode(constraint)
         found = self._prototypes.get(key)
         if found is None:
+            # As late as this: most engines never see a constraint, and none waits for llguidance when it starts.
+            from headrace.grammar.compile import build_matcher, compile_grammar
+
             found = build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
             self._prototypes[key] = found
             if len(self._prototypes) > MAX_PROTOTYPES:

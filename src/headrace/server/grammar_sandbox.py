@@ -18,19 +18,12 @@ from headrace.grammar.compile import build_matcher, compile_grammar, only_whites
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
 from headrace.sampling.constraints import StructuredOutputs
 from headrace.server.bounded import read_frame, serve, write_frame
+from headrace.server.grammars import Verdict
 
-MAX_CPU_SECONDS = 1.0
 MAX_MEMORY = 256 * 2**20
 """Bytes of address space beyond what the program and the vocabulary take."""
 MAX_STACK = 4 * 2**20
 """Half of what a thread of the engine has: what fits here fits there."""
-
-
-class Verdict(msgspec.Struct):
-    """`refused` is (field, bound) of a `RequestError`; without it the constraint can be followed."""
-
-    refused: tuple[str, str] | None = None
-    warnings: list[str] = []
 
 
 def main(max_cpu_seconds: float) -> None:

@@ -6,7 +6,6 @@ refusals too, so that nobody pays twice. Knows no requests and no HTTP; held by 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
@@ -18,11 +17,20 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.sampling.constraints import StructuredOutputs
 from headrace.sampling.params import SamplingParams
-from headrace.server import grammar_sandbox
 from headrace.server.bounded import BoundedProcess
 from headrace.server.text import Tokenizer
 
 MAX_VERDICTS = 1024
+MAX_CPU_SECONDS = 1.0
+SANDBOX = "headrace.server.grammar_sandbox"
+"""The program of the process, by name: what it imports is not to be waited for by whoever has no constraints."""
+
+
+class Verdict(msgspec.Struct):
+    """`refused` is (field, bound) of a `RequestError`; without it the constraint can be followed."""
+
+    refused: tuple[str, str] | None = None
+    warnings: list[str] = []
 
 
 class GrammarChecker:
@@ -40,15 +48,13 @@ class GrammarChecker:
         tokenizer: Tokenizer | None,
         width: int,
         eos_token_ids: list[int],
-        max_cpu_seconds: float = grammar_sandbox.MAX_CPU_SECONDS,
+        max_cpu_seconds: float = MAX_CPU_SECONDS,
     ) -> None:
         self._tokenizer = tokenizer
         self._width = width
         self._eos_token_ids = eos_token_ids
-        self._process = BoundedProcess(
-            grammar_sandbox.__name__, [str(max_cpu_seconds)], max_cpu_seconds, self._vocabulary
-        )
-        self._verdicts: OrderedDict[bytes, grammar_sandbox.Verdict] = OrderedDict()
+        self._process = BoundedProcess(SANDBOX, [str(max_cpu_seconds)], max_cpu_seconds, self._vocabulary)
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammars")
 
@@ -82,6 +88,9 @@ class GrammarChecker:
             known = self._key(constraint) in self._verdicts
         if known:
             return self.check(params)
+        # As late as this: a program without a server does not wait for asyncio to be imported.
+        import asyncio
+
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.check, params)
 
     def require(self, params: SamplingParams) -> None:
@@ -104,12 +113,12 @@ class GrammarChecker:
         if params.ignore_eos:
             raise RequestError("ignore_eos", True, "false with structured_outputs: an answer ends where its form does")
 
-    def _try(self, constraint: StructuredOutputs) -> grammar_sandbox.Verdict:
+    def _try(self, constraint: StructuredOutputs) -> Verdict:
         reply = self._process.ask(msgspec.msgpack.encode(constraint))
         if isinstance(reply, str):
             bound = f"one that can be built in bounded time and memory; {reply}"
-            return grammar_sandbox.Verdict((f"structured_outputs.{constraint.kind}", bound))
-        return msgspec.msgpack.decode(reply, type=grammar_sandbox.Verdict)
+            return Verdict((f"structured_outputs.{constraint.kind}", bound))
+        return msgspec.msgpack.decode(reply, type=Verdict)
 
     def _vocabulary(self) -> bytes:
         tokenizer = self._tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.unit.grammar.rig import EOS, allowed, campaign, load, make_matchers
 
+from headrace.grammar import compile as compiling
 from headrace.grammar import matchers as module
 from headrace.grammar.matchers import GrammarError, Matchers, jumps
 from headrace.sampling.constraints import StructuredOutputs
@@ -164,14 +165,14 @@ def test_padding_of_the_logits_is_never_allowed() -> None:
 
 def test_a_slow_grammar_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    right = module.compile_grammar
+    right = compiling.compile_grammar
 
     def slow(constraint: StructuredOutputs) -> Any:
         if constraint.regex == "slow":
             gate.wait(30)
         return right(constraint)
 
-    monkeypatch.setattr(module, "compile_grammar", slow)
+    monkeypatch.setattr(compiling, "compile_grammar", slow)
     made = make_matchers()
     mask_of(made, JSON, [], seq_id=2)
     late = StructuredOutputs(regex="slow")
