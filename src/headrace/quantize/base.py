@@ -175,7 +175,7 @@ def find_method(name: str) -> Method:
     """Raises `RequestError` naming those that exist."""
     if name not in method_names():
         raise RequestError("method", name, "one of " + ", ".join(method_names()))
-    found: Method = importlib.import_module(f"headrace.quantize.methods.{name}")  # type: ignore[assignment]
+    found: Method = importlib.import_module(f"headrace.quantize.methods.{name}")
     return found
 
 
@@ -184,5 +184,5 @@ def find_writer(name: str) -> Writer:
     if name not in writer_names():
         raise RequestError("format", name, "one of " + ", ".join(writer_names()))
     module = name.replace("-", "_")
-    found: Writer = importlib.import_module(f"headrace.quantize.writers.{module}")  # type: ignore[assignment]
+    found: Writer = importlib.import_module(f"headrace.quantize.writers.{module}")
     return found

@@ -23,7 +23,7 @@ from headrace.quant.base import PLAIN, QWeight, Stacked, concatenated, find_form
 from headrace.quant.fit import Fit, fit_of, fitted
 from headrace.quant.placements import Placements
 from headrace.quant.schemes import Quantization, Scheme
-from headrace.runner.mapped import MappedCheckpoint, stacked_name
+from headrace.runner.mapped import MappedCheckpoint, MappedFile, stacked_name
 
 if TYPE_CHECKING:
     from headrace.runner.packed import Packable, PackedWriter
@@ -57,17 +57,22 @@ class Checkpoint(MappedCheckpoint):
 
     def tensor(self, name: str) -> Tensor:
         """A view of the mapping. Nobody may write to it."""
-        entry, buffer = self.entry(name), self.file(name).buffer
-        dtype = STORED[entry.dtype]
-        count = (entry.end - entry.begin) // dtype.itemsize
-        if not count:
-            return torch.zeros(entry.shape, dtype=dtype)
-        if entry.begin % dtype.itemsize:  # legal in the format, never seen
-            return torch.frombuffer(bytearray(buffer[entry.begin : entry.end]), dtype=dtype).reshape(entry.shape)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.begin)
-        return flat.reshape(entry.shape)
+        return view_of(self.file(name), name)
+
+
+def view_of(file: MappedFile, name: str) -> Tensor:
+    """A tensor of a mapped file, without a copy. Nobody may write to it."""
+    entry, buffer = file.entries[name], file.buffer
+    dtype = STORED[entry.dtype]
+    count = (entry.end - entry.begin) // dtype.itemsize
+    if not count:
+        return torch.zeros(entry.shape, dtype=dtype)
+    if entry.begin % dtype.itemsize:  # legal in the format, never seen
+        return torch.frombuffer(bytearray(buffer[entry.begin : entry.end]), dtype=dtype).reshape(entry.shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.begin)
+    return flat.reshape(entry.shape)
 
 
 class CheckpointMatrix(Stacked):

@@ -1,0 +1,446 @@
+"""Quantises a checkpoint one decoder layer after the other; a run that was broken off goes on where it stood.
+
+For each decoder layer: run the calibration text through it to see what its linear layers are given; let the method
+move scales and choose codes; write the layer as a file of its own; then read that file back and run the text through
+what it stands for, so that the next layer sees what it will be given in use (Frantar et al. 2023, section 4). In memory
+are one decoder layer in float32, the second moments of its inputs, and the text's activations between two layers.
+
+A run that goes on reads back the layers that are done, in the same way, and so comes to the same bytes. Knows
+directories; must not know the command line or tokenizers. Called by `cli.quantize`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from headrace import hub, models
+from headrace.backends.base import Backend, Chunks, KVShape
+from headrace.backends.torch_ref.program import ForwardBatch, make_forward_batch
+from headrace.errors import CheckpointError, RequestError
+from headrace.models.config import ModelConfig
+from headrace.quant.base import PLAIN, QWeight
+from headrace.quantize import shards
+from headrace.quantize.base import Layer, Options, Statistics, find_method, find_writer
+from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingBackend
+from headrace.runner.loader import DTYPES, Checkpoint, Weights, view_of
+from headrace.runner.mapped import MappedFile, choose_dtype, read_config
+
+STATE = "quantize-state.json"
+REPORT = "quantize-report.json"
+VERSION = 1
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+MAX_ROWS = 2048
+"""Tokens of the calibration text that go through a layer at once, or one sequence if it is longer."""
+BLOCK = 128
+REST = "rest"
+
+Progress = Callable[[int, int, str], None]
+"""Called with (decoder layers done, in all, the linear layer that comes next or "")."""
+Choose = Callable[[str, Options], Options | None]
+"""The options of a linear layer, given its name and those of the run; None leaves it plain."""
+
+
+@dataclass(slots=True)
+class Report:
+    """errors: for each linear layer the size of its outputs' error on the calibration text as a share of the outputs'
+    (of its weights without calibration). num_bytes: of the weights' files."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_calibration_tokens: int = 0
+
+
+class Batch(NamedTuple):
+    """Some sequences of the calibration text: their rows, where in all rows they are, and blocks of cache needed."""
+
+    rows: ForwardBatch
+    place: slice
+    num_blocks: int
+
+
+class OneCache:
+    """The cache of whichever layer is run."""
+
+    def __init__(self, shape: KVShape, num_blocks: int) -> None:
+        self._kv = torch.zeros(2, num_blocks, BLOCK, shape.num_kv_heads, shape.head_dim)
+
+    def __getitem__(self, layer_id: int) -> Tensor:
+        return self._kv
+
+
+def quantise_checkpoint(
+    source: Path,
+    out: Path,
+    options: Options,
+    layout: str,
+    calibration: Sequence[Sequence[int]] = (),
+    choose: Choose | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the checkpoint directory `source` to `out`, its linear layers quantised (the head is left as it is).
+
+    calibration: token ids of each piece of text; needed by the methods that say so, and measured by for all others.
+    Raises `RequestError` for options that can not be, and for an `out` that holds something else; `CheckpointError` for
+    a checkpoint that can not be read or has shapes that the layout has not.
+    """
+    return Run(source, out, options, layout, calibration, choose, progress).run()
+
+
+class Run:
+    """One checkpoint on its way from `source` to `out`."""
+
+    def __init__(
+        self,
+        source: Path,
+        out: Path,
+        options: Options,
+        layout: str,
+        calibration: Sequence[Sequence[int]],
+        choose: Choose | None,
+        progress: Progress | None,
+    ) -> None:
+        self.method, self.writer = find_method(options.method), find_writer(layout)
+        self.options = self.method.verify(options)
+        self.writer.verify(self.options)
+        self.source, self.out, self.progress = source, out, progress or (lambda done, total, name: None)
+        self.values = _read_values(source)
+        self.checkpoint = Checkpoint(source)
+        self.dtype = DTYPES[choose_dtype("auto", self.checkpoint, self.values)]
+        self.options = dataclasses.replace(self.options, scale_dtype=self.writer.scale_dtype(self.dtype))
+        backend = TracingBackend()
+        self.ops = backend.tracing
+        self.weights = LazyWeights(Weights(self.checkpoint, cast(Backend, backend)), self.ops)
+        module, config = models.find(self.values["model_type"]), ModelConfig(self.values)
+        longest = max((len(piece) for piece in calibration), default=0)
+        if longest > config.max_positions():
+            raise RequestError("calibration", longest, f"pieces of at most {config.max_positions()} tokens")
+        self.model: Any = module.Model(config, self.weights, self.ops, max(longest, 2))
+        self.weights.finish()
+        self.num_layers = len(self.model.layers)
+        self.chosen, self.left = self._choose(choose)
+        uncalibrated = [o.method for o in [self.options, *self.chosen.values()] if find_method(o.method).CALIBRATED]
+        if uncalibrated and not calibration:
+            raise RequestError("calibration", None, f"a text for method {uncalibrated[0]}")
+        self.calibration = _in_vocabulary(calibration, self.model.vocab_size)
+        # What `read` is given; the layouts say nothing in it that is known only when all is written.
+        self.quantization_config = self.writer.quantization_config(self.chosen, self.left)
+        self.state = State(out, self._fingerprint(layout), self.num_layers)
+
+    def run(self) -> Report:
+        self.state.open()
+        done = self.state.num_done
+        with torch.inference_mode():
+            hidden, batches, kv = self._embedded()
+            for i in range(self.num_layers):
+                self.progress(i, self.num_layers, "")
+                if i >= done:
+                    self._quantise(i, hidden, batches, kv)
+                if batches and i + 1 < self.num_layers and done < self.num_layers:
+                    self._read_back(i)
+                    hidden = self._run_layer(i, hidden, batches, kv)
+                self.ops.weights, self.ops.biases = {}, {}
+                self.checkpoint.release()
+            if done <= self.num_layers:
+                names = [name for name in self.checkpoint.names if _layer_of(name) is None]
+                file = self.state.file_of(self.num_layers)
+                shards.write(self.out / file, {name: self.checkpoint.tensor(name) for name in names})
+                self.state.add(file, names, {})
+        return self._finish()
+
+    def _finish(self) -> Report:
+        _copy_others(self.source, self.out)
+        files = self.state.files
+        report = Report(self.state.errors, sum((self.out / file).stat().st_size for file in files),
+                        sum(map(len, self.calibration)))  # fmt: skip
+        told: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
+        told |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors}
+        shards.write_json(self.out / REPORT, told)
+        values = {name: value for name, value in self.values.items() if name != "quantization_config"}
+        self.writer.finish(self.out, files, values | {"quantization_config": self.quantization_config})
+        (self.out / STATE).unlink()
+        self.progress(self.num_layers, self.num_layers, "")
+        return report
+
+    def _choose(self, choose: Choose | None) -> tuple[dict[str, Options], list[str]]:
+        """The options of the layers to quantise, and the names of those that stay as they are."""
+        chosen: dict[str, Options] = {}
+        left: list[str] = []
+        for matrix in self.weights.matrices:
+            for name in matrix.names:
+                own = None if matrix.plain else self.options if choose is None else choose(name, self.options)
+                if own is None:
+                    left.append(name)
+                    continue
+                if own is not self.options:
+                    own = dataclasses.replace(own, scale_dtype=self.options.scale_dtype)
+                chosen[name] = own
+        return chosen, [*left, "lm_head"]
+
+    def _fingerprint(self, layout: str) -> str:
+        """Of all that the result depends on: the checkpoint's files, options, layout, and the calibration text."""
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
+        chosen = {name: _as_json(options) for name, options in self.chosen.items()}
+        told = [
+            VERSION,
+            files,
+            self.values,
+            layout,
+            _as_json(self.options),
+            chosen,
+            [list(p) for p in self.calibration],
+        ]
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _embedded(self) -> tuple[Tensor, list[Batch], OneCache]:
+        """The calibration text's rows as the first decoder layer is given them [rows, hidden]."""
+        batches = list(_batches(self.calibration))
+        parts = [self.model.embed(batch.rows.token_ids) for batch in batches]
+        kv = OneCache(self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0))
+        return torch.cat(parts) if parts else torch.empty(0, 0), batches, kv
+
+    def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: OneCache) -> Tensor:
+        made = torch.empty_like(hidden)
+        for batch in batches:
+            made[batch.place] = self.model.layers[i](hidden[batch.place], batch.rows, kv)
+            self.ops.forget()
+        return made
+
+    def _matrices(self, i: int) -> list[LazyMatrix]:
+        return [matrix for matrix in self.weights.matrices if _layer_of(matrix.names[0]) == i]
+
+    def _quantise(self, i: int, hidden: Tensor, batches: list[Batch], kv: OneCache) -> None:
+        layer = self._load(i)
+        if batches:
+            self._measure(i, layer, hidden, batches, kv)
+        self.method.prepare(layer, self.options)
+        changed = {f"{name}.weight": norm.to(self.dtype) for name, norm in layer.norms.items()}
+        changed |= {f"{name}.bias": bias.to(self.dtype) for name, bias in layer.biases.items()}
+        tensors: dict[str, Tensor] = {}
+        for name in self.checkpoint.names:
+            if _layer_of(name) == i and name.removesuffix(".weight") not in layer.weights:
+                stored = self.checkpoint.tensor(name)
+                own = changed.get(name)
+                # What did not change is written as it came, whatever its dtype.
+                tensors[name] = stored if own is None or torch.equal(own.float(), stored.float()) else own
+        errors: dict[str, float] = {}
+        weights: dict[str, QWeight] = {}
+        for name, weight in layer.weights.items():
+            self.progress(i, self.num_layers, name)
+            options, known = self.chosen[name], layer.statistics.get(name)
+            made = find_method(options.method).quantise(weight, known, options, name)
+            errors[name] = _error(weight, made, known)
+            tensors |= self.writer.tensors(name, made, options)
+            weights[name] = made
+        file = self.state.file_of(i)
+        shards.write(self.out / file, tensors)
+        self._verify(file, weights)
+        self.state.add(file, list(tensors), errors)
+
+    def _load(self, i: int) -> Layer:
+        """Decoder layer `i` of the source: into the operators, and as the working set of the method."""
+        layer = Layer({}, stored=self.dtype)
+        plain: dict[str, Tensor] = {}
+        for matrix in self._matrices(i):
+            for name, num_out in zip(matrix.names, matrix.num_outs, strict=True):
+                weight = self.checkpoint.tensor(f"{name}.weight")
+                if tuple(weight.shape) != (num_out, matrix.num_in) or weight.dtype not in PLAIN:
+                    raise CheckpointError(
+                        f"{name}.weight has shape {list(weight.shape)} and dtype {weight.dtype}, expected floats "
+                        f"[{num_out}, {matrix.num_in}]"
+                    )
+                (layer.weights if name in self.chosen else plain)[name] = weight.float().clone()
+                if matrix.bias:
+                    layer.biases[name] = self.checkpoint.tensor(f"{name}.bias").float().clone()
+        for full, norm in self.weights.norms.items():
+            name = full.removesuffix(".weight")
+            if _layer_of(full) == i and full != name:
+                norm.copy_(self.checkpoint.tensor(full))
+                layer.norms[name] = norm.clone()
+        self.ops.weights, self.ops.biases = layer.weights | plain, dict(layer.biases)
+        return layer
+
+    def _measure(self, i: int, layer: Layer, hidden: Tensor, batches: list[Batch], kv: OneCache) -> None:
+        """Fill in the layer's statistics and folds."""
+        ops = self.ops
+        ops.statistics, ops.fed, ops.recording = {}, {}, True
+        try:
+            self._run_layer(i, hidden, batches, kv)
+        finally:
+            ops.recording = False
+        for matrix in self._matrices(i):
+            for name in matrix.names:
+                if name in layer.weights:
+                    layer.statistics[name] = ops.statistics.get(matrix.names[0], Statistics(matrix.num_in))
+        layer.offsets = {name: ops.offsets.get(name, 0.0) for name in layer.norms}
+        inside = layer.weights.keys() | layer.norms.keys()
+        layer.folds = [
+            fold for fold in ops.folds() if fold.before in inside and all(name in layer.weights for name in fold.after)
+        ]
+        ops.statistics, ops.fed = {}, {}
+
+    def _verify(self, file: str, weights: dict[str, QWeight]) -> None:
+        """Raises `CheckpointError` unless what was written is read as what was meant, to the bit."""
+        read = _File(self.out / file)
+        for name, weight in weights.items():
+            if not torch.equal(
+                self.writer.read(read, name, self.quantization_config).dequantize(), weight.dequantize()
+            ):
+                raise CheckpointError(f"{self.out / file}: {name} is not read back as it was written")
+
+    def _read_back(self, i: int) -> None:
+        """What was written of decoder layer `i`, into the operators."""
+        file = _File(self.out / self.state.file_of(i))
+        weights: dict[str, Tensor] = {}
+        biases: dict[str, Tensor] = {}
+        for matrix in self._matrices(i):
+            for name in matrix.names:
+                if name in self.chosen:
+                    weights[name] = self.writer.read(file, name, self.quantization_config).dequantize()
+                else:
+                    weights[name] = file(f"{name}.weight").float()
+                if matrix.bias:
+                    biases[name] = file(f"{name}.bias").float()
+        for name, norm in self.weights.norms.items():
+            if _layer_of(name) == i:
+                norm.copy_(file(name))
+        self.ops.weights, self.ops.biases = weights, biases
+
+
+class State:
+    """What `out` holds already: the state file, and whole files of weights."""
+
+    def __init__(self, out: Path, fingerprint: str, num_layers: int) -> None:
+        self.out, self.fingerprint, self.num_layers = out, fingerprint, num_layers
+        self.files: dict[str, list[str]] = {}
+        self.errors: dict[str, float] = {}
+
+    @property
+    def num_done(self) -> int:
+        return len(self.files)
+
+    def file_of(self, place: int) -> str:
+        """The file of a decoder layer; of the rest, for place num_layers."""
+        return f"model-{place + 1:05}-of-{self.num_layers + 1:05}.safetensors"
+
+    def open(self) -> None:
+        """Take up what is there. Raises `RequestError` if that is something else, or of another run."""
+        path = self.out / STATE
+        if not path.is_file():
+            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+                raise RequestError(
+                    "out", str(self.out), "a new or empty directory, or that of a run that was broken off"
+                )
+            self.out.mkdir(parents=True, exist_ok=True)
+            self._save()
+            return
+        found = hub.read_json(path)
+        if found.get("fingerprint") != self.fingerprint:
+            raise RequestError(
+                "out", str(self.out), "another directory: it holds a run with other options, model or calibration text"
+            )
+        files, errors = found.get("files"), found.get("errors")
+        if not isinstance(files, dict) or not isinstance(errors, dict):
+            raise CheckpointError(f"{path}: files or errors are missing")
+        for place, (file, names) in enumerate(files.items()):
+            if file != self.file_of(place) or not (self.out / file).is_file():
+                raise CheckpointError(f"{path} names {file!r:.80}, which is not there; begin anew in another directory")
+            self.files[file] = list(names)
+        self.errors = {str(name): float(error) for name, error in errors.items()}
+
+    def add(self, file: str, names: Iterable[str], errors: dict[str, float]) -> None:
+        self.files[file] = sorted(names)
+        self.errors |= errors
+        self._save()
+
+    def _save(self) -> None:
+        told = {"fingerprint": self.fingerprint, "files": self.files, "errors": self.errors}
+        shards.write_json(self.out / STATE, told)
+
+
+class _File:
+    """`quant.base.Tensors` of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = MappedFile(path)
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._file.entries:
+            raise CheckpointError(f"{self._file.path} lacks {name}")
+        return view_of(self._file, name)
+
+    def has(self, name: str) -> bool:
+        return name in self._file.entries
+
+
+def _read_values(source: Path) -> dict[str, Any]:
+    if source.is_file():
+        raise CheckpointError(f"{source} is a GGUF file; headrace quantises directories of safetensors")
+    values = read_config(source, models.names())
+    if values.get("quantization_config") is not None:
+        raise CheckpointError(f"{source}: config.json has a quantization_config: these weights are quantised already")
+    return values
+
+
+def _in_vocabulary(calibration: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
+    made = [list(piece) for piece in calibration if len(piece)]
+    worst = max((token_id for piece in made for token_id in piece), default=0)
+    if worst >= vocab_size:
+        raise RequestError("calibration", worst, f"token ids below {vocab_size}, the model's vocabulary")
+    return made
+
+
+def _batches(calibration: list[list[int]]) -> Iterable[Batch]:
+    first, row = 0, 0
+    while first < len(calibration):
+        last, num_rows = first + 1, len(calibration[first])
+        while last < len(calibration) and num_rows + len(calibration[last]) <= MAX_ROWS:
+            num_rows += len(calibration[last])
+            last += 1
+        pieces = calibration[first:last]
+        tables: list[list[int]] = []
+        num_blocks = 0
+        for piece in pieces:
+            count = -(-len(piece) // BLOCK)
+            tables.append(list(range(num_blocks, num_blocks + count)))
+            num_blocks += count
+        rows = make_forward_batch(Chunks([0] * len(pieces), pieces, tables), BLOCK, torch.device("cpu"))
+        yield Batch(rows, slice(row, row + num_rows), num_blocks)
+        first, row = last, row + num_rows
+
+
+def _layer_of(name: str) -> int | None:
+    found = LAYER.search(name)
+    return None if found is None else int(found.group(1))
+
+
+def _error(weight: Tensor, made: QWeight, known: Statistics | None) -> float:
+    lost = made.dequantize() - weight
+    if known is None or not known.num_rows:
+        return float(torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(weight).clamp_min(1e-30))
+    left = torch.sum(torch.mm(lost, known.hessian) * lost).clamp_min(0)
+    whole = torch.sum(torch.mm(weight, known.hessian) * weight).clamp_min(1e-30)
+    return float(torch.sqrt(left / whole))
+
+
+def _as_json(options: Options) -> dict[str, Any]:
+    made = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return made | {"scale_dtype": str(options.scale_dtype).removeprefix("torch."), "extra": dict(options.extra)}
+
+
+def _copy_others(source: Path, out: Path) -> None:
+    """The tokenizer and whatever else lies beside the weights and is read."""
+    for pattern in hub.PATTERNS:
+        for path in sorted(source.glob(pattern)):
+            if path.suffix != ".safetensors" and path.name not in ("config.json", shards.INDEX, STATE, REPORT):
+                shutil.copyfile(path, out / path.name)

@@ -1,0 +1,102 @@
+"""GPTQ (Frantar et al. 2023: "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+algorithm 1): weights are rounded one input after the other, and what rounding loses is made up for by the weights of
+the inputs that follow, by the second derivatives of the layer's squared error.
+
+`act_order` is the order in which that happens: by index ("none"), or the inputs with the largest diagonal first, either
+in groups of neighbours ("static", which runs on any kernel) or in groups as they come ("group", with a g_idx).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant.base import QWeight
+from headrace.quantize import grid
+from headrace.quantize.base import Layer, Options, Statistics
+
+logger = logging.getLogger(__name__)
+
+CALIBRATED = True
+ORDERS = ("none", "static", "group")
+BLOCK = 128
+"""Inputs between two updates of all that follow (the paper's B)."""
+MAX_DAMPING = 1.0
+
+
+def verify(options: Options) -> Options:
+    symmetric = grid.verify(options, symmetric=True)
+    if options.act_order not in ORDERS:
+        raise RequestError("act_order", options.act_order, "one of " + ", ".join(ORDERS))
+    if not 0 < options.damping <= MAX_DAMPING:
+        raise RequestError("damping", options.damping, f"above 0, at most {MAX_DAMPING:g}")
+    if options.group_size < 1 and options.act_order == "group":
+        raise RequestError("act_order", "group", "static or none where an output has one scale")
+    return replace(options, symmetric=symmetric)
+
+
+def prepare(layer: Layer, options: Options) -> None:
+    """Nothing moves."""
+
+
+def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
+    num_in = weight.shape[1]
+    group = grid.group_of(options, num_in, name)
+    hessian = torch.eye(num_in) if statistics is None or not statistics.num_rows else statistics.hessian.clone()
+    diagonal = hessian.diagonal()
+    diagonal[diagonal == 0] = 1.0  # an input that was never seen says nothing of the others
+    order = torch.arange(num_in)
+    if options.act_order != "none":
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    # Where the grid does not follow the order, it is that of the weights as they came.
+    static = options.act_order == "static" or group == num_in
+    scales, zeros = grid.find(weight.view(len(weight), -1, group), options)
+    grid.verify_scales(scales, weight, name)
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    w = weight[:, order]
+    factor = _factor(hessian[order][:, order], options.damping, name)
+    step = group * max(1, BLOCK // group) if group < num_in else BLOCK
+    for first in range(0, num_in, step):
+        last = min(first + step, num_in)
+        block, own = w[:, first:last].clone(), factor[first:last, first:last]
+        lost = torch.empty_like(block)
+        for i in range(last - first):
+            place = first + i
+            index = int(order[place]) // group if static else place // group
+            if not static and place % group == 0:
+                scales[:, index], zeros[:, index] = grid.find(block[:, i : i + group], options)
+            column, scale, zero = block[:, i], scales[:, index], zeros[:, index]
+            chosen = grid.code(column, scale, zero, options.bits)
+            codes[:, place] = chosen.to(torch.uint8)
+            error = (column - (chosen - zero) * scale) / own[i, i]
+            block[:, i + 1 :].addr_(error, own[i, i + 1 :], alpha=-1)
+            lost[:, i] = error
+        w[:, last:].addmm_(lost, factor[first:last, last:], alpha=-1)
+    grid.verify_scales(scales, weight, name)
+    if not static and options.act_order == "group":
+        return QWeight(codes, scales, zeros, group=group, bits=options.bits, permutation=order)
+    back = torch.empty_like(codes)
+    back[:, order] = codes
+    return QWeight(back, scales, zeros, group=group, bits=options.bits)
+
+
+def _factor(hessian: Tensor, damping: float, name: str) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped Hessian [in, in]."""
+    mean = hessian.diagonal().mean()
+    while damping <= MAX_DAMPING:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            inverse: Tensor = torch.cholesky_inverse(lower)
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not int(failed) and bool(torch.isfinite(upper).all()):
+                return upper
+        damping *= 10
+        logger.warning("%s: its Hessian is not positive definite; damping goes up to %g", name, damping)
+    raise CheckpointError(f"{name}: its Hessian can not be inverted; calibrate with more text, or with more damping")

@@ -1,0 +1,67 @@
+"""Writes safetensors files and the small files around them, each whole or not at all.
+
+A file is written beside its place and moved there when it is complete, so that a run that is killed leaves whole files
+only. Bytes depend on names and numbers alone. Called by `quantize.driver` and by the writers of Hugging Face layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.runner.loader import STORED
+
+INDEX = "model.safetensors.index.json"
+NAMES = {dtype: name for name, dtype in STORED.items() if not (name == "F8_E8M0" or dtype == torch.bool)}
+ALIGNMENT = 8
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file. Tensors may be views of a mapping: none is copied."""
+    # The widest first, so that each begins at a multiple of its own width.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in order:
+        size = tensors[name].numel() * tensors[name].element_size()
+        header[name] = {
+            "dtype": NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            if tensors[name].numel():
+                file.write(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_json(path: Path, values: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
+    """config.json and the index. files: names of tensors by file."""
+    weight_map = {name: file for file, names in files.items() for name in names}
+    size = sum((directory / file).stat().st_size for file in files)
+    write_json(
+        directory / INDEX,
+        {"metadata": {"total_size": size}, "weight_map": {name: weight_map[name] for name in sorted(weight_map)}},
+    )
+    write_json(directory / "config.json", config)

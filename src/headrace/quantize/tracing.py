@@ -1,0 +1,215 @@
+"""A model whose linear layers are loaded one decoder layer at a time, and that tells what it feeds them.
+
+The model files run unchanged on `TracingOps`: matrices are names until their decoder layer's weights are put in place,
+what a linear layer is given goes into its statistics, and what came from which norm or layer is remembered, so that
+scales can be folded. Float32 throughout. Knows no methods. Called by `quantize.driver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.backends.base import Activation, Array, HeadNorm, Heads, Matrix, Turn
+from headrace.backends.torch_ref import TorchRef
+from headrace.backends.torch_ref.ops import RefOps
+from headrace.backends.torch_ref.program import ForwardBatch
+from headrace.errors import CheckpointError
+from headrace.quant.base import MatrixSource
+from headrace.quantize.base import Fold, Statistics
+from headrace.runner.loader import Weights
+
+
+@dataclass(slots=True, eq=False)
+class LazyMatrix:
+    """A linear layer, or several stacked ones: names in the checkpoint and what each gives out."""
+
+    num_in: int
+    num_out: int
+    names: tuple[str, ...] = ()
+    num_outs: tuple[int, ...] = ()
+    bias: bool = False
+    plain: bool = False
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a tensor came from: a norm, a matrix, a matrix whose queries were taken, or the outputs of one layer."""
+
+    kind: Literal["norm", "matrix", "query", "rows"]
+    name: str = ""
+    matrix: LazyMatrix | None = None
+    index: Tensor | None = None
+
+
+class TracingOps(RefOps):
+    """The reference's operators over weights that come and go.
+
+    weights, biases: float32, of the decoder layer that is run, by name. statistics: by first name of a matrix, while
+    `recording`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32)
+        self.weights: dict[str, Tensor] = {}
+        self.biases: dict[str, Tensor] = {}
+        self.recording = False
+        self.statistics: dict[str, Statistics] = {}
+        self.norm_names: dict[int, str] = {}
+        self.offsets: dict[str, float] = {}
+        self.fed: dict[tuple[str, str], list[tuple[LazyMatrix, Tensor | None]]] = {}
+        self._origins: dict[int, tuple[Tensor, Origin]] = {}
+
+    def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> Any:
+        return LazyMatrix(source.num_in, source.num_out, bias=bias is not None)
+
+    def forget(self) -> None:
+        """Let go of the tensors of a run."""
+        self._origins.clear()
+
+    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        if not isinstance(matrix, LazyMatrix):
+            raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
+        if self.recording:
+            self._record(x, matrix)
+        parts = [F.linear(x, self.weights[name], self.biases.get(name)) for name in matrix.names]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return self._made(out, Origin("matrix", matrix=matrix))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        out = super().rms_norm(x, weight, eps, offset)
+        name = self.norm_names.get(id(weight), "")
+        self.offsets[name] = offset
+        return self._made(out, Origin("norm", name)) if name else out
+
+    def gated(self, x: Tensor, kind: Activation) -> Tensor:
+        out = super().gated(x, kind)
+        matrix = self._matrix_of(x)
+        if matrix is None or len(matrix.names) != 2:
+            return out
+        return self._made(out, Origin("rows", matrix.names[1], index=torch.arange(matrix.num_outs[1])))
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rows: ForwardBatch,
+        cache: Tensor,
+        turn: Turn | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> Tensor:
+        out = super().rope_store(qkv, heads, rows, cache, turn, q_norm, k_norm)
+        return self._made(out, Origin("query", matrix=self._matrix_of(qkv)))
+
+    def attention(
+        self,
+        query: Tensor,
+        heads: Heads,
+        rows: ForwardBatch,
+        cache: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        out = super().attention(query, heads, rows, cache, scale, window, softcap)
+        found = self._origins.get(id(query))
+        matrix = found[1].matrix if found is not None else None
+        if matrix is None or len(matrix.names) != 3:
+            return out
+        # Query head h looks at the values of head h // (heads / kv_heads).
+        head = torch.arange(heads.num_heads) // (heads.num_heads // heads.num_kv_heads)
+        index = (head.unsqueeze(1) * heads.head_dim + torch.arange(heads.head_dim)).flatten()
+        return self._made(out, Origin("rows", matrix.names[2], index=index))
+
+    def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        return super().embedding(ids, table, scale).float()
+
+    def folds(self) -> list[Fold]:
+        """Where scales can pass in what was run while recording: all that takes the outputs in is to be quantised."""
+        made = []
+        for (_, name), fed in self.fed.items():
+            if any(matrix.plain for matrix, _ in fed):
+                continue
+            index = fed[0][1]
+            after = [part for matrix, _ in fed for part in matrix.names]
+            made.append(Fold(name, after, torch.arange(fed[0][0].num_in) if index is None else index))
+        return made
+
+    def _record(self, x: Tensor, matrix: LazyMatrix) -> None:
+        known = self.statistics.setdefault(matrix.names[0], Statistics(0 if matrix.plain else matrix.num_in))
+        if not matrix.plain:
+            known.add(x)
+        found = self._origins.get(id(x))
+        if found is not None and found[1].kind in ("norm", "rows"):
+            fed = self.fed.setdefault((found[1].kind, found[1].name), [])
+            if all(other is not matrix for other, _ in fed):
+                fed.append((matrix, found[1].index))
+
+    def _made(self, out: Tensor, origin: Origin) -> Tensor:
+        if self.recording:
+            self._origins[id(out)] = (out, origin)  # holding it keeps its id its own
+        return out
+
+    def _matrix_of(self, x: Tensor) -> LazyMatrix | None:
+        found = self._origins.get(id(x))
+        return found[1].matrix if found is not None and found[1].kind == "matrix" else None
+
+
+class TracingBackend(TorchRef):
+    """Memory for a `TracingOps`: the embedding table stays mapped."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "float32")
+        self.tracing = TracingOps()
+        self.ops = self.tracing
+
+    def table(self, values: Any) -> Tensor:
+        found: Tensor = values
+        return found
+
+
+class LazyWeights:
+    """`loader.Weights` whose matrices know their names. `matrices` has those of the decoder layers, `norms` the small
+    tensors by name."""
+
+    def __init__(self, weights: Weights, ops: TracingOps) -> None:
+        self._weights = weights
+        self._ops = ops
+        self.matrices: list[LazyMatrix] = []
+        self.norms: dict[str, Tensor] = {}
+        self.has, self.has_prefix = weights.has, weights.has_prefix
+        self.constant, self.table, self.ends = weights.constant, weights.table, weights.ends
+        self.finish = weights.finish
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        made: Tensor = self._weights.tensor(name, shape)
+        self.norms[name] = made
+        self._ops.norm_names[id(made)] = name.removesuffix(".weight")
+        return made
+
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+    ) -> Matrix:
+        if transposed:
+            raise CheckpointError(
+                f"{names[0]}.weight is stored [in, out]; no layout of quantised checkpoints has such layers"
+            )
+        made = self._weights.linear(names, num_in, num_outs, bias=bias, plain=plain)
+        if not isinstance(made, LazyMatrix):
+            raise TypeError(f"a matrix of another backend: {type(made).__name__}")
+        made.names, made.num_outs, made.plain = tuple(names), tuple(num_outs), plain
+        self.matrices.append(made)
+        return made

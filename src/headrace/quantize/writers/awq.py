@@ -1,0 +1,66 @@
+"""AWQ's "gemm" layout as `quant.awq` reads it: 4 bits with zero points, eight outputs a word in an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant import awq
+from headrace.quant.base import QWeight, Tensors
+from headrace.quantize import shards
+from headrace.quantize.base import Options
+from headrace.quantize.packing import packed
+from headrace.quantize.writers.gptq import one_of
+
+
+def verify(options: Options) -> None:
+    if options.bits != 4 or options.group_size == 0 or (options.method == "gptq" and options.act_order == "group"):
+        shown = f"{options.bits} bits, group_size {options.group_size}"
+        raise RequestError("format", "awq", f"another for {shown}: it holds 4 bits in groups of neighbours")
+
+
+def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    return torch.float16
+
+
+def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
+    if weight.scales is None or weight.zeros is None or weight.shape[0] % 8:
+        raise CheckpointError(f"{name} has {weight.shape[0]} outputs; AWQ's layout wants scales and eights of outputs")
+    return {
+        f"{name}.qweight": _words(weight.codes),
+        f"{name}.qzeros": _words(weight.zeros.to(torch.uint8)),
+        f"{name}.scales": weight.scales.t().contiguous().half(),
+    }
+
+
+def _words(codes: Tensor) -> Tensor:
+    """uint8 [out, n] -> int32 [n, out / 8]."""
+    turned = codes.t().reshape(codes.shape[1], -1, 8)
+    mixed = torch.empty_like(turned)
+    mixed[:, :, list(awq.PLACES)] = turned
+    return packed(mixed.flatten(1), 4)
+
+
+def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+    options = one_of(chosen, "awq")
+    return {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": options.bits,
+        "group_size": options.group_size,
+        "zero_point": True,
+        "modules_to_not_convert": list(left) or None,
+    }
+
+
+def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    return awq.read(source, name, config)
+
+
+def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
+    shards.finish(directory, files, config)

@@ -1,0 +1,136 @@
+"""compressed-tensors' layouts as `quant.compressed_tensors` reads them: codes packed into words ("pack-quantized"),
+symmetric 8 bits with one scale for each output or matrix as they are ("int-quantized", W8A8), 8-bit floats
+("float-quantized"), and MXFP4 ("mxfp4-pack-quantized")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant import compressed_tensors
+from headrace.quant.base import QWeight, Tensors
+from headrace.quantize import shards
+from headrace.quantize.base import Options
+from headrace.quantize.packing import packed
+
+PACKED, PLAIN = "pack-quantized", "int-quantized"
+FLOATS = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized"}
+"""Layouts of the methods that give floats."""
+OTHERS = {"nf4": "bitsandbytes", "llm_int8": "bitsandbytes", "fp8_e5m2": "fp8"}
+"""Formats of the methods that this one has no layout for."""
+
+
+def verify(options: Options) -> None:
+    if options.method in OTHERS:
+        raise RequestError("format", "compressed-tensors", f"{OTHERS[options.method]} for method {options.method}")
+
+
+def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if model_dtype == torch.bfloat16 else torch.float16
+
+
+def layout(options: Options) -> str:
+    if options.method in FLOATS:
+        return FLOATS[options.method]
+    return PLAIN if options.bits == 8 and options.group_size < 1 and options.symmetric else PACKED
+
+
+def strategy(options: Options) -> str:
+    """Zero points of a whole matrix have no place in the layout: they are said once for each output."""
+    if options.group_size == 0 and options.symmetric:
+        return "tensor"
+    return "group" if options.group_size > 0 else "channel"
+
+
+def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
+    if options.method in FLOATS:
+        return _floats(name, weight, options)
+    if weight.scales is None or weight.zeros is None:
+        raise CheckpointError(f"{name}: codes without scales and zero points have no place in {PACKED}")
+    scales = weight.scales if strategy(options) != "tensor" else weight.scales[:1, 0]
+    made = {f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
+    if layout(options) == PLAIN:
+        return made | {f"{name}.weight": (weight.codes.to(torch.int16) - 128).to(torch.int8)}
+    codes = weight.codes
+    if weight.permutation is not None:
+        g_idx, codes = torch.empty(weight.shape[1], dtype=torch.int32), torch.empty_like(codes)
+        g_idx[weight.permutation] = torch.arange(weight.shape[1], dtype=torch.int32) // weight.group
+        codes[:, weight.permutation] = weight.codes
+        made[f"{name}.weight_g_idx"] = g_idx
+    made[f"{name}.weight_packed"] = packed(codes, options.bits)
+    made[f"{name}.weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
+    if not options.symmetric:
+        zeros = weight.zeros.to(torch.uint8).t().contiguous()
+        made[f"{name}.weight_zero_point"] = packed(zeros, options.bits).t().contiguous()
+    return made
+
+
+def _floats(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
+    if weight.scales is None:
+        raise CheckpointError(f"{name}: floats without scales have no place in {layout(options)}")
+    if options.method == "mxfp4":
+        exponents = torch.log2(weight.scales) + 127
+        packed_pairs = weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4
+        return {f"{name}.weight_packed": packed_pairs, f"{name}.weight_scale": exponents.to(torch.uint8)}
+    scales = weight.scales if strategy(options) != "tensor" else weight.scales[:1, 0]
+    return {f"{name}.weight": weight.codes, f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
+
+
+def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+    """One group for each way in which layers are quantised; where there is more than one, each lists its layers."""
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    first: dict[tuple[Any, ...], Options] = {}
+    for name, options in chosen.items():
+        key = (options.bits, options.group_size, options.symmetric, options.method, options.act_order)
+        kinds.setdefault(key, []).append(name)
+        first.setdefault(key, options)
+    formats = {layout(options) for options in first.values()}
+    groups = {
+        f"group_{i}": _group(first[key], ["Linear"] if len(kinds) == 1 else names)
+        for i, (key, names) in enumerate(kinds.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(left),
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(options: Options, targets: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": options.bits,
+        "type": "float" if options.method in FLOATS else "int",
+        "symmetric": bool(options.symmetric),
+        "strategy": strategy(options),
+        "group_size": options.group_size if options.group_size > 0 else None,
+        "dynamic": False,
+        "observer": "minmax",
+        "actorder": options.act_order if options.method == "gptq" and options.act_order != "none" else None,
+    }
+    activations = None
+    if layout(options) == PLAIN:
+        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+        "format": layout(options),
+    }
+
+
+def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    return compressed_tensors.read(source, name, config)
+
+
+def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
+    shards.finish(directory, files, config)

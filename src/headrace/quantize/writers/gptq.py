@@ -1,0 +1,83 @@
+"""GPTQ's layout as `quant.gptq` reads it, in the first version (zero points less one), which all engines read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant import gptq
+from headrace.quant.base import QWeight, Tensors
+from headrace.quantize import shards
+from headrace.quantize.base import Options
+from headrace.quantize.packing import packed
+
+
+def verify(options: Options) -> None:
+    if options.bits not in gptq.BITS or options.group_size == 0 or options.method == "smoothquant":
+        shown = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
+        raise RequestError("format", "gptq", f"compressed-tensors for {shown}")
+
+
+def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    return torch.float16
+
+
+def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
+    num_out, num_in = weight.shape
+    if weight.scales is None or weight.zeros is None:
+        raise CheckpointError(f"{name}: codes without scales and zero points have no place in GPTQ's layout")
+    if num_out * options.bits % 32 or num_in * options.bits % 32:
+        raise CheckpointError(
+            f"{name} has {num_out} outputs and {num_in} inputs; GPTQ's layout wants whole words of {options.bits} bits"
+        )
+    index = torch.arange(num_in) // weight.group
+    codes = weight.codes
+    if weight.permutation is not None:
+        g_idx, back = torch.empty_like(index), torch.empty_like(codes)
+        g_idx[weight.permutation], back[:, weight.permutation] = index, codes
+        index, codes = g_idx, back
+    stored = (weight.zeros - gptq.LAYOUTS["gptq"]).to(torch.uint8)
+    return {
+        f"{name}.qweight": packed(codes, options.bits).t().contiguous(),
+        f"{name}.qzeros": packed(stored.t().contiguous(), options.bits),
+        f"{name}.scales": weight.scales.t().contiguous().half(),
+        f"{name}.g_idx": index.int(),
+    }
+
+
+def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+    options = one_of(chosen, "gptq")
+    calibrated = options.method == "gptq"
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq",
+        "bits": options.bits,
+        "group_size": options.group_size,
+        "sym": bool(options.symmetric),
+        "desc_act": calibrated and options.act_order == "group",
+        "static_groups": calibrated and options.act_order == "static",
+        "damp_percent": options.damping,
+        "true_sequential": False,
+        "lm_head": False,
+    }
+
+
+def one_of(chosen: Mapping[str, Options], layout: str) -> Options:
+    """The options of all layers, for layouts that know no others. Raises `RequestError` if they differ."""
+    found = list(dict.fromkeys((o.bits, o.group_size, o.symmetric) for o in chosen.values()))
+    if len(found) != 1:
+        raise RequestError("format", layout, "compressed-tensors where layers differ in bits or groups")
+    return next(iter(chosen.values()))
+
+
+def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    return gptq.read(source, name, config)
+
+
+def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
+    shards.finish(directory, files, config)
