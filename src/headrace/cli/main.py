@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import headrace
-from headrace.cli import bench, chat, doctor, generate, run_batch, serve
+from headrace.cli import bench, chat, doctor, generate, quantize, run_batch, serve
 from headrace.errors import HeadraceError, RequestError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command()(serve.serve)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(run_batch.run_batch)
+app.command()(quantize.quantize)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

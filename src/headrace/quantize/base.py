@@ -23,6 +23,9 @@ from headrace.quantize import methods, writers
 
 ActOrder = Literal["none", "static", "group"]
 
+AFFINE = ("rtn", "gptq", "awq", "smoothquant", "hqq")
+"""Methods whose codes are whole numbers with a scale and a whole zero point for each group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:

@@ -97,6 +97,12 @@ def quantise_checkpoint(
     return Run(source, out, options, layout, calibration, choose, progress).run()
 
 
+def verify_out(out: Path) -> None:
+    """Raises `RequestError` unless `out` is not there, empty, or holds a run that was broken off."""
+    if out.exists() and not (out / STATE).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError("out", str(out), "a new or empty directory, or that of a run that was broken off")
+
+
 class Run:
     """One checkpoint on its way from `source` to `out`."""
 
@@ -160,15 +166,14 @@ class Run:
 
     def _finish(self) -> Report:
         _copy_others(self.source, self.out)
-        files = self.state.files
-        report = Report(self.state.errors, sum((self.out / file).stat().st_size for file in files),
-                        sum(map(len, self.calibration)))  # fmt: skip
+        report = Report(self.state.errors, num_calibration_tokens=sum(map(len, self.calibration)))
         told: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
         told |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors}
         shards.write_json(self.out / REPORT, told)
-        values = {name: value for name, value in self.values.items() if name != "quantization_config"}
-        self.writer.finish(self.out, files, values | {"quantization_config": self.quantization_config})
+        self.writer.finish(self.out, self.state.files, self.values | {"quantization_config": self.quantization_config})
         (self.out / STATE).unlink()
+        made = [path for kind in ("*.safetensors", "*.gguf") for path in self.out.glob(kind)]
+        report.num_bytes = sum(path.stat().st_size for path in made)
         self.progress(self.num_layers, self.num_layers, "")
         return report
 
@@ -336,11 +341,8 @@ class State:
     def open(self) -> None:
         """Take up what is there. Raises `RequestError` if that is something else, or of another run."""
         path = self.out / STATE
+        verify_out(self.out)
         if not path.is_file():
-            if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-                raise RequestError(
-                    "out", str(self.out), "a new or empty directory, or that of a run that was broken off"
-                )
             self.out.mkdir(parents=True, exist_ok=True)
             self._save()
             return

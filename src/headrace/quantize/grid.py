@@ -65,7 +65,7 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         return scale
     made = scale.to(dtype).float()
-    return torch.where(scale > 0, made.half().float().clamp_min(LEAST_F16), 0.0)
+    return torch.where(scale == 0, 0.0, made.half().float().clamp_min(LEAST_F16))
 
 
 def code(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -13,14 +13,15 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import awq
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import Options
+from headrace.quantize.base import AFFINE, Options
 from headrace.quantize.packing import packed
 from headrace.quantize.writers.gptq import one_of
 
 
 def verify(options: Options) -> None:
-    if options.bits != 4 or options.group_size == 0 or (options.method == "gptq" and options.act_order == "group"):
-        shown = f"{options.bits} bits, group_size {options.group_size}"
+    ordered = options.method == "gptq" and options.act_order == "group"
+    if options.method not in AFFINE or options.bits != 4 or options.group_size == 0 or ordered:
+        shown = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
         raise RequestError("format", "awq", f"another for {shown}: it holds 4 bits in groups of neighbours")
 
 

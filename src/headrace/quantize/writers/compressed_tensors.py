@@ -106,6 +106,7 @@ def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> d
 
 
 def _group(options: Options, targets: list[str]) -> dict[str, Any]:
+    ordered = options.method == "gptq" and options.act_order != "none" and options.group_size > 0
     weights = {
         "num_bits": options.bits,
         "type": "float" if options.method in FLOATS else "int",
@@ -114,7 +115,7 @@ def _group(options: Options, targets: list[str]) -> dict[str, Any]:
         "group_size": options.group_size if options.group_size > 0 else None,
         "dynamic": False,
         "observer": "minmax",
-        "actorder": options.act_order if options.method == "gptq" and options.act_order != "none" else None,
+        "actorder": options.act_order if ordered else None,
     }
     activations = None
     if layout(options) == PLAIN:

@@ -13,12 +13,13 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import gptq
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import Options
+from headrace.quantize.base import AFFINE, Options
 from headrace.quantize.packing import packed
 
 
 def verify(options: Options) -> None:
-    if options.bits not in gptq.BITS or options.group_size == 0 or options.method == "smoothquant":
+    known = options.method in AFFINE and options.method != "smoothquant"
+    if not known or options.bits not in gptq.BITS or options.group_size == 0:
         shown = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
         raise RequestError("format", "gptq", f"compressed-tensors for {shown}")
 

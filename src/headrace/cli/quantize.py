@@ -1,0 +1,238 @@
+"""`headrace quantize`: make a quantised checkpoint (or GGUF file) of a model, with its loss measured.
+
+Layouts of Hugging Face directories and the methods are `headrace.quantize`'s; levels of GGUF files (Q4_K_M, ...) are
+named as methods here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from headrace import hub
+from headrace.errors import CheckpointError, HeadraceError, RequestError
+
+if TYPE_CHECKING:
+    from headrace.quantize.driver import Progress, Report
+
+
+class Default(NamedTuple):
+    """What a method does where nothing is said."""
+
+    bits: int = 4
+    group_size: int = 128
+    layout: str = "compressed-tensors"
+
+
+DEFAULTS = {
+    "gptq": Default(layout="gptq"),
+    "awq": Default(layout="awq"),
+    "smoothquant": Default(8, -1),
+    "nf4": Default(4, 64, "bitsandbytes"),
+    "llm_int8": Default(8, -1, "bitsandbytes"),
+    "fp8": Default(8, -1, "fp8"),
+    "fp8_e5m2": Default(8, -1, "fp8"),
+    "mxfp4": Default(4, 32),
+}
+"""Of the methods that differ from `Default()`."""
+MIXED, MIXED_BITS = "mixed", 4.5
+MAX_TOKENS = 2**22
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin': plain floats.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make; or the .gguf file.")],
+    *,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="M",
+            help="rtn, gptq, awq, smoothquant, hqq, nf4, llm_int8, fp8, fp8_e5m2, mxfp4; or of a .gguf file its level "
+            "(Q4_K_M, Q8_0, ...), or mixed: types by measured loss within --bits a weight.",
+        ),
+    ] = "rtn",
+    bits: Annotated[
+        float | None, typer.Option(metavar="B", help="Of a code; by default what the method is known for.")
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(metavar="G", help="Inputs that share a scale; -1: one scale an output, 0: one scale."),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric", help="Codes without or with zero points; by default the method's way."
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="F",
+            help="compressed-tensors, gptq, awq, bitsandbytes, fp8 or gguf; by default the method's own.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='Text, or .jsonl with a "text" a line; else the model\'s own words.'),
+    ] = None,
+    num_calibration_tokens: Annotated[
+        int, typer.Option(metavar="INT", min=2, max=MAX_TOKENS, help="Of the calibration text that are used.")
+    ] = 32768,
+    calibration_length: Annotated[
+        int, typer.Option(metavar="INT", min=2, max=2**17, help="Tokens of a piece of it; at most the context.")
+    ] = 512,
+    act_order: Annotated[
+        str, typer.Option(metavar="O", help="gptq: none, static (any kernel runs it) or group (with a g_idx).")
+    ] = "static",
+    damping: Annotated[
+        float, typer.Option(metavar="FLOAT", help="gptq: added to the Hessian's diagonal, as a share of its mean.")
+    ] = 0.01,
+    clip: Annotated[bool, typer.Option(help="awq: search for the ends of each group's grid.")] = True,
+    alpha: Annotated[
+        float, typer.Option(metavar="FLOAT", help="smoothquant: how much of the difficulty goes into the weights.")
+    ] = 0.5,
+) -> None:
+    """Quantise a model's weights; a broken run is taken up where it stood by the same command."""
+    from headrace.quantize.base import Options, find_method, find_writer, method_names
+    from headrace.quantize.driver import quantise_checkpoint, verify_out
+    from headrace.quantize.gguf_writer import LEVELS
+
+    if method == MIXED or method in LEVELS:
+        _gguf(model, out, method, bits, calibration, num_calibration_tokens, calibration_length)
+        return
+    if method not in method_names():
+        raise RequestError("method", method, "one of " + ", ".join([*method_names(), MIXED, *LEVELS]))
+    default = DEFAULTS.get(method, Default())
+    if bits is not None and bits != int(bits):
+        raise RequestError("bits", bits, f"a whole number for method {method}")
+    if act_order not in ("none", "static", "group"):
+        raise RequestError("act_order", act_order, "one of none, static, group")
+    options = Options(
+        method=method,
+        bits=default.bits if bits is None else int(bits),
+        group_size=default.group_size if group_size is None else group_size,
+        symmetric=symmetric,
+        act_order=act_order,  # type: ignore[arg-type]
+        damping=damping,
+        clip=clip,
+        alpha=alpha,
+    )
+    # All that can be wrong is told before the model is asked for a text.
+    options = find_method(method).verify(options)
+    find_writer(layout or default.layout).verify(options)
+    verify_out(out)
+    directory = hub.resolve(model)
+    pieces: list[list[int]] = []
+    if find_method(method).CALIBRATED or calibration is not None:
+        pieces = calibration_text(model, directory, calibration, num_calibration_tokens, calibration_length)
+    with _progress() as show:
+        report = quantise_checkpoint(directory, out, options, layout or default.layout, pieces, progress=show)
+    print(told(report, out), file=sys.stderr)
+
+
+def told(report: Report, out: Path) -> str:
+    """One line: what was made, and what it loses."""
+    errors = report.errors
+    line = f"{out}: {report.num_bytes / 2**20:.1f} MiB, {len(errors)} layers quantised"
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
+        of = "outputs" if report.num_calibration_tokens else "weights"
+        line += (
+            f"; their {of} are off by {100 * sum(errors.values()) / len(errors):.2f}% on average, by "
+            f"{100 * errors[worst]:.2f}% in {worst}"
+        )
+    return line
+
+
+def calibration_text(model: str, directory: Path, file: Path | None, num_tokens: int, length: int) -> list[list[int]]:
+    """Pieces of token ids, out of `file` or of the model's own words."""
+    from headrace.models.config import ModelConfig
+    from headrace.quantize.calibration import cut, own_words, read_texts
+
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a GGUF file; headrace quantises directories of safetensors")
+    values = hub.read_json(directory / "config.json")
+    length = min(length, ModelConfig(values).max_positions())
+    if file is not None:
+        from headrace.server.text import Tokenizer
+
+        texts = read_texts(file)
+        tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(model, None))
+        if tokenizer is None:
+            raise HeadraceError(f"{model} has no tokenizer, and --calibration is a text; leave it out")
+        return cut((tokenizer.encode(text) for text in texts), length, num_tokens)
+    from headrace.llm import LLM
+    from headrace.sampling.params import SamplingParams
+
+    ends = hub.eos_token_ids(directory)
+    first = values.get("bos_token_id")
+    prompt = [first if type(first) is int and first >= 0 else ends[0] if ends else 0]
+    llm = LLM(str(directory), skip_tokenizer_init=True, max_model_len=max(length, 2))
+    try:
+
+        def answer(seeds: range) -> Sequence[Sequence[int]]:
+            asked = [
+                SamplingParams(temperature=1.0, max_tokens=length - 1, seed=seed, detokenize=False) for seed in seeds
+            ]
+            outputs = llm.generate([{"prompt_token_ids": prompt}] * len(asked), asked, use_tqdm=False)
+            return [[*prompt, *output.outputs[0].token_ids] for output in outputs]
+
+        return own_words(answer, length, num_tokens)
+    finally:
+        llm.close()
+
+
+def _gguf(
+    model: str, out: Path, method: str, bits: float | None, calibration: Path | None, num_tokens: int, length: int
+) -> None:
+    """A GGUF file of one of its levels, or of types chosen by measured loss."""
+    from headrace.quantize import gguf_writer, mixed
+
+    if out.suffix != ".gguf":
+        raise RequestError("out", str(out), f"a name that ends in .gguf for method {method}")
+    if out.exists():
+        raise RequestError("out", str(out), "a file that is not there yet")
+    directory = hub.resolve(model)
+    with _progress() as show:
+
+        def step(done: int, total: int) -> None:
+            show(done, total, "")
+
+        if method == MIXED:
+            pieces = calibration_text(model, directory, calibration, num_tokens, length)
+            made = mixed.write(directory, out, MIXED_BITS if bits is None else bits, pieces, step)
+            written, loss = made.written, f"; {made.measured:.4f} nats a token from the plain model"
+        else:
+            if bits is not None or calibration is not None:
+                raise RequestError("bits" if bits is not None else "calibration", method, "left out: the level says it")
+            written, loss = gguf_writer.convert(directory, out, method, step), ""
+    print(f"{out}: {written.num_bytes / 2**20:.1f} MiB, {written.bits:.2f} bits a weight{loss}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """A function of (done, in all, what comes next) that shows a bar where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns: Any = (
+        TextColumn("quantising"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, name="")
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
