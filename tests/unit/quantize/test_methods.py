@@ -284,6 +284,7 @@ def test_options_that_can_not_be(method: str, changes: dict[str, Any], field: st
         ("gptq", {"group_size": 0}),
         ("awq", {"bits": 3}),
         ("awq", {"method": "gptq", "act_order": "group"}),
+        ("compressed-tensors", {"method": "gptq", "act_order": "group"}),
         ("safetensors", {}),
     ],
 )

@@ -28,6 +28,9 @@ OTHERS = {"nf4": "bitsandbytes", "llm_int8": "bitsandbytes", "fp8_e5m2": "fp8"}
 def verify(options: Options) -> None:
     if options.method in OTHERS:
         raise RequestError("format", "compressed-tensors", f"{OTHERS[options.method]} for method {options.method}")
+    if options.method == "gptq" and options.act_order == "group":
+        # compressed-tensors 0.20 reads no g_idx any more.
+        raise RequestError("act_order", "group", "static or none for format compressed-tensors")
 
 
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
@@ -56,13 +59,7 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     made = {f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
     if layout(options) == PLAIN:
         return made | {f"{name}.weight": (weight.codes.to(torch.int16) - 128).to(torch.int8)}
-    codes = weight.codes
-    if weight.permutation is not None:
-        g_idx, codes = torch.empty(weight.shape[1], dtype=torch.int32), torch.empty_like(codes)
-        g_idx[weight.permutation] = torch.arange(weight.shape[1], dtype=torch.int32) // weight.group
-        codes[:, weight.permutation] = weight.codes
-        made[f"{name}.weight_g_idx"] = g_idx
-    made[f"{name}.weight_packed"] = packed(codes, options.bits)
+    made[f"{name}.weight_packed"] = packed(weight.codes, options.bits)
     made[f"{name}.weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
     if not options.symmetric:
         zeros = weight.zeros.to(torch.uint8).t().contiguous()
@@ -106,7 +103,7 @@ def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> d
 
 
 def _group(options: Options, targets: list[str]) -> dict[str, Any]:
-    ordered = options.method == "gptq" and options.act_order != "none" and options.group_size > 0
+    ordered = options.method == "gptq" and options.act_order == "static" and options.group_size > 0
     weights = {
         "num_bits": options.bits,
         "type": "float" if options.method in FLOATS else "int",
@@ -115,7 +112,7 @@ def _group(options: Options, targets: list[str]) -> dict[str, Any]:
         "group_size": options.group_size if options.group_size > 0 else None,
         "dynamic": False,
         "observer": "minmax",
-        "actorder": options.act_order if ordered else None,
+        "actorder": "weight" if ordered else None,
     }
     activations = None
     if layout(options) == PLAIN:
