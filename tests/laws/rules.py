@@ -71,10 +71,17 @@ LAYERS: dict[str, Layer] = {
     "quant": Layer(("backends.base",), SERVING | {"transformers"}),
     "quant.schemes": Layer((), PURE),
     # Makes quantised checkpoints with models that run on the reference backend, a layer at a time.
-    "quantize": Layer(("quant", "models", "backends", "runner", "hub"), SERVING | {"transformers"}),
+    "quantize": Layer(("quant", "models", "backends", "runner", "hub", "gguf"), SERVING | {"transformers"}),
+    # A GGUF file holds its tokenizer: what the server reads of it is written, and read back to be compared.
+    "quantize.gguf_tokenizer": Layer(
+        ("quantize", "gguf", "hub", "server.text", "server.tokenizer_files", "server.tokenizer_gguf"),
+        SERVING | {"transformers"},
+    ),
     "backends": Layer(("quant", "env", "_native"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),
+    "insight.quality": Layer(("backends.base",), SERVING | {"torch"}),
+    "insight.audit": Layer(("hub",), PURE),
     "server": Layer(
         (
             "types",

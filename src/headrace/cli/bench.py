@@ -1,5 +1,6 @@
-"""`headrace bench latency|throughput|serve`: the commands. They take a plan from the flags, have `bench_offline` or
-`bench_serve` measure it, and print vLLM's table, or one JSON object with vLLM's field names under --json.
+"""`headrace bench latency|throughput|quality|serve`: the commands. They take a plan from the flags, have
+`bench_offline`, `bench_quality` or `bench_serve` measure it, and print a table (vLLM's, where it has one), or one JSON
+object with vLLM's field names under --json.
 
 Each result carries what it was measured on: model, dtype, backend, version and date.
 """
@@ -15,11 +16,11 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace.cli.bench_plans import LatencyPlan, ServePlan, ThroughputPlan
+from headrace.cli.bench_plans import LatencyPlan, QualityPlan, ServePlan, ThroughputPlan
 from headrace.cli.options import build, options
 from headrace.config import EngineConfig
 
-app = typer.Typer(help="Measure latency, throughput, or a running server.", no_args_is_help=True)
+app = typer.Typer(help="Measure latency, throughput, quality, or a running server.", no_args_is_help=True)
 
 # `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
 MoreGoals = Annotated[list[str] | None, typer.Argument(hidden=True)]
@@ -49,6 +50,27 @@ def throughput(more_goals: MoreGoals = None, **fields: Any) -> None:
 
     result = _header(plan.model) | measure_throughput(plan, config, goals)
     _emit(result, plan.json, "Throughput Benchmark Result", plan.output_json)
+
+
+@app.command()
+@options(QualityPlan, EngineConfig, skip=("skip_tokenizer_init", "model", "enable_prefix_caching"))
+def quality(
+    model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or 'builtin'.")] = "builtin",
+    **fields: Any,
+) -> None:
+    """Judge a model by a text: perplexity, and how far its logits and weights are from a reference's."""
+    plan = build(QualityPlan, fields)
+    config = build(EngineConfig, fields | {"model": model})
+    from headrace.cli.bench_quality import measure_quality, print_quality
+
+    result = _header(model) | measure_quality(plan, config)
+    if plan.output_json is not None:
+        Path(plan.output_json).parent.mkdir(parents=True, exist_ok=True)
+        Path(plan.output_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if plan.json:
+        print(json.dumps(result))
+    else:
+        print_quality(result)
 
 
 @app.command()

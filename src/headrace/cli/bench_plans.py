@@ -41,6 +41,25 @@ class LatencyPlan(msgspec.Struct, frozen=True, kw_only=True):
     json: Json = False
 
 
+class QualityPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A model beside its reference, on the same tokens."""
+
+    reference: Annotated[
+        str | None,
+        Meta(description="Model to compare with; by default MODEL itself, not quantised, where it is stored so."),
+    ] = None
+    reference_dtype: Annotated[str, Meta(description="Number format of the reference, as --dtype.")] = "auto"
+    text: Annotated[
+        str | None, Meta(description="File with the text; by default the reference writes one, with fixed seeds.")
+    ] = None
+    max_tokens: Annotated[int, Meta(description="Tokens of the text that are scored, about.", ge=2)] = 4096
+    window: Annotated[int, Meta(description="Tokens that are read in one piece, each piece anew.", ge=2)] = 512
+    speed: Annotated[bool, Meta(description="Time decoding as well, one sequence alone.")] = False
+    save: Annotated[bool, Meta(description="Keep the figures beside the weights; /v1/models shows them.")] = False
+    output_json: OutputJson = None
+    json: Json = False
+
+
 class ThroughputPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All requests at once, until the last is done."""
 

@@ -49,7 +49,7 @@ def build_runner(
     if progress is not None:
         backend, model, model_config = load_model(config, directory, progress)
     else:
-        with _bar(config.model) as show:
+        with progress_bar(f"loading {config.model}") as show:
             backend, model, model_config = load_model(config, directory, show)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
@@ -205,7 +205,7 @@ def choose_num_blocks(config: EngineConfig, shape: KVShape, max_model_len: int, 
 
 
 @contextmanager
-def _bar(model: str) -> Iterator[Progress]:
+def progress_bar(what: str) -> Iterator[Progress]:
     """A progress bar on stderr if that is a terminal; nothing otherwise."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
@@ -214,5 +214,5 @@ def _bar(model: str) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"loading {model}", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -23,7 +23,8 @@ from starlette.routing import Route
 
 from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import CheckpointError, EngineDeadError, HeadraceError
+from headrace.insight import audit
 from headrace.insight.metrics import ServerMetrics
 from headrace.server import anthropic, llama_server, ollama, ollama_replies, openapi, reply_forms, routing, schema
 from headrace.server.auth import ApiKeyGate
@@ -66,6 +67,7 @@ def create_app(
     model: str,
     defaults: Mapping[str, Any] | None = None,
     seed: int | None = None,
+    audits: Sequence[dict[str, Any]] = (),
 ) -> FastAPI:
     """The application. Starts `client` when it starts and closes it when it stops.
 
@@ -73,6 +75,7 @@ def create_app(
         model: the name that is served.
         defaults: sampling parameters for what a request does not give.
         seed: makes the seeds of requests that bring none repeatable, in their order of arrival.
+        audits: what `insight.audit.find` found beside the weights.
     """
     metrics = ServerMetrics(client, model)
     client.observer = metrics
@@ -91,7 +94,7 @@ def create_app(
     )
     app.state.life = life
     app.state.client = client
-    _add_api(app, api)
+    _add_api(app, api, audits)
     anthropic.add_routes(app, api)
     ollama.add_routes(app, api)
     llama_server.add_routes(app, api)
@@ -138,7 +141,7 @@ def _methods(app: FastAPI, path: str) -> list[str]:
     return sorted({method for route in fit for method in route.methods or ()})
 
 
-def _add_api(app: FastAPI, api: OpenAI) -> None:
+def _add_api(app: FastAPI, api: OpenAI, audits: Sequence[dict[str, Any]]) -> None:
     async def completions(request: Request) -> Any:
         """OpenAI's text completions."""
         return await routing.deliver(request, await api.completion(await routing.body(request)))
@@ -160,11 +163,17 @@ def _add_api(app: FastAPI, api: OpenAI) -> None:
 
     async def models(request: Request) -> Response:
         """The models that are served."""
-        return json_response(api.models())
+        found = api.models()
+        found["data"] = [with_quality(card) for card in found["data"]]
+        return json_response(found)
 
     async def model_card(request: Request) -> Response:
         """One model."""
-        return json_response(api.card(request.path_params["name"]))
+        return json_response(with_quality(api.card(request.path_params["name"])))
+
+    def with_quality(card: dict[str, Any]) -> dict[str, Any]:
+        measured = audit.of_form(audits, api.front.info)
+        return card if measured is None else card | {"quality": measured}
 
     events = "text/event-stream"
     routing.post(
@@ -358,6 +367,15 @@ def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | N
     return tokenizer, None
 
 
+def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
+    """Figures of quality that lie beside the weights and fit them. A file that can not be read is told of."""
+    try:
+        return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
+    except (CheckpointError, OSError) as error:
+        logger.warning("the quality of the model is not shown: %s", error)
+        return []
+
+
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
 
@@ -368,7 +386,8 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
     client = ProcessClient(engine, server)
-    status = run(create_app(client, tokenizer, template, server, model, defaults, engine.seed), server)
+    audits = load_audits(engine)
+    status = run(create_app(client, tokenizer, template, server, model, defaults, engine.seed, audits), server)
     if status:
         sys.exit(status)
 

@@ -93,6 +93,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     type: str
     display_name: str
     created_at: str
+    # What `headrace bench quality --save` left beside the weights.
+    quality: dict[str, float | str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -272,6 +274,157 @@ class LlamaSlot(msgspec.Struct, kw_only=True):
     n_ctx: int
     speculative: bool
     is_processing: bool
+
+
+class Vector(msgspec.Struct, kw_only=True):
+    object: str
+    index: int
+    # base64 of float32 numbers where that was asked for.
+    embedding: list[float] | str
+
+
+class VectorUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedded(Reply, kw_only=True):
+    object: str
+    data: list[Vector]
+    model: str
+    usage: VectorUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: str
+    score: float
+
+
+class Scores(Reply, kw_only=True):
+    id: str
+    object: str
+    data: list[Score]
+    model: str
+    usage: VectorUsage
+
+
+class Ranked(msgspec.Struct, kw_only=True):
+    index: int
+    relevance_score: float
+    document: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(Reply, kw_only=True):
+    id: str
+    results: list[Ranked]
+    model: str
+    usage: VectorUsage
+
+
+class Page(msgspec.Struct, kw_only=True):
+    object: str
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    id: str
+    object: str
+    deleted: bool
+
+
+class StoredFile(Reply, kw_only=True):
+    """Sizes in bytes, times (here and below) in seconds since 1970."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str
+    status: str
+
+
+class StoredFiles(Page, kw_only=True):
+    data: list[StoredFile]
+
+
+class StoredBatch(Reply, kw_only=True):
+    id: str
+    object: str
+    endpoint: str
+    errors: dict[str, Any] | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: dict[str, int]
+    metadata: dict[str, str] | None
+
+
+class StoredBatches(Page, kw_only=True):
+    data: list[StoredBatch]
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(Reply, kw_only=True):
+    """`usage` and `timings` come when it has ended."""
+
+    id: str
+    object: str
+    created_at: int
+    completed_at: int | None
+    status: str
+    background: bool
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, str | None]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, Any]
+    seed: int
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+
+
+class InputItems(Page, kw_only=True):
+    data: list[dict[str, Any]]
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

@@ -1,0 +1,220 @@
+"""`python -m bench.quality [MODEL] [CHECKPOINT ...]`: what each way of quantising costs MODEL, in one table.
+
+MODEL (not quantised) is loaded in every form that `--quantization` and `--kv-cache-dtype` name; each CHECKPOINT is the
+same model quantised already (a directory of `headrace quantize` or of others, or a GGUF file). All are compared with
+MODEL in float32, on the same tokens: those of `--text`, or what MODEL itself writes. The rows go to
+bench/results/quality-NAME.json, a plot of loss against bits with its Pareto line to docs/figures/quality-NAME.svg, and
+the table into docs/quantisation.md, between its marks. `--render` draws plot and table anew from what is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from bench.record import RESULTS, commit
+from headrace import doctor
+from headrace.cli.bench_quality import decode_speed, file_text, judge, opened, program_of, written_text
+from headrace.config import KV_DTYPES, EngineConfig
+from headrace.quant.schemes import NAMES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "quantisation.md"
+FIGURES = ROOT / "docs" / "figures"
+DTYPE = "bfloat16"
+KV_FLOATS = ("auto", "float32", "bfloat16", "float16")
+KEPT_LAYERS = 3
+MIB = 2**20
+
+Row = dict[str, Any]
+
+
+def forms() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, fields of the config) of every form in which a plain checkpoint is loaded."""
+    kv_dtypes = [name for name in KV_DTYPES if name not in KV_FLOATS]
+    yield "bf16", {}
+    for kv in kv_dtypes:
+        yield f"bf16, KV {kv}", {"kv_cache_dtype": kv}
+    for name in NAMES:
+        if name != "int8-channel":  # the same as int8
+            yield name, {"quantization": name}
+    for kv in kv_dtypes:
+        yield f"int4, KV {kv}", {"quantization": "int4", "kv_cache_dtype": kv}
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    with closing(opened(EngineConfig(model=args.model, dtype="float32", backend=args.backend))) as reference:
+        window = min(args.window, reference.core.info.max_model_len - 1)
+        if args.text:
+            text = file_text(reference, Path(args.text), window, args.max_tokens)
+        else:
+            text = written_text(reference, window, args.max_tokens)
+        told = [(name, {"model": args.model} | fields) for name, fields in forms()]
+        told += [(Path(path).name, {"model": path}) for path in args.checkpoints]
+        for name, fields in told:
+            print(name, file=sys.stderr, flush=True)
+            with closing(opened(EngineConfig(**({"dtype": DTYPE, "backend": args.backend} | fields)))) as own:
+                row = {"name": name} | judge(own, reference, text)
+                if args.speed:
+                    row["decode_tokens_per_s"] = decode_speed(program_of(own))
+            row["layers"] = row["layers"][:KEPT_LAYERS]
+            yield row
+
+
+def pareto(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other beats in both bits and loss, by bits."""
+    best: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row["bits_per_weight"], row["mean_kl"])):
+        if not best or row["mean_kl"] < best[-1]["mean_kl"]:
+            best.append(row)
+    return best
+
+
+def weights_only(rows: Sequence[Row]) -> list[Row]:
+    """Rows that differ in the weights alone."""
+    return [row for row in rows if row["kv_cache_dtype"] in KV_FLOATS]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown, by bits; what lies on the Pareto line is bold."""
+    speed = any("decode_tokens_per_s" in row for row in rows)
+    headings = ["form", "bits a weight", "on disk [MiB]", "in memory [MiB]", "perplexity", "change", "KL [mnats]"]
+    headings += ["top-1 flips", "largest logit change", "worst matrix"] + ["decode [tokens/s]"] * speed
+    lines = [
+        "| " + " | ".join(headings) + " |",
+        "|---|" + "--:|" * (len(headings) - 2 - speed) + "---|" + "--:|" * speed,
+    ]
+    best = {id(row) for row in pareto(weights_only(rows))}
+    for row in sorted(rows, key=lambda row: (-row["bits_per_weight"], row["mean_kl"])):
+        worst = row["layers"][0]
+        cells = [
+            f"**{row['name']}**" if id(row) in best else row["name"],
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['disk_bytes'] / MIB:.2f}",
+            f"{row['memory_bytes'] / MIB:.2f}",
+            f"{row['perplexity']:.4f}",
+            f"{row['perplexity'] / row['reference_perplexity'] - 1:+.2%}",
+            f"{1e3 * row['mean_kl']:.3f} ± {1e3 * row['mean_kl_stderr']:.3f}",
+            f"{row['top1_flip_rate']:.2%}",
+            f"{row['max_logit_difference']:.3f}",
+            f"{worst['name']} {worst['relative_error']:.2%}" if worst["relative_error"] else "none moved",
+        ]
+        cells += [f"{row['decode_tokens_per_s']:.0f}"] if speed else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def section(name: str) -> str:
+    """What stands between the marks of `name` in the page."""
+    kept = json.loads((RESULTS / f"quality-{name}.json").read_text())
+    rows, cpu = kept["result"], kept["host"]["cpu"]
+    first = rows[0]
+    text = f"{first['num_tokens']:,} tokens of {first['text']}"
+    if not first["text"].endswith("reference"):
+        text += f", perplexity {first['reference_perplexity']:.4f} in float32"
+    where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {kept['commit']}, {kept['date']}"
+    if any("decode_tokens_per_s" in row for row in rows):
+        where += f"; load before: {kept['load_before']}"
+    picture = f"![Loss against bits](figures/quality-{name}.svg)"
+    return f"`{kept['command']}`: {text}; {where}.\n\n{table(rows)}\n{picture}\n"
+
+
+def marked(page: str, name: str, own: str) -> str:
+    """`page` with `own` between the marks of `name`. Raises SystemExit if they are not there."""
+    first, last = f"<!-- quality {name} -->", f"<!-- end of quality {name} -->"
+    if first not in page or last not in page:
+        raise SystemExit(f"{PAGE.name} lacks the marks {first} and {last}")
+    head, _, rest = page.partition(first)
+    return f"{head}{first}\n{own}{last}{rest.partition(last)[2]}"
+
+
+def plot(name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = weights_only(json.loads((RESULTS / f"quality-{name}.json").read_text())["result"])
+    best = pareto(rows)
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    axes.plot(
+        [row["bits_per_weight"] for row in best], [row["mean_kl"] for row in best], color="C0", label="Pareto line"
+    )
+    others = [row for row in rows if row not in best]
+    for some, color in ((best, "C0"), (others, "C1")):
+        axes.scatter([row["bits_per_weight"] for row in some], [row["mean_kl"] for row in some], color=color, s=18)
+    # Names on alternating sides: rows of equal bits lie above each other.
+    for i, row in enumerate(sorted(rows, key=lambda row: row["mean_kl"])):
+        right = i % 2 == 0 and row["bits_per_weight"] < 15
+        axes.annotate(
+            row["name"],
+            (row["bits_per_weight"], row["mean_kl"]),
+            xytext=(6 if right else -6, 0),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            va="center",
+            fontsize=7,
+        )
+    ticks = [bits for bits in (2, 3, 4, 5, 6, 8, 16) if bits >= min(row["bits_per_weight"] for row in rows) - 1]
+    axes.set(xscale="log", yscale="log", xlabel="bits a weight", ylabel="mean KL from float32 [nats]")
+    axes.set_xticks(ticks, labels=[str(bits) for bits in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.12)
+    axes.set_title(f"Loss against bits: {name}", fontsize=12)
+    axes.grid(True, alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    # Without a date and with fixed ids, the same results give the same file.
+    matplotlib.rcParams["svg.hashsalt"] = name
+    figure.savefig(FIGURES / f"quality-{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def told_command(arguments: Sequence[str]) -> str:
+    """The command without the folders of this machine."""
+    return shlex.join(["python", "-m", "bench.quality", *(Path(a).name if "/" in a else a for a in arguments)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
+    parser.add_argument("model", nargs="?", default="builtin", help="directory of plain floats, or builtin")
+    parser.add_argument("checkpoints", nargs="*", help="the same model, quantised")
+    parser.add_argument("--name", help="of result and figure; by default MODEL's last part")
+    parser.add_argument("--text", help="file with the text; by default MODEL writes one")
+    parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--speed", action="store_true", help="time decoding as well")
+    parser.add_argument("--render", action="store_true", help="measure nothing: plot and page from what is kept")
+    args = parser.parse_args()
+    name = args.name or re.sub(r"[^\w.-]", "-", Path(args.model).name)
+    if not args.render:
+        load = os.getloadavg()[0]
+        rows = list(measure(args))
+        machine = doctor.examine()
+        kept = {
+            "command": told_command(sys.argv[1:]),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "host": {part: machine[part] for part in ("cpu", "memory", "torch", "versions")},
+            "load_before": round(load, 2),
+            "result": rows,
+        }
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"quality-{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    plot(name)
+    PAGE.write_text(marked(PAGE.read_text(encoding="utf-8"), name, section(name)), encoding="utf-8")
+    print(table(json.loads((RESULTS / f"quality-{name}.json").read_text())["result"]))
+
+
+if __name__ == "__main__":
+    main()
