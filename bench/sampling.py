@@ -31,6 +31,8 @@ CASES: dict[str, dict[str, float]] = {
     "penalties, DRY, min_p 0.05": {**PENALTIES, "dry_multiplier": 0.8, "min_p": 0.05},
     "typical_p 0.9": {"typical_p": 0.9},
     "mirostat 2": {"mirostat": 2},
+    "min_p 0.05, adaptive_p 0.3": {"min_p": 0.05, "adaptive_target": 0.3},
+    "watermark, top_k 40": {"watermark": True, "top_k": 40},
     "temperature only": {},
 }
 

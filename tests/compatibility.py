@@ -26,6 +26,8 @@ FILES = {
     "filters": "tests/unit/sampling/test_filters.py",
     "choosers": "tests/unit/sampling/test_choosers.py",
     "edits": "tests/unit/sampling/test_edits.py",
+    "watermark": "tests/unit/sampling/test_watermark.py",
+    "watermarked": "tests/e2e/test_watermark.py",
     "beams": "tests/server/test_beams.py",
     "transformers' beams": "tests/models/test_beams.py",
     "law of samplers": "tests/e2e/test_law_samplers.py",
@@ -99,7 +101,12 @@ DECODING = (
     ),
     Row("top-n-sigma", "yes", "`top_n_sigma`", ("choosers:test_top_n_sigma",)),
     Row("dynamic temperature", "yes", "`dynatemp_range`, `dynatemp_exponent`", ("choosers:test_dynamic_temperature",)),
-    Row("adaptive-p", "no", "an unknown field: told in `warnings`"),
+    Row(
+        "adaptive-p",
+        "yes",
+        "`adaptive_target`, `adaptive_decay`",
+        ("choosers:test_adaptive_p", "choosers:test_adaptive_p_holds_the_mean_probability_at_its_target"),
+    ),
     Row("order of samplers", "yes", "`samplers`", ("choosers:test_samplers_run_in_the_order_given",)),
     Row("logit bias", "yes", "`logit_bias`", ("sampler:test_logit_bias", "llama:test_llama_logit_bias_and_settings")),
     Row("allowed token ids", "yes", "`allowed_token_ids`", ("edits:test_allowed_token_ids_and_the_grammars_mask",)),
@@ -164,8 +171,22 @@ DECODING = (
         "`SamplingParams.logits_processors`, offline",
         ("edits:test_processors_of_the_caller",),
     ),
-    Row("replay of forced tokens", "no", "an answer goes on from any tokens all the same: a prompt may be token ids"),
-    Row("watermark", "no", ""),
+    Row(
+        "replay of forced tokens",
+        "yes",
+        "`trace_decode_token_ids`",
+        ("edits:test_trace_decode_token_ids", "sampling api:test_a_trace_over_http"),
+    ),
+    Row(
+        "watermark",
+        "yes",
+        "`watermark`; `headrace.sampling.watermark.detect`",
+        (
+            "watermark:test_watermark",
+            "watermarked:test_marked_texts_are_told_from_unmarked_ones",
+            "sampling api:test_a_watermark_over_http",
+        ),
+    ),
 )
 
 APIS = (

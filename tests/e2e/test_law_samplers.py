@@ -45,7 +45,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
                  "repetition_penalty": 1.2, "dry_multiplier": 0.8},
     # Every prompt begins with token 0.
     "thinking_token_budget": {"thinking_token_budget": 12, "thinking_token_ids": ([0], [62, 63])},
+    "adaptive_p": {"adaptive_target": 0.3, "adaptive_decay": 0.8, "min_p": 0.02},
+    "trace_decode_token_ids": {"trace_decode_token_ids": [62, 7, *range(100, 118)]},
+    "watermark": {"watermark": True, "top_p": 0.95},
 }  # fmt: skip
+# Prompts are dealt out in as many pairs, in turn.
+PAIRS = 16
 
 
 def sampler_requests() -> list[Request]:
@@ -53,7 +58,7 @@ def sampler_requests() -> list[Request]:
     made = []
     given = make_requests()[1::2]
     for i, fields in enumerate(SAMPLERS.values()):
-        for request in given[i :: len(SAMPLERS)][:2]:
+        for request in given[i % PAIRS :: PAIRS][:2]:
             params = SamplingParams(
                 **{"seed": 1000 + i, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 2, **fields}
             )
@@ -134,7 +139,7 @@ def test_I_13_samplers_resumed(requests: list[Request], reference: dict[str, Bit
     for request in requests:
         ids, bits = reference[request.request_id]
         states = states_of(core, request)
-        assert (states[0] is not None) == bool(request.params.mirostat)
+        assert (states[0] is not None) == request.params.steers
         for done in (1, 6):
             again = msgspec.structs.replace(
                 request, request_id="again", resume_token_ids=ids[:done], resume_state=states[done - 1]
@@ -145,16 +150,30 @@ def test_I_13_samplers_resumed(requests: list[Request], reference: dict[str, Bit
     core.close()
 
 
-def test_control_a_mirostat_without_its_state_is_noticed(requests: list[Request], reference: dict[str, Bits]) -> None:
+def test_control_a_sampler_without_its_state_is_noticed(requests: list[Request], reference: dict[str, Bits]) -> None:
     core = make_core()
-    others = 0
+    others = {True: 0, False: 0}
     for request in requests:
-        if request.params.mirostat:
+        if request.params.steers:
             ids, bits = reference[request.request_id]
             again = msgspec.structs.replace(request, request_id="again", resume_token_ids=ids[:6])
-            others += run(core, [again])["again"] != (ids[6:], bits[6 * 3 * 8 :])
-    assert others > 0
+            others[request.params.adapts] += run(core, [again])["again"] != (ids[6:], bits[6 * 3 * 8 :])
+    assert min(others.values()) > 0
     core.close()
+
+
+def test_a_replayed_trace_has_the_log_probabilities_of_the_same_text_as_a_prompt(requests: list[Request]) -> None:
+    """One token after the other, or all at once: the same bits. An end of text in the trace ends nothing."""
+    llm = LLM(max_num_seqs=8, num_gpu_blocks_override=256)
+    prompt, trace = requests[0].prompt_token_ids, [50, 1, 51, *range(300, 340)]
+    told = SamplingParams(max_tokens=100, logprobs=2, trace_decode_token_ids=trace)
+    read = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+    [replayed] = llm.generate([{"prompt_token_ids": prompt}], told, use_tqdm=False)
+    [given] = llm.generate([{"prompt_token_ids": [*prompt, *trace]}], read, use_tqdm=False)
+    [answer] = replayed.outputs
+    assert (answer.token_ids, answer.finish_reason) == (trace, "length")
+    assert answer.logprobs == given.prompt_logprobs[len(prompt) :]
+    llm.close()
 
 
 def test_I_13_samplers_on_a_restarted_engine(requests: list[Request], reference: dict[str, Bits]) -> None:

@@ -81,6 +81,7 @@ def test_llama_logit_bias_and_settings(live: Live) -> None:
     body |= {
         "samplers": ["top_k", "typ_p", "temperature"],
         "mirostat": 2,
+        "adaptive_target": 0.25,
         "dry_multiplier": 0.8,
         "xtc_probability": 0.1,
     }
@@ -89,6 +90,7 @@ def test_llama_logit_bias_and_settings(live: Live) -> None:
     assert (settings["temperature"], settings["repeat_penalty"], settings["mirostat"]) == (0.5, 1.2, 2)
     assert settings["samplers"] == ["top_k", "typical_p", "temperature"]
     assert (settings["dry_multiplier"], settings["xtc_probability"]) == (0.8, 0.1)
+    assert (settings["adaptive_target"], settings["adaptive_decay"]) == (0.25, 0.9)
     assert isinstance(settings["seed"], int)
     by_name = post(live, logit_bias={"5": 1.5, "i": False}).json()["generation_settings"]["logit_bias"]
     assert dict(map(tuple, by_name)) == {5: 1.5, 105: -100}

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from tests.server.conftest import Live, inproc
 
-from headrace import LLM, AsyncLLM, hub
-from headrace.config import ServerConfig
+from headrace import LLM, AsyncLLM, compose, hub
+from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import SamplingParams, Watermark
+from headrace.sampling.watermark import detect
+from headrace.server.client import InprocClient
 from headrace.server.text import Tokenizer
 from headrace.server.words import breakers, spellings, with_token_ids
 
@@ -33,6 +35,14 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def live(tokenizer: Tokenizer) -> Iterator[Live]:
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def real(words: Tokenizer) -> Iterator[Live]:
+    """A server over the built-in model: the other one draws nothing."""
+    config = EngineConfig(model="builtin", num_gpu_blocks_override=128, num_threads=1)
+    with Live(InprocClient(lambda: compose.build_engine(config)), words, ServerConfig(log_stats_interval=0)) as served:
         yield served
 
 
@@ -174,7 +184,8 @@ def test_processors_do_not_cross_a_process(live: Live) -> None:
     [("repetition_penalty", 0.0), ("frequency_penalty", 2.5), ("presence_penalty", "x"), ("typical_p", 0.0),
      ("xtc_probability", 1.5), ("dry_multiplier", -1.0), ("mirostat", 3), ("dynatemp_range", -0.1),
      ("no_repeat_ngram_size", -1), ("allowed_token_ids", []), ("samplers", ["heat"]), ("bad_words", [""]),
-     ("thinking_token_budget", -1), ("dry_sequence_breakers", ["x"] * 17), ("top_n_sigma", "NaN")],
+     ("thinking_token_budget", -1), ("adaptive_target", 1.5), ("adaptive_decay", 1.0), ("trace_decode_token_ids", []),
+     ("watermark", 5), ("dry_sequence_breakers", ["x"] * 17), ("top_n_sigma", "NaN")],
 )  # fmt: skip
 def test_S_12_parameters_out_of_range_are_refused_by_name(live: Live, field: str, value: Any) -> None:
     reply = live.post("/v1/completions", {"prompt": "x", field: value})
@@ -183,9 +194,42 @@ def test_S_12_parameters_out_of_range_are_refused_by_name(live: Live, field: str
 
 
 @pytest.mark.parametrize("token_id", [-1, 256, 257, 2**31])
-@pytest.mark.parametrize("field", ["allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("field", ["allowed_token_ids", "logit_bias", "trace_decode_token_ids"])
 def test_S_13_token_ids_beyond_the_logits_are_refused(live: Live, field: str, token_id: int) -> None:
-    value: Any = [3, token_id] if field == "allowed_token_ids" else {str(token_id): 1.0}
+    value: Any = {str(token_id): 1.0} if field == "logit_bias" else [3, token_id]
     reply = live.post("/v1/completions", {"prompt": "x", field: value})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == field
+
+
+# -- replay and watermark over HTTP
+
+
+def test_a_trace_over_http(real: Live) -> None:
+    """The answer is the trace, ends of text in it included; stop tokens and max_tokens still end it."""
+    trace = [70, 1, 71, 72]
+    body = {"prompt": "x", "trace_decode_token_ids": trace, "return_token_ids": True, "logprobs": 1}
+    [choice] = real.post("/v1/completions", body).json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (trace, "length")
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    [choice] = real.post("/v1/completions", body | {"max_tokens": 2}).json()["choices"]
+    assert choice["token_ids"] == trace[:2]
+    [choice] = real.post("/v1/completions", body | {"stop_token_ids": [71]}).json()["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (trace[:3], "stop")
+    for more in ({"n": 2}, {"guided_regex": "a+"}, {"use_beam_search": True, "beam_width": 2}):
+        reply = real.post("/v1/completions", body | {"logprobs": None} | more)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "trace_decode_token_ids"
+
+
+def test_a_watermark_over_http(real: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 60, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    scores = {}
+    for name, value in {"off": False, "on": {"gamma": 0.5, "delta": 10.0, "hashing_key": 4}}.items():
+        reply = real.post("/v1/completions", body | {"watermark": value}).json()
+        token_ids = reply["choices"][0]["token_ids"]
+        scores[name] = detect(token_ids, Watermark(gamma=0.5, hashing_key=4)).z_score
+    assert scores["on"] > 4.0 > scores["off"]
+    for bad, field in (({"gamma": 2}, "watermark.gamma"), ({"salt": 2}, "watermark.salt")):
+        reply = real.post("/v1/completions", body | {"watermark": bad})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)

@@ -119,6 +119,7 @@ def verify(request: Request, info: EngineInfo) -> None:
     known.append(("logit_bias", list(params.logit_bias or ())))
     known.append(("allowed_token_ids", params.allowed_token_ids or []))
     known.append(("dry_sequence_breakers", params.dry_sequence_breaker_ids or []))
+    known.append(("trace_decode_token_ids", params.trace_decode_token_ids or []))
     known += [("bad_words", token_ids) for token_ids in params.bad_words_token_ids or ()]
     known += [("thinking_token_ids", token_ids) for token_ids in params.thinking_token_ids or ()]
     for field, token_ids in known:

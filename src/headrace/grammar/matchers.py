@@ -265,7 +265,7 @@ def jumps(params: SamplingParams) -> bool:
     what the model says there."""
     return (
         params.logprobs is None
-        and not params.mirostat
+        and not params.steers
         and not params.allowed_token_ids
         and not params.bad_words_token_ids
         and not params.logits_processors

@@ -155,6 +155,12 @@ def banned(params: SamplingParams, history: I64, num_prompt: int, position: int,
     return found
 
 
+def replayed(params: SamplingParams, num_generated: int) -> int | None:
+    """The token of `trace_decode_token_ids` that comes after so many of the answer; None if there is none."""
+    trace = params.trace_decode_token_ids or ()
+    return trace[num_generated] if 0 <= num_generated < len(trace) else None
+
+
 def forced(params: SamplingParams, history: I64) -> int | None:
     """The token of the end of reasoning that must come now, since its budget is spent; else None.
 

@@ -30,6 +30,7 @@ _WHOLE_BITS = np.int64(np.float64(_WHOLE).view(np.int64))
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.6931471803691238, 1.9082149292705877e-10
 _TAYLOR = [1.0 / math.factorial(k) for k in range(12, -1, -1)]
 MIROSTAT_HEAD = 100
+ADAPTIVE_SHARPNESS, ADAPTIVE_WIDTH = 10.0, 0.3
 
 
 @dataclass(slots=True)
@@ -252,6 +253,24 @@ def _zipf_k(slope: float, mu: float, vocab_size: int, most: int) -> int:
         return most
     bits = (mu + math.log2(head)) / slope
     return most if bits >= 62 else max(1, min(most, int(2.0**bits)))
+
+
+def adaptive_p(found: Candidates, params: SamplingParams, mean: float) -> Candidates:
+    """Candidates as likely as they are near to a probability (llama.cpp #17927): all are kept, and likeliest is one
+    that has a = 2 `adaptive_target` - `mean`, held between 0 and 1. `mean` is the running one of what was drawn.
+
+    With d = |p - a| / 0.3 a logit becomes -10 d^2 / (1 + d): a parabola near a, a slope further off.
+    """
+    aim = min(1.0, max(0.0, 2.0 * params.adaptive_target - mean))
+    away = np.abs(probabilities(found) - aim) / ADAPTIVE_WIDTH
+    return Candidates(found.token_ids, -ADAPTIVE_SHARPNESS * away * away / (1.0 + away), 0.0).settled()
+
+
+def probabilities(found: Candidates) -> F64:
+    """Of every candidate, among them all."""
+    mass = weights(found.scaled)
+    shares: F64 = mass / float(mass.sum())
+    return shares
 
 
 def surprise(found: Candidates) -> F64:

@@ -3,7 +3,7 @@
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) in numpy integer
 arithmetic. There is no state, so a token's noise is the same whoever asks, in what order, for how many tokens at
 once. Owns the layout of key and counter (docs/adr/0013-keyed-noise.md), which native samplers must follow. Knows no
-logits and no parameters; called by `sampler` and, to draw with the target's own noise, by drafters.
+logits and no parameters; called by `sampler`, `watermark` and, to draw with the target's own noise, by drafters.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ SAMPLE = 0
 
 XTC = 1
 """Purpose of the coin that says whether XTC excludes top choices; it is drawn for token id 0."""
+
+WATERMARK = 2
+"""Purpose of the bits that make tokens green: the watermark's key stands for the seed, the token before for the
+position."""
 
 GUMBEL_MAX = float(-np.log(-np.log1p(-(2.0**-53))))
 """No variate is above it: u is at most 1 - 2**-53."""
@@ -69,11 +73,13 @@ def bits(seed: int, position: int, token_ids: NDArray[np.int64], purpose: int = 
     return np.where(token_ids & 1, odd, even)
 
 
-def bits_of_rows(seeds: list[int], positions: list[int], counts: list[int], token_ids: NDArray[np.int64]) -> U64:
+def bits_of_rows(
+    seeds: list[int], positions: list[int], counts: list[int], token_ids: NDArray[np.int64], purpose: int = SAMPLE
+) -> U64:
     """`bits` for several (seed, position)s at once: `counts[i]` of the `token_ids`, in order, belong to the i-th."""
     keys = np.repeat(np.array(seeds, np.uint64), counts)
     places = np.repeat(np.array(positions, np.uint64), counts)
-    counter = ((token_ids >> 1).astype(np.uint64), places & _LOW, places >> _32, np.uint64(SAMPLE))
+    counter = ((token_ids >> 1).astype(np.uint64), places & _LOW, places >> _32, np.uint64(purpose))
     w0, w1, w2, w3 = philox4x32(counter, (keys & _LOW, keys >> _32))  # type: ignore[arg-type]
     return np.where(token_ids & 1, w2 << _32 | w3, w0 << _32 | w1)
 

@@ -8,6 +8,7 @@ against the model's width, which is not known here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ NUMBERS = (
     "mirostat_eta",
     "dynatemp_range",
     "dynatemp_exponent",
+    "adaptive_target",
+    "adaptive_decay",
     "no_repeat_ngram_size",
 )
 OPTIONAL_NUMBERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of", "thinking_token_budget")
@@ -61,11 +64,45 @@ DEFAULT_SAMPLERS = (
     "typical_p",
     "top_p",
     "xtc",
+    "adaptive_p",
 )
-"""The order of vLLM V1 (penalties, temperature, min_p, top_k, top_p), with what it has not in between."""
+"""The order of vLLM V1 (penalties, temperature, min_p, top_k, top_p), with what it has not in between. Wherever it
+stands, adaptive_p runs last: it looks at what the others left, and draws."""
 
 # llama-server's spelling.
 ALIASES = {"typ_p": "typical_p"}
+
+
+class Watermark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The mark of Kirchenbauer et al. 2023 (arXiv 2301.10226, algorithm 2): the token before and `hashing_key` make a
+    share `gamma` of the vocabulary green, and green logits get `delta` more. Whoever has `gamma` and `hashing_key` can
+    tell such a text: `headrace.sampling.watermark.detect`.
+
+    Raises `RequestError` naming the field, the value and the bound.
+    """
+
+    gamma: float = 0.25
+    delta: float = 2.0
+    hashing_key: int = 15485863
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            bounds.check(f"watermark_{name}", getattr(self, name), f"watermark.{name}")
+
+
+def watermark_of(given: Watermark | Mapping[str, Any] | bool) -> Watermark | None:
+    """A `Watermark`, made of true (the defaults) or of a plain dict of its fields; None of false. Raises
+    `RequestError` for all else."""
+    if isinstance(given, Watermark):
+        return given
+    if isinstance(given, bool):
+        return Watermark() if given else None
+    if not isinstance(given, Mapping):
+        raise RequestError("watermark", given, "true, false, a Watermark, or an object of its fields")
+    for name in given:
+        if name not in Watermark.__struct_fields__:
+            raise RequestError(f"watermark.{name}", given[name], "a field that headrace knows", "unknown_field")
+    return Watermark(**given)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,10 +153,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     mirostat_eta: float = 0.1
     dynatemp_range: float = 0.0
     dynatemp_exponent: float = 1.0
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     no_repeat_ngram_size: int = 0
     thinking_token_budget: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    watermark: Watermark | bool | None = None
     samplers: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     bad_words_token_ids: list[list[int]] | None = None
@@ -143,7 +184,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_texts("stop", "stop_string")
         self._check_texts("bad_words", "bad_word")
         self._check_texts("dry_sequence_breakers", "dry_sequence_breaker")
-        for name in ("stop_token_ids", "allowed_token_ids", "dry_sequence_breaker_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "dry_sequence_breaker_ids", "trace_decode_token_ids"):
             self._check_ids(name)
         for token_ids in self.bad_words_token_ids or ():
             if not token_ids:
@@ -163,6 +204,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 bounds.check("token_id", token_id, "logit_bias")
                 bounds.check("logit_bias_value", value, "logit_bias")
         self._check_samplers()
+        self._check_trace()
+        if self.watermark is not None:
+            msgspec.structs.force_setattr(self, "watermark", watermark_of(self.watermark))
         if self.logits_processors and not all(callable(each) for each in self.logits_processors):
             raise RequestError("logits_processors", "something else", "a list of functions")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -194,6 +238,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0 and self.uses("dry")
 
     @property
+    def adapts(self) -> bool:
+        """Whether adaptive-p draws the token. Mirostat takes its place, as that of all filters."""
+        return self.adaptive_target >= 0.0 and not self.mirostat and self.uses("adaptive_p")
+
+    @property
+    def steers(self) -> bool:
+        """Whether a number that the sampler keeps from token to token has a say in the next."""
+        return bool(self.mirostat) or self.adapts
+
+    @property
     def needs_history(self) -> bool:
         """Whether the sampler must see the tokens so far."""
         return (
@@ -202,6 +256,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.no_repeat_ngram_size > 0
             or self.thinking_token_budget is not None
             or self.structured_outputs is not None
+            or self.watermark is not None
             or bool(self.logits_processors)
             or any(len(token_ids) > 1 for token_ids in self.bad_words_token_ids or ())
         )
@@ -237,6 +292,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise RequestError("samplers", name, f"one of {', '.join(DEFAULT_SAMPLERS)}")
             if name in self.order[:place]:
                 raise RequestError("samplers", name, "named once")
+
+    def _check_trace(self) -> None:
+        trace = self.trace_decode_token_ids
+        if trace is None:
+            return
+        if not trace:
+            raise RequestError("trace_decode_token_ids", trace, "left out, or at least one token id")
+        told = f"{len(trace)} token ids"
+        if self.structured_outputs is not None:
+            raise RequestError("trace_decode_token_ids", told, "left out of a structured output")
+        if self.n > 1 or (self.best_of or 1) > 1:
+            raise RequestError("trace_decode_token_ids", told, "left out where n or best_of is above 1")
+        # As vLLM: the answer is no longer than the trace, and an end of text in it is a token like others.
+        most = len(trace) if self.max_tokens is None else min(self.max_tokens, len(trace))
+        msgspec.structs.force_setattr(self, "max_tokens", most)
+        msgspec.structs.force_setattr(self, "ignore_eos", True)
 
 
 def _check_each(name: str, token_ids: list[int]) -> None:

@@ -1,11 +1,11 @@
 """The sampler: from rows of logits to one token id each, and to log-probabilities where they are asked for.
 
-Order: log-probabilities of the raw logits; the caller's processors and logit_bias; penalties and DRY; masks and bans;
-then `SamplingParams.order` (by default vLLM V1's: temperature, min_p, top_k, top_p, others in between) or mirostat;
-then the argmax of (what is left + keyed Gumbel noise), which is a draw from the filtered distribution (Gumbel-max:
-Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). Ties fall to the lower token id everywhere. A row's numbers
-are made from that row only, in orders that depend on nothing else: what comes out can not depend on the batch. Knows
-no sequences and no requests; called by the runner.
+Order: log-probabilities of the raw logits; the caller's processors and logit_bias; penalties and DRY; the watermark;
+masks and bans; then `SamplingParams.order` (by default vLLM V1's: temperature, min_p, top_k, top_p, others in between,
+adaptive_p last) or mirostat; then the argmax of (what is left + keyed Gumbel noise), which is a draw from the filtered
+distribution (Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). Ties fall to the lower token id
+everywhere. A row's numbers are made from that row only, in orders that depend on nothing else: what comes out can not
+depend on the batch. Knows no sequences and no requests; called by the runner.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import RequestError
-from headrace.sampling import edits, filters, noise
+from headrace.sampling import edits, filters, noise, watermark
 from headrace.sampling.filters import Candidates, Cut, Select, largest, select, select_all
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import SamplingParams, Watermark
 from headrace.types import TokenLogprob
 
 F32 = NDArray[np.float32]
@@ -141,7 +141,9 @@ class Sampler:
         """The row after all edits; or its token, where that needs no draw."""
         params, best = row.params, row.best
         history = np.array(row.history, np.int64)
-        must = edits.forced(params, history)
+        must = edits.replayed(params, row.position - row.num_prompt)
+        if must is None:
+            must = edits.forced(params, history)
         if must is not None and must < self.vocab_size and (row.mask is None or _allows(row.mask, must)):
             return Drawn(must, state=row.state)
         stages = _stages(params, self.vocab_size)
@@ -153,6 +155,7 @@ class Sampler:
             params.logits_processors
             or params.logit_bias
             or params.allowed_token_ids
+            or params.watermark is not None
             or first
             or bans
             or row.mask is not None
@@ -174,12 +177,12 @@ class Sampler:
         if params.seed is None:
             raise RequestError("seed", None, "set before a token is sampled at a temperature above 0")
         cut, stages = _leading_cut(params, stages)
-        if not stages and not params.mirostat:
+        if not stages and not params.steers:
             cut = cut._replace(key=(params.seed, row.position))
         return _Open(index, row, x, float(x[best]), cut, stages)
 
     def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
-        """A copy of the row with processors, biases, penalties, masks and bans."""
+        """A copy of the row with processors, biases, penalties, the watermark, masks and bans."""
         params = row.params
         if index >= len(self._edited):
             self._edited = np.empty((min(SPAN, max(index + 1, 2 * len(self._edited))), self.vocab_size), np.float32)
@@ -189,6 +192,9 @@ class Sampler:
             edits.biased(edited, params.logit_bias)
         for stage in first:
             edits.edit(stage, edited, history, row.num_prompt, params)
+        # What comes after nothing is not marked.
+        if isinstance(params.watermark, Watermark) and row.history:
+            watermark.marked(edited, params.watermark, row.history[-1])
         if params.allowed_token_ids:
             edits.allow_only(edited, params.allowed_token_ids)
         if row.mask is not None:
@@ -208,16 +214,9 @@ class Sampler:
             for stage in opened.stages:
                 pool = self._stage(stage, pool, opened.row)
             wholes.append(pool)
-            if opened.row.params.mirostat:
-                pool = filters.mirostat(pool, opened.row.params, _mu(opened.row), self.vocab_size)
-            finals.append(pool)
+            finals.append(_steered(pool, opened.row, self.vocab_size))
         for opened, whole, token_id in zip(waiting, wholes, _gumbel_argmax(waiting, finals), strict=True):
-            params, state = opened.row.params, opened.row.state
-            if params.mirostat:
-                place = int(np.searchsorted(whole.token_ids, token_id))
-                error = float(filters.surprise(whole)[place]) - params.mirostat_tau
-                state = _mu(opened.row) - params.mirostat_eta * error
-            made.append(Drawn(token_id, state=state))
+            made.append(Drawn(token_id, state=_next_state(opened.row, whole, token_id)))
         return made
 
     def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
@@ -250,9 +249,30 @@ def _allows(mask: NDArray[np.uint32], token_id: int) -> bool:
     return bool(int(mask[token_id // 32]) >> (token_id % 32) & 1)
 
 
-def _mu(row: Row) -> float:
-    """Mirostat's state: twice the aim before the first token."""
-    return 2.0 * row.params.mirostat_tau if row.state is None else row.state
+def _state(row: Row) -> float:
+    """Mirostat's mu, twice the aim before the first token; or adaptive-p's mean, at its aim before that."""
+    if row.state is not None:
+        return row.state
+    return 2.0 * row.params.mirostat_tau if row.params.mirostat else row.params.adaptive_target
+
+
+def _steered(pool: Candidates, row: Row, vocab_size: int) -> Candidates:
+    """What mirostat or adaptive-p makes of the candidates."""
+    if row.params.mirostat:
+        return filters.mirostat(pool, row.params, _state(row), vocab_size)
+    return filters.adaptive_p(pool, row.params, _state(row)) if row.params.adapts else pool
+
+
+def _next_state(row: Row, pool: Candidates, token_id: int) -> float | None:
+    """The state after `token_id`, which was drawn from what was made of `pool`."""
+    params = row.params
+    if not params.steers:
+        return row.state
+    place = int(np.searchsorted(pool.token_ids, token_id))
+    if params.mirostat:
+        return _state(row) - params.mirostat_eta * (float(filters.surprise(pool)[place]) - params.mirostat_tau)
+    share = float(filters.probabilities(pool)[place])
+    return params.adaptive_decay * _state(row) + (1.0 - params.adaptive_decay) * share
 
 
 def _stages(params: SamplingParams, vocab_size: int) -> list[str]:

@@ -97,6 +97,8 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     mirostat: int | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
     samplers: list[str] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None

@@ -61,10 +61,15 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     mirostat_eta: float | None = None
     dynatemp_range: float | None = None
     dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     no_repeat_ngram_size: int | None = None
     thinking_token_budget: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    # true, or an object: see `sampling.params.Watermark`.
+    watermark: bool | dict[str, Any] | None = None
     samplers: list[str] | None = None
     # See `server.beams`.
     use_beam_search: bool | None = None

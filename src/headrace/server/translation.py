@@ -22,9 +22,9 @@ NAMES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens", "num
 # Same name, same meaning.
 SAME = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "repeat_last_n", "presence_penalty",
-    "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent",
-    "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "dry_sequence_breakers", "samplers", "stop", "ignore_eos",
+    "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay",
+    "dynatemp_range", "dynatemp_exponent", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "samplers", "stop", "ignore_eos",
 )  # fmt: skip
 # A share of nothing keeps one token there; here a share is above 0, and the least one keeps one token.
 LEAST_SHARE = 1e-6

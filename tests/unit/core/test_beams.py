@@ -118,6 +118,7 @@ def test_parameters_that_can_not_be_are_refused_by_name(field, given):
     [
         ("n", 2), ("logprobs", 1), ("prompt_logprobs", 1), ("top_k", 5), ("top_p", 0.5), ("min_tokens", 2),
         ("stop", "x"), ("temperature", 0.5), ("logit_bias", {3: 1.0}), ("best_of", 2), ("mirostat", 2),
+        ("watermark", True), ("trace_decode_token_ids", [3]),
         ("structured_outputs", {"regex": "a"}), ("repetition_penalty", 1.5),
     ],
 )  # fmt: skip

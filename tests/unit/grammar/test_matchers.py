@@ -204,7 +204,13 @@ def test_without_an_end_of_text_there_are_no_constraints() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"logprobs": 0}, {"mirostat": 2}, {"no_repeat_ngram_size": 2}, {"allowed_token_ids": [1]}],
+    [
+        {"logprobs": 0},
+        {"mirostat": 2},
+        {"adaptive_target": 0.3},
+        {"no_repeat_ngram_size": 2},
+        {"allowed_token_ids": [1]},
+    ],
 )
 def test_who_wants_to_see_or_change_every_token_gets_no_jump(fields: dict[str, Any]) -> None:
     assert jumps(SamplingParams())

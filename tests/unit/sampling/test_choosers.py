@@ -1,4 +1,4 @@
-"""typical_p, top_n_sigma, XTC, dynamic temperature and mirostat against slow references written from their
+"""typical_p, top_n_sigma, XTC, dynamic temperature, mirostat and adaptive_p against slow references written from their
 definitions, and against transformers where it has them; and the order of samplers."""
 
 from __future__ import annotations
@@ -223,6 +223,57 @@ def test_mirostat_takes_the_place_of_the_filters() -> None:
         params = SamplingParams(seed=3, mirostat=2, **more)  # type: ignore[arg-type]
         ids.append(Sampler(50, []).sample_rows(logits, [Row(params, i, 0) for i in range(60)]))
     assert ids[0] == ids[1]
+
+
+@given(LOGITS, st.floats(0, 1), st.floats(0, 1))
+def test_adaptive_p(logits: list[float], target: float, mean: float) -> None:
+    """llama.cpp's curve, with its peak of 5, over the probabilities of all candidates."""
+    aim = min(1.0, max(0.0, 2 * target - mean))
+    far = [abs(p - aim) / 0.3 for p in softmax(logits)]
+    want = [5.0 - 10.0 * d * d / (1.0 + d) for d in far]
+    found = filters.adaptive_p(all_of(logits), SamplingParams(adaptive_target=target), mean)
+    assert found.token_ids.tolist() == list(range(len(logits)))
+    assert found.scaled.tolist() == pytest.approx([x - max(want) for x in want], abs=1e-9)
+
+
+def test_adaptive_p_holds_the_mean_probability_at_its_target() -> None:
+    """The mean starts at the target, and each token's probability gets a share of 1 - decay in it."""
+    p = [0.5, 0.25, 0.12, 0.08, 0.05]
+    logits = np.log(np.array([p], np.float32))
+    means = []
+    for target in (0.15, 0.3, -1.0):
+        params = SamplingParams(seed=3, adaptive_target=target, adaptive_decay=0.8)
+        sampler, state, told = Sampler(5, []), None, []
+        for position in range(400):
+            [drawn] = sampler.sample_rows(logits, [Row(params, position, 0, state=state)])
+            assert isinstance(drawn, Drawn)
+            if target >= 0:
+                before = target if state is None else state
+                assert drawn.state == pytest.approx(0.8 * before + 0.2 * p[drawn.token_id], abs=1e-6)
+            else:
+                assert drawn.state is None
+            state = drawn.state
+            told.append(p[drawn.token_id])
+        means.append(sum(told) / 400)
+    assert abs(means[0] - 0.15) < 0.03
+    assert abs(means[1] - 0.3) < 0.03
+    assert abs(means[2] - math.fsum(x * x for x in p)) < 0.03, "off: the model's own"
+
+
+def test_adaptive_p_runs_last_wherever_it_is_listed() -> None:
+    logits = np.random.default_rng(6).normal(0, 2, (60, 50)).astype(np.float32)
+    orders = (["adaptive_p", "temperature", "top_k"], ["temperature", "top_k", "adaptive_p"], ["temperature", "top_k"])
+    told = []
+    for order in orders:
+        params = SamplingParams(seed=3, adaptive_target=0.1, top_k=5, temperature=0.7, samplers=order)
+        told.append(Sampler(50, []).sample_rows(logits, [Row(params, i, 0) for i in range(60)]))
+    assert told[0] == told[1]
+    assert told[1] != told[2], "not listed"
+    assert all(isinstance(each, Drawn) and each.state is None for each in told[2])
+    greedy = SamplingParams(seed=3, adaptive_target=0.1, temperature=0.0)
+    [drawn] = Sampler(50, []).sample_rows(logits[:1], [Row(greedy, 5, 0)])
+    assert isinstance(drawn, Drawn)
+    assert drawn.token_id == int(logits[0].argmax())
 
 
 # -- order

@@ -11,6 +11,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.errors import RequestError
 from headrace.sampling import edits
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Drawn, Row, Sampler
@@ -228,3 +229,50 @@ def test_thinking_ends_within_the_budget_whatever_the_model_wants() -> None:
     for _ in range(8):
         history.append(step(logits, Row(params, len(history), 2, list(history))))
     assert history[2:] == [2, 2, 2, 2, 6, 7, 2, 2]
+
+
+# -- a trace that is replayed
+
+
+def test_trace_decode_token_ids() -> None:
+    """Its tokens come whatever the model, bans and other parameters say; log-probabilities stay the model's."""
+    logits = np.array([[0.0, 5.0, 9.0, 1.0, -np.inf]], np.float32)
+    trace = [3, 1, 4, 0]
+    plain = SamplingParams(temperature=0.0, logprobs=1)
+    params = SamplingParams(
+        seed=1, trace_decode_token_ids=trace, logprobs=1, min_tokens=3, top_k=1, allowed_token_ids=[2], max_tokens=50
+    )
+    assert (params.max_tokens, params.ignore_eos) == (4, True), "the answer is the trace"
+    for place, token_id in enumerate(trace):
+        rows = [Row(params, 7 + place, 7, []), Row(plain, 7 + place, 7, [])]
+        drawn, own = Sampler(5, [1]).sample_rows(np.repeat(logits, 2, axis=0), rows)
+        assert isinstance(drawn, Drawn)
+        assert isinstance(own, Drawn)
+        assert (drawn.token_id, own.token_id) == (token_id, 2)
+        assert drawn.logprob is not None
+        assert own.logprob is not None
+        assert drawn.logprob.top == own.logprob.top
+        want = float(logits[0, token_id]) - 9.0 + dict(own.logprob.top)[2]
+        assert drawn.logprob.logprob == pytest.approx(want)
+    assert step(logits[0].tolist(), Row(params, 11, 7, [])) == 2, "beyond it the model goes on"
+
+
+def test_a_trace_comes_before_a_budget_of_thinking() -> None:
+    fields = {"thinking_token_budget": 0, "thinking_token_ids": (START, END), "temperature": 0.0}
+    logits = [0.0] * 8
+    params = SamplingParams(trace_decode_token_ids=[4, 4], **fields)  # type: ignore[arg-type]
+    assert step(logits, Row(params, 2, 2, [1, 5])) == 4
+    assert step(logits, Row(params, 4, 2, [1, 5, 4, 4])) == END[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"trace_decode_token_ids": []}, "trace"), ({"trace_decode_token_ids": [-1]}, "trace"),
+     ({"trace_decode_token_ids": 0}, "trace"), ({"trace_decode_token_ids": [1], "n": 2}, "trace"),
+     ({"trace_decode_token_ids": [1], "best_of": 2}, "trace"),
+     ({"trace_decode_token_ids": [1], "structured_outputs": {"regex": "a+"}}, "trace"),
+     ({"trace_decode_token_ids": [1], "min_tokens": 2}, "min_tokens")],
+)  # fmt: skip
+def test_traces_that_are_refused(fields: dict[str, object], field: str) -> None:
+    with pytest.raises(RequestError, match=f"^{field}"):
+        SamplingParams(**fields)  # type: ignore[arg-type]

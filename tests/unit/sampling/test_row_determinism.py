@@ -37,9 +37,14 @@ def some_params(rng: random.Random, seed: int) -> SamplingParams:
         dry_multiplier=rng.choice([0.0, 0.8]),
         dynatemp_range=rng.choice([0.0, 0.5]),
         mirostat=rng.choice([0, 0, 0, 1, 2]),
+        adaptive_target=rng.choice([-1.0, -1.0, 0.2]),
+        watermark=rng.choice([None, None, True]),
+        trace_decode_token_ids=rng.choice([None] * 7 + [[5] * 600]),
         no_repeat_ngram_size=rng.choice([0, 2]),
         allowed_token_ids=rng.choice([None, None, list(range(0, 60, 2))]),
-        samplers=rng.choice([None, None, ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "penalties"]]),
+        samplers=rng.choice(
+            [None, None, ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature", "penalties"], ["adaptive_p"]]
+        ),
     )
 
 
