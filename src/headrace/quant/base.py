@@ -98,6 +98,28 @@ class QWeight:
         return widened(part.float(), self.group, self.codes.shape[1])
 
 
+@dataclass(frozen=True, slots=True)
+class SplitWeight(QWeight):
+    """Codes for all inputs, but the weights of some in 16 bits beside them, which count instead (LLM.int8()).
+
+    columns: int64 [n] inputs. kept: bfloat16 [out, n].
+    """
+
+    columns: Tensor | None = None
+    kept: Tensor | None = None
+
+    def rows(self, first: int, last: int) -> SplitWeight:
+        # A class with slots is made twice, so that super() without arguments does not find itself.
+        found: SplitWeight = QWeight.rows(self, first, last)  # type: ignore[assignment]
+        return found if self.kept is None else replace(found, kept=self.kept[first:last])
+
+    def dequantize(self) -> Tensor:
+        made = QWeight.dequantize(self)
+        if self.columns is not None and self.kept is not None:
+            made[:, self.columns] = self.kept.float()
+        return made
+
+
 def widened(part: Tensor, group: int, num_in: int) -> Tensor:
     """[out, groups] as [out, in], or as a column if there is one group only."""
     return part if part.shape[1] == 1 else part.unsqueeze(-1).expand(-1, -1, group).flatten(1)[:, :num_in]
@@ -174,7 +196,7 @@ def scheme_of(weight: QWeight) -> Scheme:
     if weight.scales is None:
         wide = weight.codes.dtype == torch.float64
         return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
-    if weight.codes.is_floating_point() or weight.permutation is not None:
+    if weight.codes.is_floating_point() or weight.permutation is not None or isinstance(weight, SplitWeight):
         return Scheme("f", dtype="float32")
     if weight.codebook is not None:
         entries = tuple(weight.codebook.tolist()) if weight.zeros is None and weight.mins is None else ()

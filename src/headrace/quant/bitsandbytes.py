@@ -3,7 +3,8 @@
 4 bits: `weight` uint8 [weights / 2, 1], the upper half of a byte first, row after row; `weight.absmax`, a scale for
 each block of weights; `weight.quant_map` float32 [16]; `weight.quant_state.bitsandbytes__<type>`, JSON as bytes. Doubly
 quantised scales are bytes in `absmax`, with `weight.nested_absmax`, `weight.nested_quant_map` and an offset in the
-JSON. 8 bits (Dettmers et al. 2022): `weight` int8 [out, in] and `SCB` float32 [out], the largest magnitude of each row.
+JSON. 8 bits (Dettmers et al. 2022): `weight` int8 [out, in] and `SCB` float32 [out], the largest magnitude of each row;
+from `headrace quantize` also `outlier_columns` int32 [n] and their weights `outlier_weight` bfloat16 [out, n].
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.base import PLAIN, QWeight, SplitWeight, Tensors
 from headrace.quant.packing import checked, good_scales, left_alone, names_listed, nibbles, plain_weight
 
 SPARE = re.compile(r"(?!)")
@@ -50,8 +51,17 @@ def _int8(tensors: Tensors, name: str) -> QWeight:
         if layout.numel() != 1 or int(layout) != 0:
             raise CheckpointError(f"{name}.weight_format is {layout.tolist()!r:.80}, expected 0 (row after row)")
     largest = checked(tensors, f"{name}.SCB", (codes.shape[0],))
-    scales = good_scales(largest, f"{name}.SCB") / 127
-    return QWeight(codes, scales.view(-1, 1), group=codes.shape[1], bits=8)
+    scales = (good_scales(largest, f"{name}.SCB") / 127).view(-1, 1)
+    if not tensors.has(f"{name}.outlier_columns"):
+        return QWeight(codes, scales, group=codes.shape[1], bits=8)
+    columns = checked(tensors, f"{name}.outlier_columns", (None,), torch.int32).long()
+    num_in = codes.shape[1]
+    if bool((columns < 0).any() or (columns >= num_in).any()) or len(set(columns.tolist())) < len(columns):
+        raise CheckpointError(
+            f"{name}.outlier_columns, shape {list(columns.shape)}, has inputs twice or beyond 0 to {num_in - 1}"
+        )
+    kept = checked(tensors, f"{name}.outlier_weight", (codes.shape[0], len(columns)), torch.bfloat16)
+    return SplitWeight(codes, scales, group=num_in, bits=8, columns=columns, kept=kept)
 
 
 def _four_bits(tensors: Tensors, name: str, kind: str) -> QWeight:

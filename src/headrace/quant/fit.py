@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.quant.base import QWeight, widened
+from headrace.quant.base import QWeight, SplitWeight, widened
 from headrace.quant.schemes import BOOKS, Kind, Scheme
 
 GROUPS = (128, 64, 32, 16, 8)
@@ -135,6 +135,8 @@ def _why_not(weight: QWeight) -> str:
         return "it is not quantised"
     if weight.codes.is_floating_point():
         return "8-bit floats have no kernel"
+    if isinstance(weight, SplitWeight):
+        return "some of its inputs are outliers, whose weights have 16 bits"
     if weight.permutation is not None:
         return "its groups are of inputs that do not lie side by side (act-order)"
     if weight.scales.shape[1] > 1 and all(weight.group % size for size in GROUPS):

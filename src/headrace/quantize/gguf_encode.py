@@ -47,10 +47,12 @@ def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
     """
     encoder = ENCODERS[kind]
     if weight.shape[1] % encoder.elements:
-        raise CheckpointError(f"{name} has rows of {weight.shape[1]}, expected a multiple of {encoder.elements}: {kind}")
-    largest = float(np.abs(weight).max(initial=0.0))
-    if not largest < MAX_F16:  # also for what is not a number
-        raise CheckpointError(f"{name} has weights up to {largest}, expected below {MAX_F16}: {kind}")
+        raise CheckpointError(
+            f"{name} has rows of {weight.shape[1]}, expected a multiple of {encoder.elements}: {kind}"
+        )
+    largest, bound = float(np.abs(weight).max(initial=0.0)), np.inf if kind in ("F32", "BF16") else MAX_F16
+    if not largest < bound:  # also for what is not a number
+        raise CheckpointError(f"{name} has weights up to {largest}, expected below {bound}: {kind}")
     blocks = weight.reshape(-1, encoder.elements)
     made = np.empty((len(blocks), encoder.size), np.uint8)
     step = PIECE_WEIGHTS // encoder.elements

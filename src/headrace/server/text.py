@@ -143,6 +143,11 @@ class Tokenizer:
         """The text of a token that was added to the vocabulary (special ones are), else None."""
         return self._added.get(token_id)
 
+    def to_json(self) -> str:
+        """All of it but the roles and templates, as tokenizer.json would have it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def _role_id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)
         return None if text is None else self.token_to_id(text)

@@ -62,6 +62,13 @@ PRE_TOKENIZERS = {name: cuts for names, cuts in _CUTS.items() for name in names.
 """The regular expressions behind each name that `tokenizer.ggml.pre` may have."""
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 
+
+
+def habits(pre: str) -> tuple[bool, bool]:
+    """Of a value of `tokenizer.ggml.pre`: whether text is composed (NFC), and whether whole words need no merges."""
+    return pre in ("qwen2", "deepseek-r1-qwen"), pre in (*_LLAMA3, "tekken")
+
+
 _SPECIAL = (UNKNOWN, CONTROL)
 _ROLES = {
     "bos_token": "bos",
@@ -165,8 +172,9 @@ def _byte_level(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.
             _refuse(file, f"tokenizer.ggml.merges[{i}]", merge, "two tokens with a space between")
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocab = {text: token_id for token_id, (text, _, _) in enumerate(pieces)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in (*_LLAMA3, "tekken")))
-    if pre in ("qwen2", "deepseek-r1-qwen"):
+    composed, whole_words = habits(pre)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
+    if composed:
         tokenizer.normalizer = normalizers.NFC()
     cuts: list[Any] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in PRE_TOKENIZERS[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

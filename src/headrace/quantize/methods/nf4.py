@@ -1,0 +1,90 @@
+"""NF4 (Dettmers et al. 2023, "QLoRA", section 3): each block's weights, divided by the largest, become the nearest of
+sixteen levels that split a normal distribution evenly; the scales themselves are quantised to 8 bits.
+
+Double quantisation as bitsandbytes has it: scales less their mean, in blocks of 256, become the nearest of 256 numbers
+of a table ("dynamic" quantisation, Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning"). Here the
+weights' codes are chosen by the scales that this leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant.base import QWeight, widened
+from headrace.quantize import grid
+from headrace.quantize.base import Layer, Options, Statistics
+
+CALIBRATED = False
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""QLoRA, appendix E."""
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+NESTED_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NF4Weight(QWeight):
+    """With the parts of its doubly quantised scales: absmax uint8 [blocks], nested float32 [blocks / 256], offset."""
+
+    absmax: Tensor | None = None
+    nested: Tensor | None = None
+    offset: float = 0.0
+
+
+def verify(options: Options) -> Options:
+    if options.bits != 4 or options.symmetric is False:
+        raise RequestError("bits", options.bits, f"4, without zero points, for method {options.method}")
+    if options.group_size not in BLOCK_SIZES:
+        raise RequestError("group_size", options.group_size, f"one of {', '.join(map(str, BLOCK_SIZES))} for nf4")
+    return replace(options, symmetric=True)
+
+
+def prepare(layer: Layer, options: Options) -> None:
+    """Nothing moves."""
+
+
+def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> NF4Weight:
+    num_out, num_in = weight.shape
+    group = grid.group_of(options, num_in, name)
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(f"{name} has a weight that is not finite; it can not be quantised")
+    largest = weight.view(num_out, -1, group).abs().amax(-1)
+    offset = float(largest.mean())
+    codes, nested = eight_bits(largest.flatten() - offset)
+    scales = (table()[codes.int()] * widened(nested.view(1, -1), NESTED_BLOCK, len(codes))[0] + offset).view_as(largest)
+    levels = torch.tensor(LEVELS)
+    # A scale that rounding took to 0 or below would turn its weights round.
+    divisor = widened(torch.where(scales > 0, scales, torch.inf), group, num_in)
+    places = torch.bucketize(weight / divisor, (levels[1:] + levels[:-1]) / 2)
+    return NF4Weight(
+        places.to(torch.uint8), scales, group=group, bits=4, codebook=levels, absmax=codes, nested=nested, offset=offset
+    )
+
+
+def table() -> Tensor:
+    """float32 [256], rising: for each of seven powers of ten evenly spaced numbers, twice as many as for the one below,
+    with both signs; and 0 and 1."""
+    sizes = []
+    for i in range(7):
+        ends = torch.linspace(0.1, 1, 2**i + 1)
+        sizes.append((ends[:-1] + ends[1:]) / 2 * 10.0 ** (i - 6))
+    positive = torch.cat(sizes)
+    return torch.cat((-positive, positive, torch.tensor([0.0, 1.0]))).sort().values
+
+
+def eight_bits(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] as places in `table`, uint8 [n], and the largest magnitude of each 256 [ceil(n / 256)]."""
+    padded = torch.nn.functional.pad(values, (0, -len(values) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    largest = padded.abs().amax(-1)
+    entries = table()
+    divided = padded / torch.where(largest == 0, 1.0, largest).unsqueeze(-1)
+    places = torch.bucketize(divided, (entries[1:] + entries[:-1]) / 2)
+    # The reader refuses scales that are all 0.
+    return places.to(torch.uint8).flatten()[: len(values)], torch.where(largest == 0, 1.0, largest)

@@ -1,0 +1,265 @@
+"""Mixed precision: which type each matrix of a GGUF file gets, chosen by measured loss for a budget of bits a weight.
+
+Matrices that are fed the same inputs (q, k and v; gate and up; all experts) are one group and get one type, as kernels
+take them together. For each group the model is run with that group alone quantised, and the divergence of its
+predictions from the float model's on a calibration text is what the group costs; for other types that is scaled by the
+weights' squared error, since small errors cost in proportion to it. Then bits go where they save most: along each
+group's lower convex hull, the steepest step first (Fox 1966, "Discrete Optimization via Marginal Analysis"). The model
+is held in memory once, in float32. Called by `cli.quantize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace import models
+from headrace.backends.base import Backend, Chunks, Matrix
+from headrace.backends.torch_ref import TorchRef
+from headrace.backends.torch_ref.ops import RefMatrix, RefOps
+from headrace.backends.torch_ref.program import make_forward_batch
+from headrace.errors import RequestError
+from headrace.quant import gguf_blocks
+from headrace.quantize import gguf_writer
+from headrace.quantize.gguf_encode import bits_per_weight, encode
+from headrace.quantize.gguf_model import Planned
+from headrace.quantize.gguf_writer import Progress, Source, Written
+from headrace.runner.loader import Weights
+
+LADDER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16")
+"""Types that are chosen from, for rows of whole blocks of 256."""
+SHORT_LADDER = ("Q4_0", "Q5_0", "Q8_0", "BF16")
+"""For rows of whole blocks of 32 only."""
+PROBE = "Q4_K"
+"""The type at which a group's cost is measured (or what fits its rows instead)."""
+MAX_TOKENS = 1024
+"""Of the calibration text that are used: the model runs over them once for each group."""
+SLAB_WEIGHTS = 2**22
+
+
+class Step(NamedTuple):
+    """A type of a group: what all its weights take in bits, and what they are thought to cost in nats a token."""
+
+    kind: str
+    bits: float
+    loss: float
+
+
+@dataclass(slots=True)
+class Group:
+    """Matrices that get one type, with the file's tensors that hold them."""
+
+    plans: list[Planned]
+    matrices: list[RefMatrix] = field(default_factory=list)
+    table: Tensor | None = None
+    num_weights: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+
+class Mixture(NamedTuple):
+    """predicted: sum of the groups' losses. measured: divergence (nats a token) of the model with all of them."""
+
+    written: Written
+    predicted: float
+    measured: float
+
+
+class _FastOps(RefOps):
+    """The reference with products that need not be the same for all numbers of rows."""
+
+    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        own = cast(RefMatrix, matrix)
+        made = x @ own.data[: own.num_in, : own.num_out]
+        return made if own.bias is None else made + own.bias
+
+
+def write(
+    directory: Path, path: Path, bits: float, calibration: Sequence[Sequence[int]], progress: Progress | None = None
+) -> Mixture:
+    """Write the model in `directory` as the GGUF file `path`, of at most `bits` a weight, all tensors counted.
+
+    calibration: token ids of pieces of text. Raises `RequestError` without such, or for a budget that the smallest
+    types are beyond; `CheckpointError` as `gguf_writer.convert`.
+    """
+    source = Source(directory)
+    with torch.inference_mode():
+        model = _Measured(source, calibration)
+        for done, group in enumerate(model.groups):
+            model.measure(group)
+            if progress is not None:
+                progress(done + 1, len(model.groups))
+        chosen = choose(model, bits)
+        kinds = source.kinds(gguf_writer.LEVELS["F32"])
+        for group, step in zip(model.groups, chosen, strict=True):
+            kinds |= {plan.name: step.kind for plan in group.plans}
+            model.apply(group, step.kind)
+        measured = model.divergence()
+    written = gguf_writer.write(source, path, kinds, None, None)
+    return Mixture(written, sum(step.loss for step in chosen), measured)
+
+
+def choose(model: _Measured, bits: float) -> list[Step]:
+    """A step for each group. Raises `RequestError` for a budget below what the smallest take."""
+    hulls = [hull(group.steps) for group in model.groups]
+    at = [0] * len(hulls)
+    room = bits * model.num_weights - model.other_bits - sum(steps[0].bits for steps in hulls)
+    if room < 0:
+        least = (bits * model.num_weights - room) / model.num_weights
+        raise RequestError("bits", bits, f"at least {least:.2f}, which the smallest types take for this model")
+    while True:
+        best, gain = -1, 0.0
+        for i, steps in enumerate(hulls):
+            if at[i] + 1 < len(steps) and steps[at[i] + 1].bits - steps[at[i]].bits <= room:
+                now, after = steps[at[i]], steps[at[i] + 1]
+                found = (now.loss - after.loss) / (after.bits - now.bits)
+                if found > gain:
+                    best, gain = i, found
+        if best < 0:
+            return [steps[place] for steps, place in zip(hulls, at, strict=True)]
+        room -= hulls[best][at[best] + 1].bits - hulls[best][at[best]].bits
+        at[best] += 1
+
+
+def hull(steps: Sequence[Step]) -> list[Step]:
+    """The steps of the lower convex hull of loss over bits, falling; fewest bits first."""
+    made: list[Step] = []
+    for step in sorted(steps, key=lambda step: (step.bits, step.loss)):
+        if made and step.loss >= made[-1].loss:
+            continue
+        while len(made) > 1:
+            (_, b0, l0), (_, b1, l1) = made[-2:]
+            if (l0 - l1) * (step.bits - b1) > (l1 - step.loss) * (b1 - b0):
+                break
+            made.pop()
+        made.append(step)
+    return made
+
+
+class _Measured:
+    """The float model, parts of which can be made what a type would make of them, and a text to judge it by."""
+
+    def __init__(self, source: Source, calibration: Sequence[Sequence[int]]) -> None:
+        backend = TorchRef("cpu", "float32")
+        backend.ops = _FastOps(torch.device("cpu"), torch.float32)
+        weights = Weights(source.checkpoint, cast(Backend, backend))
+        longest = source.config.max_positions()
+        self.pieces = _cut(calibration, longest)
+        module = models.find(source.config.values["model_type"])
+        self.model: Any = module.Model(source.config, weights, backend.ops, max(max(map(len, self.pieces)), 2))
+        weights.finish()
+        wrong = max(max(piece) for piece in self.pieces)
+        if wrong >= self.model.vocab_size:
+            raise RequestError("calibration", wrong, f"token ids below {self.model.vocab_size}, the vocabulary")
+        self.groups = _groups(source, backend.ops.matrices, self.model.embedding)
+        grouped = {plan.name for group in self.groups for plan in group.plans}
+        sizes = {plan.name: int(np.prod(source.shape(plan))) for plan in source.plans}
+        self.num_weights = sum(sizes.values())
+        rest = [plan for plan in source.plans if plan.name not in grouped]
+        self.other_bits = sum(32.0 * sizes[plan.name] for plan in rest)
+        for group in self.groups:
+            group.num_weights = sum(sizes[plan.name] for plan in group.plans)
+        self.expected = [self._log_probabilities(piece) for piece in self.pieces]
+
+    def measure(self, group: Group) -> None:
+        """Fill in the group's steps."""
+        num_in = group.matrices[0].num_in if group.matrices else cast(Tensor, group.table).shape[1]
+        ladder = LADDER if num_in % 256 == 0 else SHORT_LADDER if num_in % 32 == 0 else ("F16", "BF16")
+        probe = gguf_writer.fitting(PROBE, num_in)
+        probe = probe if probe in ladder else ladder[0]
+        errors = {kind: sum(_squared_error(part, kind) for part in self._parts(group)) for kind in ladder}
+        kept = [part.clone() for part in self._parts(group)]
+        self.apply(group, probe)
+        loss = self.divergence()
+        for part, own in zip(self._parts(group), kept, strict=True):
+            part.copy_(own)
+        share = max(loss, 0.0) / errors[probe] if errors[probe] else 0.0
+        group.steps = [
+            Step(kind, bits_per_weight(kind) * group.num_weights, share * error) for kind, error in errors.items()
+        ]
+
+    def apply(self, group: Group, kind: str) -> None:
+        """Make the group's weights what `kind` makes of them."""
+        for part in self._parts(group):
+            for piece in _pieces(part):
+                piece.copy_(rounded(piece, kind))
+
+    def divergence(self) -> float:
+        """KL divergence of the next token, in nats, from the float model's; a mean over the text."""
+        total, count = 0.0, 0
+        for piece, expected in zip(self.pieces, self.expected, strict=True):
+            found = self._log_probabilities(piece)
+            total += float((expected.exp() * (expected - found)).double().sum())
+            count += len(piece)
+        return total / count
+
+    def _log_probabilities(self, piece: list[int]) -> Tensor:
+        """float32 [tokens, V]."""
+        shape = self.model.kv_shape
+        kv = torch.zeros(shape.num_layers, 2, 1, len(piece), shape.num_kv_heads, shape.head_dim)
+        rows = make_forward_batch(Chunks([0], [piece], [[0]]), len(piece), torch.device("cpu"))
+        hidden = self.model.forward(rows, kv)
+        return torch.log_softmax(self.model.logits(hidden, torch.arange(len(piece))).float(), -1)
+
+    def _parts(self, group: Group) -> list[Tensor]:
+        """Views [out, in] of all that has the group's weights."""
+        made = [matrix.data[: matrix.num_in, : matrix.num_out].t() for matrix in group.matrices]
+        return made if group.table is None else [*made, group.table]
+
+
+def _cut(calibration: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
+    pieces, left = [], MAX_TOKENS
+    for piece in calibration:
+        own = list(piece[: min(left, longest)])
+        left -= len(own)
+        pieces += [own] if own else []
+    if not pieces:
+        raise RequestError("calibration", None, "a text for method mixed: types are chosen by what they cost on it")
+    return pieces
+
+
+def _groups(source: Source, matrices: Sequence[RefMatrix], table: Tensor) -> list[Group]:
+    """One group for each set of the file's tensors that the model stacks or routes together, in the file's order."""
+    plan_of = {name.removesuffix(".weight"): plan for plan in source.plans for name in plan.sources}
+    found: dict[str, Group] = {}
+    for matrix in matrices:
+        path, _, tail = matrix.name.rpartition(".")
+        names = [f"{path}.{part}" if path else part for part in tail.split("+")]
+        if matrix.name == "lm_head" and source.tied:
+            names = ["token_embd"]
+            plan_of["token_embd"] = next(plan for plan in source.plans if plan.name == "token_embd.weight")
+        plans = [plan_of[name] for name in names]
+        if not all(source.is_matrix(plan) for plan in plans):
+            continue
+        group = found.setdefault(plans[0].name, Group(plans))
+        group.matrices.append(matrix)
+    embedding = "token_embd.weight"
+    if embedding not in found:
+        found[embedding] = Group([plan for plan in source.plans if plan.name == embedding])
+    found[embedding].table = table
+    return list(found.values())
+
+
+def _pieces(part: Tensor) -> list[Tensor]:
+    step = max(SLAB_WEIGHTS // part.shape[1], 1)
+    return [part[first : first + step] for first in range(0, len(part), step)]
+
+
+def _squared_error(part: Tensor, kind: str) -> float:
+    return sum(float((rounded(piece, kind) - piece).square().sum(dtype=torch.float64)) for piece in _pieces(part))
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """What the type `kind` makes of floats [out, in]."""
+    if kind == "F32":
+        return weight
+    raw = encode(kind, np.ascontiguousarray(weight.numpy()))
+    if kind in gguf_blocks.TYPES:
+        return gguf_blocks.decode(kind, raw).dequantize()
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    return torch.from_numpy(raw).view(dtype).view(weight.shape).float()
