@@ -97,6 +97,58 @@ def test_openapi_replies_to_get_are_as_told(live: Live, document: dict[str, Any]
     assert misfits(document, path, "get", reply.status_code, reply.json()) == []
 
 
+def test_openapi_replies_of_what_is_stored_are_as_told(live: Live, document: dict[str, Any]) -> None:
+    """A file, a batch and a response, made, listed, told, ended and deleted."""
+
+    def told(method: str, path: str, entry_id: str = "", **given: Any) -> dict[str, Any]:
+        reply = HTTP.request(method, live.url + re.sub(r"{\w+}", entry_id, path), timeout=20, **given)
+        assert reply.status_code == 200, reply.text
+        assert misfits(document, path, method.lower(), 200, reply.json()) == []
+        return dict(reply.json())
+
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}'
+    file = told(
+        "POST", "/v1/files", files={"file": ("in.jsonl", line)}, data={"purpose": "batch", "expires_after": "3"}
+    )
+    assert file["warnings"]
+    wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = told("POST", "/v1/batches", json=wanted)
+    one = "/v1/batches/{batch_id}"
+    live.wait(lambda: told("GET", one, batch["id"])["status"] == "completed", 20)
+    other = told("POST", "/v1/batches", json=wanted | {"metadata": {"a": "b"}})
+    ended = HTTP.post(live.url + f"/v1/batches/{other['id']}/cancel")
+    assert ended.status_code in (200, 400), "it may have been done by then"
+    assert misfits(document, f"{one}/cancel", "post", ended.status_code, ended.json()) == []
+    spoken = told("POST", "/v1/responses", json={"input": "hi", "max_output_tokens": 200, "background": True})
+    one = "/v1/responses/{response_id}"
+    told("POST", f"{one}/cancel", spoken["id"])
+    told("GET", one, spoken["id"], params={"stream": "false"})
+    told("GET", f"{one}/input_items", spoken["id"], params={"limit": "1"})
+    for path in ("/v1/files", "/v1/batches"):
+        told("GET", path, params={"limit": "1", "order": "asc"})
+    told("GET", "/v1/files", params={"purpose": "none"})
+    told("GET", "/v1/files/{file_id}", file["id"])
+    told("DELETE", "/v1/files/{file_id}", file["id"])
+    told("DELETE", one, spoken["id"])
+
+
+def test_openapi_tells_the_queries_of_lists(document: dict[str, Any]) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/responses/{response_id}/input_items"):
+        names = {each["name"] for each in document["paths"][path]["get"]["parameters"] if each["in"] == "query"}
+        assert names >= {"limit", "order", "after"}, path
+
+
+def test_openapi_every_json_reply_has_a_form(document: dict[str, Any]) -> None:
+    """Only the document itself is any object."""
+    plain = []
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            content = operation["responses"].get("200", {}).get("content", {})
+            if content.get("application/json", {}).get("schema") == {}:
+                plain.append(path)
+    assert plain == ["/openapi.json"]
+
+
 def test_openapi_control_a_reply_of_another_form_is_noticed(document: dict[str, Any]) -> None:
     good = {"version": "1"}
     assert misfits(document, "/version", "get", 200, good) == []

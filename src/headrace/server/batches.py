@@ -21,10 +21,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from headrace.errors import EngineDeadError, HeadraceError, RequestError
-from headrace.server import routing
+from headrace.server import reply_forms, routing
 from headrace.server.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
 from headrace.server.errors import json_response
-from headrace.server.files import Files, NotFoundError, page
+from headrace.server.files import PAGE, Files, NotFoundError, page
 from headrace.server.parsing import Body, convert
 from headrace.server.store import Store, StoreFullError
 
@@ -330,7 +330,7 @@ def add_routes(app: FastAPI, batches: Batches) -> None:
         """End a batch early."""
         return json_response(batches.cancel(request.path_params["batch_id"]))
 
-    routing.post(app, "/v1/batches", create, takes=BatchRequest)
-    routing.get(app, "/v1/batches", listed)
-    routing.get(app, "/v1/batches/{batch_id}", get)
-    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel)
+    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=reply_forms.StoredBatch)
+    routing.get(app, "/v1/batches", listed, gives=reply_forms.StoredBatches, query=PAGE)
+    routing.get(app, "/v1/batches/{batch_id}", get, gives=reply_forms.StoredBatch)
+    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel, gives=reply_forms.StoredBatch)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from headrace import bounds
 from headrace.errors import RequestError
-from headrace.server import routing
+from headrace.server import reply_forms, routing
 from headrace.server.errors import json_response
 from headrace.server.inputs import Prompt, new_request_id
 from headrace.server.openai import OpenAI, as_prompts
@@ -193,8 +193,8 @@ def add_routes(app: FastAPI, embeddings: Embeddings) -> None:
         body = await routing.body(request)
         return json_response(await until_gone(request.receive, embeddings.rerank(body)))
 
-    routing.post(app, "/v1/embeddings", create, takes=EmbeddingRequest)
+    routing.post(app, "/v1/embeddings", create, takes=EmbeddingRequest, gives=reply_forms.Embedded)
     for path in ("/v1/score", "/score"):
-        routing.post(app, path, score, takes=ScoreRequest)
+        routing.post(app, path, score, takes=ScoreRequest, gives=reply_forms.Scores)
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        routing.post(app, path, rerank, takes=RerankRequest)
+        routing.post(app, path, rerank, takes=RerankRequest, gives=reply_forms.Ranking)

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from headrace.errors import HeadraceError, RequestError
-from headrace.server import routing
+from headrace.server import reply_forms, routing
 from headrace.server.errors import json_response
 from headrace.server.limits import read_body
 from headrace.server.multipart import parse_form
@@ -26,6 +26,8 @@ MAX_FILES = 4096
 MAX_FILENAME = 256
 MAX_PAGE = 10_000
 PURPOSES = ("batch", "user_data")
+PAGE = ("limit", "order", "after")
+"""What the query of a list may say: see `page`."""
 
 
 class NotFoundError(HeadraceError):
@@ -175,8 +177,8 @@ def add_routes(app: FastAPI, files: Files) -> None:
         files.delete(file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
-    routing.post(app, "/v1/files", create)
-    routing.get(app, "/v1/files", listed)
-    routing.get(app, "/v1/files/{file_id}", get)
+    routing.post(app, "/v1/files", create, gives=reply_forms.StoredFile)
+    routing.get(app, "/v1/files", listed, gives=reply_forms.StoredFiles, query=("purpose", *PAGE))
+    routing.get(app, "/v1/files/{file_id}", get, gives=reply_forms.StoredFile)
     routing.get(app, "/v1/files/{file_id}/content", content, media_type="application/octet-stream")
-    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",))
+    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",), gives=reply_forms.Deleted)

@@ -18,10 +18,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from headrace.errors import ContextLengthError, HeadraceError, RequestError
-from headrace.server import replies, routing
+from headrace.server import replies, reply_forms, routing
 from headrace.server.chat_answer import ChatAnswer
 from headrace.server.errors import error_body, json_response
-from headrace.server.files import NotFoundError, page
+from headrace.server.files import PAGE, NotFoundError, page
 from headrace.server.generation import off_loop
 from headrace.server.openai import OpenAI
 from headrace.server.parsing import renamed
@@ -397,9 +397,9 @@ def add_routes(app: FastAPI, responses: Responses) -> None:
         found = responses.items(request.path_params["response_id"])
         return json_response(page(found, request, DEFAULT_PAGE))
 
-    events = "text/event-stream"
-    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, streams=events)
-    routing.get(app, "/v1/responses/{response_id}", get)
-    routing.add(app, "/v1/responses/{response_id}", delete, ("DELETE",))
-    routing.post(app, "/v1/responses/{response_id}/cancel", cancel)
-    routing.get(app, "/v1/responses/{response_id}/input_items", input_items)
+    made, one = reply_forms.ResponseObject, "/v1/responses/{response_id}"
+    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=made, streams="text/event-stream")
+    routing.get(app, one, get, gives=made, query=("stream",))
+    routing.add(app, one, delete, ("DELETE",), gives=reply_forms.Deleted)
+    routing.post(app, f"{one}/cancel", cancel, gives=made)
+    routing.get(app, f"{one}/input_items", input_items, gives=reply_forms.InputItems, query=PAGE)
