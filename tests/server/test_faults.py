@@ -66,12 +66,12 @@ def test_R_04_a_client_that_leaves_frees_its_blocks(live: Live, path: str, strea
 
 
 def test_control_without_the_watch_a_plain_reply_would_run_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import http
+    from headrace.server import routing
 
     async def careless(receive: Any, work: Any) -> Any:
         return await work
 
-    monkeypatch.setattr(http, "until_gone", careless)
+    monkeypatch.setattr(routing, "until_gone", careless)
     with socket.create_connection(("127.0.0.1", live.port)) as client:
         client.sendall(head("/v1/completions", json.dumps(dict(LONG, max_tokens=1000)).encode()))
         live.wait(lambda: live.metric("num_requests_running") == 1)
@@ -258,7 +258,7 @@ def test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done(tokenizer: Tok
 
 
 def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import http
+    from headrace.server import routing
 
     monkeypatch.setattr(http, "STALLED_S", 0.2)
     pid = pid_of(mortal.client)
