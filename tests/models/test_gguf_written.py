@@ -21,6 +21,8 @@ from headrace.builtin import PATH
 from headrace.errors import CheckpointError, RequestError
 from headrace.quant import gguf_blocks
 from headrace.quantize import gguf_model, gguf_tokenizer, gguf_writer
+from headrace.quantize.base import Options
+from headrace.quantize.driver import quantise_checkpoint
 from headrace.quantize.gguf_writer import LEVELS, convert
 from headrace.server.text import Tokenizer
 
@@ -191,3 +193,29 @@ def test_the_writer_reads_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gguf_writer, "SLAB_WEIGHTS", 1024)
     convert(PATH, cut, "Q4_K_M")
     assert whole.read_bytes() == cut.read_bytes()
+
+
+@pytest.mark.parametrize(("bits", "method"), [(4, "rtn"), (3, "rtn"), (8, "rtn"), (4, "gptq")])
+def test_codes_of_a_method_are_kept(bits: int, method: str, tmp_path: Path) -> None:
+    """As blocks they are the weights that GPTQ's own layout holds."""
+    options = Options(method, bits, 64, symmetric=True)
+    text = [random_ids(60, 2000, 5)]
+    for layout in ("gptq", "gguf"):
+        quantise_checkpoint(PATH, tmp_path / layout, options, layout, text)
+    path = tmp_path / "gguf" / "gguf.gguf"
+    assert hub.resolve(str(tmp_path / "gguf")) == path
+    kinds = {info.type for name, info in reader.read(path).tensors.items() if ".attn_q.weight" in name}
+    assert kinds == {"Q8_0" if bits == 8 else "Q4_0"}
+    token_ids = random_ids(60, 2000, 6)
+    expected, found = (
+        follow(load(p, backend="torch_ref", dtype="float32", **more), token_ids, [60])
+        for p, more in ((tmp_path / "gptq", {}), (path, {"quantization": "none"}))
+    )
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_codes_that_no_block_holds_are_refused(tmp_path: Path) -> None:
+    for options in (Options("rtn", 4, 64, symmetric=False), Options("rtn", 4, 48), Options("nf4", 4, 64)):
+        with pytest.raises(RequestError, match="gguf"):
+            quantise_checkpoint(PATH, tmp_path / "out", options, "gguf")
+    assert not (tmp_path / "out").exists()
