@@ -258,7 +258,7 @@ def test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done(tokenizer: Tok
 
 
 def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import routing
+    from headrace.server import http
 
     monkeypatch.setattr(http, "STALLED_S", 0.2)
     pid = pid_of(mortal.client)
