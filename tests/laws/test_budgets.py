@@ -39,6 +39,11 @@ def test_the_package_can_be_read_in_a_weekend() -> None:
     assert sum(rules.num_code_lines(source) for _, source in rules.sources()) <= rules.MAX_SRC_CODE_LINES
 
 
+def test_the_way_to_a_token_stays_short() -> None:
+    way = [source for name, source in rules.sources() if name.split(".")[0] in rules.PATH]
+    assert 0 < sum(map(rules.num_code_lines, way)) <= rules.MAX_PATH_CODE_LINES
+
+
 def test_lines_that_explain_are_not_counted() -> None:
     source = '''"""Owns
 
