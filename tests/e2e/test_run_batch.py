@@ -83,7 +83,8 @@ def test_the_answers_are_those_of_the_library(tmp_path: Path) -> None:
     options = ["--generation-config", "headrace"]
     done = subprocess.run([*command(source, target), *options], timeout=110, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = {output["custom_id"]: output["response"]["body"] for output in map(json.loads, target.read_text().splitlines())}
+    outputs = [json.loads(line) for line in target.read_text().splitlines()]
+    found = {output["custom_id"]: output["response"]["body"] for output in outputs}
     llm = LLM(num_gpu_blocks_override=256, num_threads=1)
     [made] = llm.generate("Once upon a time", SamplingParams(max_tokens=12, seed=5, temperature=0.8), use_tqdm=False)
     assert found["a"]["choices"][0]["text"] == made.outputs[0].text

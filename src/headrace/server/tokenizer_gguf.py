@@ -63,7 +63,6 @@ PRE_TOKENIZERS = {name: cuts for names, cuts in _CUTS.items() for name in names.
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 
 
-
 def habits(pre: str) -> tuple[bool, bool]:
     """Of a value of `tokenizer.ggml.pre`: whether text is composed (NFC), and whether whole words need no merges."""
     return pre in ("qwen2", "deepseek-r1-qwen"), pre in (*_LLAMA3, "tekken")
