@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         else:
             text = written_text(reference, window, args.max_tokens)
         told = [(name, {"model": args.model} | fields) for name, fields in forms()]
-        told += [(Path(path).name, {"model": path}) for path in args.checkpoints]
+        told += [(short_name(path, args.model), {"model": path}) for path in args.checkpoints]
         for name, fields in told:
             print(name, file=sys.stderr, flush=True)
             with closing(opened(EngineConfig(**({"dtype": DTYPE, "backend": args.backend} | fields)))) as own:
@@ -68,6 +68,12 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                     row["decode_tokens_per_s"] = decode_speed(program_of(own))
             row["layers"] = row["layers"][:KEPT_LAYERS]
             yield row
+
+
+def short_name(path: str, model: str) -> str:
+    """Of a checkpoint: its last part without the model's name."""
+    name = Path(path).name.removeprefix(Path(model).name)
+    return name.removesuffix(".gguf").strip(".-_") + (" (GGUF)" if name.endswith(".gguf") else "")
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
@@ -145,38 +151,56 @@ def plot(name: str) -> None:
 
     rows = weights_only(json.loads((RESULTS / f"quality-{name}.json").read_text())["result"])
     best = pareto(rows)
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     axes.plot(
         [row["bits_per_weight"] for row in best], [row["mean_kl"] for row in best], color="C0", label="Pareto line"
     )
     others = [row for row in rows if row not in best]
     for some, color in ((best, "C0"), (others, "C1")):
         axes.scatter([row["bits_per_weight"] for row in some], [row["mean_kl"] for row in some], color=color, s=18)
-    # Names on alternating sides: rows of equal bits lie above each other.
-    for i, row in enumerate(sorted(rows, key=lambda row: row["mean_kl"])):
-        right = i % 2 == 0 and row["bits_per_weight"] < 15
-        axes.annotate(
-            row["name"],
-            (row["bits_per_weight"], row["mean_kl"]),
-            xytext=(6 if right else -6, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=7,
-        )
     ticks = [bits for bits in (2, 3, 4, 5, 6, 8, 16) if bits >= min(row["bits_per_weight"] for row in rows) - 1]
     axes.set(xscale="log", yscale="log", xlabel="bits a weight", ylabel="mean KL from float32 [nats]")
     axes.set_xticks(ticks, labels=[str(bits) for bits in ticks])
     axes.minorticks_off()
-    axes.margins(x=0.12)
+    axes.margins(x=0.2, y=0.12)
     axes.set_title(f"Loss against bits: {name}", fontsize=12)
     axes.grid(True, alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
+    put_names(figure, axes, rows)
     FIGURES.mkdir(parents=True, exist_ok=True)
     # Without a date and with fixed ids, the same results give the same file.
     matplotlib.rcParams["svg.hashsalt"] = name
     figure.savefig(FIGURES / f"quality-{name}.svg", metadata={"Date": None})
     pyplot.close(figure)
+
+
+def put_names(figure: Any, axes: Any, rows: Sequence[Row]) -> None:
+    """Write each row's name beside its point, where no other name stands; a line leads to names that stand apart."""
+    figure.draw_without_rendering()  # only then is it known where points lie
+    points = [(row["bits_per_weight"], row["mean_kl"]) for row in rows]
+    at = axes.transData.transform(points) * 72 / figure.dpi
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]
+    for row, point, (x, y) in sorted(zip(rows, points, at, strict=True), key=lambda one: one[0]["mean_kl"]):
+        width, height = 4.0 * len(row["name"]), 8.0
+        for step in range(40):
+            # Outwards from the point: to its right first, then to its left, above, below, further.
+            away = (step // 4) * 9.0 * (1 if step % 4 < 2 else -1)
+            side = 6.0 + step if step % 2 == 0 else -6.0 - step - width
+            left, low = x + side, y + away - height / 2
+            box = (left, low, left + width, low + height)
+            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+                break
+        taken.append(box)
+        axes.annotate(
+            row["name"],
+            point,
+            xytext=(side if side > 0 else side + width, away),
+            textcoords="offset points",
+            ha="left" if side > 0 else "right",
+            va="center",
+            fontsize=7,
+            arrowprops={"arrowstyle": "-", "color": "grey", "linewidth": 0.4} if step > 3 else None,
+        )
 
 
 def told_command(arguments: Sequence[str]) -> str:

@@ -52,15 +52,21 @@ def loss(row: dict[str, Any]) -> float:
 
 
 def test_more_bits_lose_less(rows: dict[str, dict[str, Any]]) -> None:
-    assert abs(rows["int8"]["perplexity"] / rows["bf16"]["perplexity"] - 1) < 1e-3
-    # The bound can be missed.
-    assert abs(rows["int4"]["perplexity"] / rows["bf16"]["perplexity"] - 1) > 1e-3
     kl = {name: row["mean_kl"] for name, row in rows.items()}
     assert kl["bf16"] < kl["int8"] < kl["int6"] < kl["int4"] < kl["int4-g128"]
     flips = {name: row["top1_flip_rate"] for name, row in rows.items()}
     assert flips["bf16"] < flips["int8"] < flips["int6"] < flips["int4"]
     bits = {name: row["bits_per_weight"] for name, row in rows.items()}
     assert bits["int4-g128"] < bits["nf4"] < bits["int4"] < bits["int6"] < bits["int8"] < bits["bf16"] == 16
+
+
+def test_int8_is_within_a_thousandth_of_bf16(reference: LLM) -> None:
+    """On the text of docs/quantisation.md: 0.06% there, with a standard error of 0.05%, which is 0.10% on a quarter."""
+    long = written_text(reference, 512, 8192)
+    found = {name: judged(reference, long, quantization=name)["perplexity"] for name in (None, "int8", "int4")}
+    assert abs(found["int8"] / found[None] - 1) < 1e-3
+    # The bound can be missed.
+    assert abs(found["int4"] / found[None] - 1) > 1e-3
 
 
 def test_errors_of_the_weights(rows: dict[str, dict[str, Any]]) -> None:

@@ -48,6 +48,11 @@ def test_command_names_no_folders() -> None:
     assert told == "python -m bench.quality builtin a.gguf --text 'b c.txt' --max-tokens 9"
 
 
+def test_names_of_checkpoints() -> None:
+    assert quality.short_name("/a/b/tiny.Q4_0.gguf", "/c/tiny") == "Q4_0 (GGUF)"
+    assert quality.short_name("/a/builtin-awq-g64", "builtin") == "awq-g64"
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_the_page_says_what_was_measured(name: str) -> None:
     page = quality.PAGE.read_text(encoding="utf-8")

@@ -31,6 +31,8 @@ from headrace.types import EngineInfo
 SHOWN_LAYERS = 8
 WRITTEN_AT_ONCE = 8
 MAX_TEXTS = 4096
+FIRST_SEED = 2**20
+"""Far from the seeds that `headrace quantize` calibrates with: nothing is judged by the text it was fitted to."""
 CHARACTERS_OF_TOKEN = 16
 """A file is cut where it can hold no more of the tokens that are asked for."""
 SPEED_TOKENS, SPEED_RUNS = 64, 3
@@ -119,7 +121,7 @@ def file_text(llm: LLM, path: Path, window: int, max_tokens: int) -> Text:
 
 
 def written_text(llm: LLM, window: int, max_tokens: int) -> Text:
-    """What the model samples at temperature 1 from the beginning of a text, with seeds 0, 1, 2, ..., as token ids."""
+    """What the model samples at temperature 1 from the beginning of a text, with seeds from FIRST_SEED on."""
     tokenizer = llm.get_tokenizer()
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     begin = 0 if begin is None else begin
@@ -127,7 +129,7 @@ def written_text(llm: LLM, window: int, max_tokens: int) -> Text:
     left = max_tokens
     for round_id in range(MAX_TEXTS // WRITTEN_AT_ONCE):
         params = [
-            SamplingParams(temperature=1.0, max_tokens=window - 1, seed=round_id * WRITTEN_AT_ONCE + i)
+            SamplingParams(temperature=1.0, max_tokens=window - 1, seed=FIRST_SEED + round_id * WRITTEN_AT_ONCE + i)
             for i in range(WRITTEN_AT_ONCE)
         ]
         prompts: list[Any] = [{"prompt_token_ids": [begin]}] * WRITTEN_AT_ONCE
