@@ -32,6 +32,8 @@ SPAN = 32
 FEW = 512
 """So many candidates of a row, or fewer, get their noise in one call with other rows'."""
 
+MAX_PLANS = 1024
+
 NONE_LEFT = "no token is left: biases, bans and masks forbid all of them"
 
 
@@ -67,6 +69,17 @@ class Drawn:
     state: float | None = None
 
 
+class _Plan(NamedTuple):
+    """What follows from the parameters alone: stages that edit the row, what `select` does, the stages after it."""
+
+    first: list[str]
+    cut: Cut
+    stages: list[str]
+    edits: bool
+    greedy: bool
+    steers: bool
+
+
 class _Open(NamedTuple):
     """A row that waits for its draw: its logits after all edits, their maximum, and what is left to be done."""
 
@@ -75,7 +88,7 @@ class _Open(NamedTuple):
     x: F32
     greatest: float
     cut: Cut
-    stages: list[str]
+    plan: _Plan
 
 
 class Sampler:
@@ -86,6 +99,8 @@ class Sampler:
         self.eos_token_ids = list(eos_token_ids)
         self._select = select
         self._edited = np.empty((0, vocab_size), np.float32)
+        # By the parameters' id, which is theirs alone as long as they are held here.
+        self._plans: dict[int, tuple[SamplingParams, _Plan]] = {}
 
     def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
         """For each row of `logits` [S, V] its token, or why there is none: an error belongs to its row alone.
@@ -146,24 +161,13 @@ class Sampler:
             must = edits.forced(params, history)
         if must is not None and must < self.vocab_size and (row.mask is None or _allows(row.mask, must)):
             return Drawn(must, state=row.state)
-        stages = _stages(params, self.vocab_size)
-        first = []
-        while stages and stages[0] in ("penalties", "dry"):
-            first.append(stages.pop(0))
+        plan = self._plan(params)
         bans = edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
-        if (
-            params.logits_processors
-            or params.logit_bias
-            or params.allowed_token_ids
-            or params.watermark is not None
-            or first
-            or bans
-            or row.mask is not None
-        ):
+        if plan.edits or bans or row.mask is not None:
             if best is None:
                 # numpy's argmax stops at a NaN and so finds it; a mask must not hide it.
                 _likeliest(x)
-            x = self._edit(index, x, row, history, first, bans)
+            x = self._edit(index, x, row, history, plan.first, bans)
             best = int(np.argmax(x))
             if x[best] == -np.inf:
                 if params.min_tokens and row.position - row.num_prompt < params.min_tokens:
@@ -172,14 +176,36 @@ class Sampler:
             _verify_greatest(x, best)
         elif best is None:
             best = _likeliest(x)
-        if params.greedy:
+        if plan.greedy:
             return Drawn(best, state=row.state)
         if params.seed is None:
             raise RequestError("seed", None, "set before a token is sampled at a temperature above 0")
+        cut = plan.cut
+        if not plan.stages and not plan.steers:
+            cut = Cut(cut.temperature, cut.floor, cut.top_k, cut.top_p, (params.seed, row.position))
+        return _Open(index, row, x, float(x[best]), cut, plan)
+
+    def _plan(self, params: SamplingParams) -> _Plan:
+        known = self._plans.get(id(params))
+        if known is not None:
+            return known[1]
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        stages = _stages(params, self.vocab_size)
+        first = []
+        while stages and stages[0] in ("penalties", "dry"):
+            first.append(stages.pop(0))
+        edits = bool(
+            first
+            or params.logits_processors
+            or params.logit_bias
+            or params.allowed_token_ids
+            or params.watermark is not None
+        )
         cut, stages = _leading_cut(params, stages)
-        if not stages and not params.steers:
-            cut = cut._replace(key=(params.seed, row.position))
-        return _Open(index, row, x, float(x[best]), cut, stages)
+        plan = _Plan(first, cut, stages, edits, params.greedy, params.steers)
+        self._plans[id(params)] = params, plan
+        return plan
 
     def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
         """A copy of the row with processors, biases, penalties, the watermark, masks and bans."""
@@ -211,12 +237,13 @@ class Sampler:
         finals: list[Candidates] = []
         wholes: list[Candidates] = []
         for opened, pool in zip(waiting, pools, strict=True):
-            for stage in opened.stages:
+            for stage in opened.plan.stages:
                 pool = self._stage(stage, pool, opened.row)
             wholes.append(pool)
-            finals.append(_steered(pool, opened.row, self.vocab_size))
+            finals.append(_steered(pool, opened.row, self.vocab_size) if opened.plan.steers else pool)
         for opened, whole, token_id in zip(waiting, wholes, _gumbel_argmax(waiting, finals), strict=True):
-            made.append(Drawn(token_id, state=_next_state(opened.row, whole, token_id)))
+            steers = opened.plan.steers
+            made.append(Drawn(token_id, state=_next_state(opened.row, whole, token_id) if steers else opened.row.state))
         return made
 
     def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
@@ -260,14 +287,12 @@ def _steered(pool: Candidates, row: Row, vocab_size: int) -> Candidates:
     """What mirostat or adaptive-p makes of the candidates."""
     if row.params.mirostat:
         return filters.mirostat(pool, row.params, _state(row), vocab_size)
-    return filters.adaptive_p(pool, row.params, _state(row)) if row.params.adapts else pool
+    return filters.adaptive_p(pool, row.params, _state(row))
 
 
-def _next_state(row: Row, pool: Candidates, token_id: int) -> float | None:
-    """The state after `token_id`, which was drawn from what was made of `pool`."""
+def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
+    """The state after `token_id`, which was drawn from what was made of `pool`, under mirostat or adaptive-p."""
     params = row.params
-    if not params.steers:
-        return row.state
     place = int(np.searchsorted(pool.token_ids, token_id))
     if params.mirostat:
         return _state(row) - params.mirostat_eta * (float(filters.surprise(pool)[place]) - params.mirostat_tau)
