@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from headrace.drafters.config import SpeculativeConfig, speculative_config
 from headrace.errors import RequestError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -53,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     num_threads: int = 0
+    speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
@@ -73,6 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least("max_logprobs", self.max_logprobs, -1)
         if self.seed is not None:
             _at_least("seed", self.seed, 0)
+        if self.speculative_config is not None:
+            msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,7 +84,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | list[str] | None = None
+    admin_api_key: str | None = None
+    api_key_file: str | None = None
+    allowed_origins: list[str] | None = None
+    allowed_hosts: list[str] | None = None
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
     served_model_name: str | None = None
     chat_template: str | None = None
     enable_auto_tool_choice: bool = True
@@ -88,7 +98,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning_parser: str | None = None
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int = 2**20
-    max_restarts: int = 3
+    max_restarts: int = 5
+    watchdog_timeout: float = 60.0
+    max_request_timeout: float = 0.0
+    shutdown_timeout: float = 30.0
     storage_dir: str | None = None
     max_storage_bytes: int = 2**28
     max_batch_concurrency: int = 16
@@ -101,7 +114,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("port", self.port, "an integer from 0 to 65535")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("max_requests_per_minute", "max_tokens_per_minute"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
         _at_least("max_restarts", self.max_restarts, 0)
+        for name in ("max_request_timeout", "shutdown_timeout", "watchdog_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise RequestError(name, getattr(self, name), "0 or more seconds")
         _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
         _member("generation_config", self.generation_config, ("auto", "headrace"))
 

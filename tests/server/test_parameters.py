@@ -29,7 +29,7 @@ SAMPLING: dict[str, Any] = {
     "store": True, "prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "k", "safety_identifier": "i",
     "mirostat": 2, "adaptive_target": 0.3, "watermark": True, "dry_multiplier": 0.5, "xtc_probability": 0.5,
     "top_n_sigma": 1.0, "dynatemp_range": 0.5, "no_repeat_ngram_size": 3, "samplers": ["top_k"], "echo": True,
-    "suffix": "x", "prompt_embeds": "AA==",
+    "suffix": "x", "prompt_embeds": "AA==", "speculation": False,
     # SGLang's own words.
     "max_new_tokens": 3, "min_new_tokens": 1, "stop_regex": "a+", "regex": "a+", "ebnf": "root ::= x",
     "custom_logit_processor": "x", "custom_params": {"a": 1}, "sampling_seed": 1, "lora_path": "x",

@@ -18,6 +18,7 @@ import typer
 
 from headrace.bounds import BOUNDS
 from headrace.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
+from headrace.drafters.config import METHODS, SpeculativeConfig, speculative_config
 from headrace.errors import RequestError
 from headrace.sampling.params import SamplingParams
 
@@ -50,11 +51,21 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "scheduling_policy": f"Who goes first: {', '.join(POLICIES)}.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
         "skip_tokenizer_init": "Load no tokenizer: token ids in, token ids out.",
+        "speculative_config": "Guess tokens ahead and verify them together, as a JSON object: "
+        f"method ({', '.join(METHODS)}), num_speculative_tokens, model and more; see howto-speculate.md.",
     },
     ServerConfig: {
         "host": "Address to listen on.",
         "port": "TCP port; 0 takes a free one.",
-        "api_key": "Key that clients must send; better given in HEADRACE_API_KEY.",
+        "api_key": "Key that clients must send; may be given more than once. Better in HEADRACE_API_KEY or a file.",
+        "admin_api_key": "Key of the administrator, which opens everything; other keys then open no admin routes.",
+        "api_key_file": "TOML file of keys, with what each holder may do: see docs/security.md.",
+        "allowed_origins": "Web page that may call the server, such as https://chat.example, or *; a JSON list, or "
+        "given more than once. By default the server's own pages only.",
+        "allowed_hosts": "Name that the server goes by, or *; may be given more than once. By default, on a loopback "
+        "address, localhost and the machine's own name; else any.",
+        "max_requests_per_minute": "Requests of one key in a minute; further ones get 429. None by default.",
+        "max_tokens_per_minute": "Tokens of one key's prompts and answers in a minute; beyond, 429. None by default.",
         "served_model_name": "Name of the model in the API, if not MODEL.",
         "enable_auto_tool_choice": "Let the model choose whether to call tools; without it a chat must name the tool.",
         "tool_call_parser": "How the model writes tool calls; by default as its chat template shows, none for none.",
@@ -65,7 +76,11 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "storage_dir": "Folder for uploaded files, batches and stored responses; without it they end with the server.",
         "max_storage_bytes": "Bytes of files, and as many of stored responses, that are kept at most.",
         "max_batch_concurrency": "Requests of batches that are open at once; they wait while others queue.",
-        "max_restarts": "Times a dead engine is started again before the server gives up.",
+        "max_restarts": "Times in ten minutes that a dead engine is started again before the server gives up.",
+        "watchdog_timeout": "Seconds without a step and without using a processor after which an engine that owes "
+        "something is killed and restarted; ten times that if it computes. 0 turns it off.",
+        "max_request_timeout": "Seconds that a request may take in all, whatever it asks for; 0 for no bound.",
+        "shutdown_timeout": "Seconds that open requests may go on after SIGTERM before they end with an error.",
         "uvicorn_log_level": "critical, error, warning, info, debug or trace.",
         "log_stats_interval": "Seconds between two log lines of statistics; 0 for none.",
         "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace: none.",
@@ -79,7 +94,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     },
 }
 
-SHORT = {"quantization": "-q"}
+SHORT = {"quantization": "-q", "speculative_config": "-sc"}
 """Letters of vLLM's."""
 
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}
@@ -126,9 +141,11 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
     many = next((kind for kind in kinds if typing.get_origin(kind) is list), None)
     kind: Any = typing.get_args(many)[0] if many else kinds[0]
     if kind is not bool:
-        settings["metavar"] = {int: "INT", float: "FLOAT", str: "TEXT"}[kind]
+        settings["metavar"] = {int: "INT", float: "FLOAT", str: "TEXT", SpeculativeConfig: "JSON"}[kind]
     if kind is int:
         settings["parser"] = integer
+    if kind is SpeculativeConfig:
+        settings["parser"] = speculative_config
     # Nobody asks for --no-json.
     decls = [f"{name}/--no-{name[2:]}"] if kind is bool and field.name != "json" else [name]
     if struct is EngineConfig and field.name in SHORT:

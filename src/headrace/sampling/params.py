@@ -23,6 +23,7 @@ BOOLS = (
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "speculation",
 )
 NUMBERS = (
     "n",
@@ -108,6 +109,8 @@ def watermark_of(given: Watermark | Mapping[str, Any] | bool) -> Watermark | Non
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parameters of one request.
 
+    Without `speculation` nothing is guessed ahead for it; that changes its speed, and nothing else of it while
+    verification is coupled.
     The fields from `bad_words_token_ids` on are what the front end makes of texts with its tokenizer; a caller without
     a tokenizer may give them. `thinking_token_ids` are the ids that begin and that end the reasoning.
     `logits_processors` are functions (prompt token ids, token ids so far, logits) -> logits, float32 [V], pure, for
@@ -163,6 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     watermark: Watermark | bool | None = None
     samplers: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculation: bool = True
     bad_words_token_ids: list[list[int]] | None = None
     dry_sequence_breaker_ids: list[int] | None = None
     thinking_token_ids: tuple[list[int], list[int]] | None = None

@@ -71,6 +71,8 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     # true, or an object: see `sampling.params.Watermark`.
     watermark: bool | dict[str, Any] | None = None
     samplers: list[str] | None = None
+    # Whether tokens may be guessed ahead (--speculative-config).
+    speculation: bool | None = None
     # See `server.beams`.
     use_beam_search: bool | None = None
     beam_width: int | None = None
