@@ -8,14 +8,19 @@ requests or the server. Implemented by the files beside this one, called by `dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Backend
+    from headrace.models import Model
 
 F32 = NDArray[np.float32]
 
@@ -116,3 +121,29 @@ class Guide(Protocol):
     def rejects(self) -> bool:
         """Whether drafts are verified by rejection sampling: drafters with logits then `draw` chains."""
         ...
+
+
+class Target(NamedTuple):
+    """The model that is guessed for, and what a drafter may use of the engine.
+
+    A drafter is made before the target's `Program`, which is told the drafter's `feature_layers` when it is made, and
+    whose KV cache takes what memory the drafter leaves. `directory` may be a GGUF file; `config` are the values of
+    config.json. `kv_dtype` and `quantization` are the target's own. `load` reads another model: (directory,
+    quantization, max_model_len) -> its backend, the model, its config; it raises as `runner.build.load_model` does.
+    """
+
+    model: Model
+    backend: Backend
+    directory: Path
+    config: dict[str, Any]
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_threads: int
+    kv_dtype: str
+    quantization: str | None
+    guide: Guide
+    load: Callable[[Path, str | None, int], tuple[Backend, Model, dict[str, Any]]]
