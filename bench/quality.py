@@ -4,7 +4,9 @@ MODEL (not quantised) is loaded in every form that `--quantization` and `--kv-ca
 same model quantised already (a directory of `headrace quantize` or of others, or a GGUF file). All are compared with
 MODEL in float32, on the same tokens: those of `--text`, or what MODEL itself writes. The rows go to
 bench/results/quality-NAME.json, a plot of loss against bits with its Pareto line to docs/figures/quality-NAME.svg, and
-the table into docs/quantisation.md, between its marks. `--render` draws plot and table anew from what is kept.
+the table into docs/quantisation.md, between its marks. `--made` makes the checkpoints itself: one of every way that
+`headrace quantize` has (`bench.made`). `--only-speed` times the rows that are kept anew and leaves what they lose.
+`--render` draws plot and table anew from what is kept.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from bench import made
 from bench.record import RESULTS, commit
 from headrace import doctor
+from headrace.backends.cpu.native import require_native
 from headrace.cli.bench_quality import decode_speed, file_text, judge, opened, program_of, written_text
 from headrace.config import KV_DTYPES, EngineConfig
+from headrace.llm import LLM
 from headrace.quant.schemes import NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +38,9 @@ FIGURES = ROOT / "docs" / "figures"
 DTYPE = "bfloat16"
 KV_FLOATS = ("auto", "float32", "bfloat16", "float16")
 KEPT_LAYERS = 3
+THREADS, PROBE_SECONDS = 2, 0.3
 MIB = 2**20
+CONCLUSIONS = "\n## What they show\n"
 
 Row = dict[str, Any]
 
@@ -42,6 +49,7 @@ def forms() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, fields of the config) of every form in which a plain checkpoint is loaded."""
     kv_dtypes = [name for name in KV_DTYPES if name not in KV_FLOATS]
     yield "bf16", {}
+    yield "fp16", {"dtype": "float16"}
     for kv in kv_dtypes:
         yield f"bf16, KV {kv}", {"kv_cache_dtype": kv}
     for name in NAMES:
@@ -51,23 +59,72 @@ def forms() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"int4, KV {kv}", {"quantization": "int4", "kv_cache_dtype": kv}
 
 
-def measure(args: argparse.Namespace) -> Iterator[Row]:
-    with closing(opened(EngineConfig(model=args.model, dtype="float32", backend=args.backend))) as reference:
+def told_forms(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, fields of the config) of every row that is asked for."""
+    for name, fields in forms():
+        yield name, {"model": args.model} | fields
+    for path in args.checkpoints:
+        yield short_name(path, args.model), {"model": path}
+    if args.made:
+        for name, own in made.make(args.model, args.num_calibration_tokens):
+            yield name, {"model": str(own)}
+
+
+def config(args: argparse.Namespace, fields: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(**({"dtype": DTYPE, "backend": args.backend} | fields))
+
+
+def measure(args: argparse.Namespace, partial: Path) -> list[Row]:
+    """All rows; `partial` keeps those that are done, so that the same command goes on where it was broken off."""
+    command = [told_command(sys.argv[1:]), commit()]
+    kept = json.loads(partial.read_text()) if partial.is_file() else {}
+    rows: list[Row] = kept["rows"] if kept.get("command") == command else []
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for row in measured(args, {row["name"] for row in rows}):
+        rows.append(row)
+        partial.write_text(json.dumps({"command": command, "rows": rows}))
+    partial.unlink()
+    return rows
+
+
+def measured(args: argparse.Namespace, done: set[str]) -> Iterator[Row]:
+    plain = EngineConfig(model=args.model, dtype=args.reference_dtype, backend=args.backend)
+    with closing(opened(plain)) as reference:
         window = min(args.window, reference.core.info.max_model_len - 1)
         if args.text:
             text = file_text(reference, Path(args.text), window, args.max_tokens)
         else:
             text = written_text(reference, window, args.max_tokens)
-        told = [(name, {"model": args.model} | fields) for name, fields in forms()]
-        told += [(short_name(path, args.model), {"model": path}) for path in args.checkpoints]
-        for name, fields in told:
+        for name, fields in told_forms(args):
+            if name in done or not re.search(args.forms, name):
+                continue
             print(name, file=sys.stderr, flush=True)
-            with closing(opened(EngineConfig(**({"dtype": DTYPE, "backend": args.backend} | fields)))) as own:
+            with closing(opened(config(args, fields))) as own:
                 row = {"name": name} | judge(own, reference, text)
                 if args.speed:
-                    row["decode_tokens_per_s"] = decode_speed(program_of(own))
+                    row |= speed(own)
             row["layers"] = row["layers"][:KEPT_LAYERS]
             yield row
+
+
+def timed(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows that are kept, with another speed. Raises SystemExit for one that can not be opened any more."""
+    known = dict(told_forms(args))
+    for row in rows:
+        if row["name"] not in known:
+            raise SystemExit(f"{row['name']} is not among what this command opens; measure it all again")
+        print(row["name"], file=sys.stderr, flush=True)
+        with closing(opened(config(args, known[row["name"]]))) as own:
+            yield row | speed(own)
+
+
+def speed(own: LLM) -> Row:
+    """Decoded tokens a second, and what share of the memory's bandwidth (measured beside it) their weights take."""
+    program = program_of(own)
+    found = decode_speed(program)
+    bandwidth = max(row["rate"] for row in require_native().limits(THREADS, PROBE_SECONDS) if row["what"] == "read")
+    share = found * program.model.ops.weight_bytes / bandwidth
+    return {"decode_tokens_per_s": found, "bandwidth_share": share, "bandwidth": bandwidth}
 
 
 def short_name(path: str, model: str) -> str:
@@ -94,10 +151,11 @@ def table(rows: Sequence[Row]) -> str:
     """In Markdown, by bits; what lies on the Pareto line is bold."""
     speed = any("decode_tokens_per_s" in row for row in rows)
     headings = ["form", "bits a weight", "on disk [MiB]", "in memory [MiB]", "perplexity", "change", "KL [mnats]"]
-    headings += ["top-1 flips", "largest logit change", "worst matrix"] + ["decode [tokens/s]"] * speed
+    headings += ["top-1 flips", "largest logit change", "worst matrix"]
+    headings += ["decode [tokens/s]", "of bandwidth"] * speed
     lines = [
         "| " + " | ".join(headings) + " |",
-        "|---|" + "--:|" * (len(headings) - 2 - speed) + "---|" + "--:|" * speed,
+        "|---|" + "--:|" * (len(headings) - 2 - 2 * speed) + "---|" + "--:|" * 2 * speed,
     ]
     best = {id(row) for row in pareto(weights_only(rows))}
     for row in sorted(rows, key=lambda row: (-row["bits_per_weight"], row["mean_kl"])):
@@ -108,15 +166,21 @@ def table(rows: Sequence[Row]) -> str:
             f"{row['disk_bytes'] / MIB:.2f}",
             f"{row['memory_bytes'] / MIB:.2f}",
             f"{row['perplexity']:.4f}",
-            f"{row['perplexity'] / row['reference_perplexity'] - 1:+.2%}",
+            changed(row),
             f"{1e3 * row['mean_kl']:.3f} ± {1e3 * row['mean_kl_stderr']:.3f}",
             f"{row['top1_flip_rate']:.2%}",
             f"{row['max_logit_difference']:.3f}",
             f"{worst['name']} {worst['relative_error']:.2%}" if worst["relative_error"] else "none moved",
         ]
-        cells += [f"{row['decode_tokens_per_s']:.0f}"] if speed else []
+        cells += [f"{row['decode_tokens_per_s']:.0f}", f"{row.get('bandwidth_share', 0):.0%}"] if speed else []
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def changed(row: Row) -> str:
+    """The perplexity's change, with the standard error of the tokens' changes."""
+    told = f"{row['perplexity'] / row['reference_perplexity'] - 1:+.2%}"
+    return told + (f" ± {row['loss_change_stderr']:.2%}" if "loss_change_stderr" in row else "")
 
 
 def section(name: str) -> str:
@@ -126,19 +190,26 @@ def section(name: str) -> str:
     first = rows[0]
     text = f"{first['num_tokens']:,} tokens of {first['text']}"
     if not first["text"].endswith("reference"):
-        text += f", perplexity {first['reference_perplexity']:.4f} in float32"
+        text += f", perplexity {first['reference_perplexity']:.4f} of the reference"
     where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {kept['commit']}, {kept['date']}"
     if any("decode_tokens_per_s" in row for row in rows):
-        where += f"; load before: {kept['load_before']}"
+        read = sorted(row.get("bandwidth", 0) for row in rows)
+        where += f"; speed at a load of {kept.get('speed_load', kept['load_before'])} before, memory read at "
+        where += f"{read[0] / 1e9:.0f} to {read[-1] / 1e9:.0f} GB/s"
     picture = f"![Loss against bits](figures/quality-{name}.svg)"
     return f"`{kept['command']}`: {text}; {where}.\n\n{table(rows)}\n{picture}\n"
 
 
 def marked(page: str, name: str, own: str) -> str:
-    """`page` with `own` between the marks of `name`. Raises SystemExit if they are not there."""
+    """`page` with `own` between the marks of `name`; a section of its own where there are none.
+
+    Raises SystemExit for a page without the heading before which that would stand."""
     first, last = f"<!-- quality {name} -->", f"<!-- end of quality {name} -->"
     if first not in page or last not in page:
-        raise SystemExit(f"{PAGE.name} lacks the marks {first} and {last}")
+        head, found, rest = page.partition(CONCLUSIONS)
+        if not found:
+            raise SystemExit(f"{PAGE.name} lacks the marks {first} and {last}, and the heading {CONCLUSIONS.strip()}")
+        return f"{head}\n### {name}\n\n{first}\n{own}{last}\n{found}{rest}"
     head, _, rest = page.partition(first)
     return f"{head}{first}\n{own}{last}{rest.partition(last)[2]}"
 
@@ -217,27 +288,37 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--made", action="store_true", help="make and judge one of every way of headrace quantize")
+    parser.add_argument("--num-calibration-tokens", type=int, default=32768, help="of what is made")
+    parser.add_argument("--forms", default="", help="regular expression: the rows that are measured; by default all")
+    parser.add_argument("--reference-dtype", default="float32", help="of MODEL as the reference")
     parser.add_argument("--speed", action="store_true", help="time decoding as well")
+    parser.add_argument("--only-speed", action="store_true", help="time the rows that are kept, judge nothing")
     parser.add_argument("--render", action="store_true", help="measure nothing: plot and page from what is kept")
     args = parser.parse_args()
     name = args.name or re.sub(r"[^\w.-]", "-", Path(args.model).name)
-    if not args.render:
-        load = os.getloadavg()[0]
-        rows = list(measure(args))
+    path = RESULTS / f"quality-{name}.json"
+    load = round(os.getloadavg()[0], 2)
+    if args.only_speed:
+        kept = json.loads(path.read_text())
+        kept |= {"result": list(timed(args, kept["result"])), "speed_load": load, "speed_commit": commit()}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+    elif not args.render:
+        rows = measure(args, made.FOLDER / f"{name}.rows.json")
         machine = doctor.examine()
         kept = {
             "command": told_command(sys.argv[1:]),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "commit": commit(),
             "host": {part: machine[part] for part in ("cpu", "memory", "torch", "versions")},
-            "load_before": round(load, 2),
+            "load_before": load,
             "result": rows,
         }
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"quality-{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        path.write_text(json.dumps(kept, indent=1) + "\n")
     plot(name)
     PAGE.write_text(marked(PAGE.read_text(encoding="utf-8"), name, section(name)), encoding="utf-8")
-    print(table(json.loads((RESULTS / f"quality-{name}.json").read_text())["result"]))
+    print(table(json.loads(path.read_text())["result"]))
 
 
 if __name__ == "__main__":

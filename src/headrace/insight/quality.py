@@ -84,6 +84,11 @@ class Tally:
             mean = math.fsum(self.kl) / num
             variance = math.fsum((value - mean) ** 2 for value in self.kl) / max(num - 1, 1)
             told["reference_perplexity"] = math.exp(math.fsum(self.reference_nll) / num)
+            # Token by token: what makes a text hard for both is in neither figure.
+            changes = [own - theirs for own, theirs in zip(self.nll, self.reference_nll, strict=True)]
+            change = math.fsum(changes) / num
+            spread = math.fsum((value - change) ** 2 for value in changes) / max(num - 1, 1)
+            told["loss_change"], told["loss_change_stderr"] = change, math.sqrt(spread / num)
             told["mean_kl"] = mean
             told["mean_kl_stderr"] = math.sqrt(variance / num)
             told["max_kl"] = max(self.kl)

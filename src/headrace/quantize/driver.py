@@ -165,7 +165,7 @@ class Run:
         return self._finish()
 
     def _finish(self) -> Report:
-        _copy_others(self.source, self.out)
+        copy_others(self.source, self.out)
         report = Report(self.state.errors, num_calibration_tokens=sum(map(len, self.calibration)))
         told: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
         told |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors}
@@ -440,7 +440,7 @@ def _as_json(options: Options) -> dict[str, Any]:
     return made | {"scale_dtype": str(options.scale_dtype).removeprefix("torch."), "extra": dict(options.extra)}
 
 
-def _copy_others(source: Path, out: Path) -> None:
+def copy_others(source: Path, out: Path) -> None:
     """The tokenizer and whatever else lies beside the weights and is read."""
     for pattern in hub.PATTERNS:
         for path in sorted(source.glob(pattern)):

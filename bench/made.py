@@ -1,0 +1,91 @@
+"""The checkpoints that `python -m bench.quality --made` judges: one of every way that `headrace quantize` has.
+
+Each is made once, by the command itself, in a folder of its own, and kept until the model's weights change. GPTQ, AWQ
+and others that need a text are calibrated on the model's own words, which are not those that it is judged by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace import hub
+
+FOLDER = Path(__file__).parents[1] / "build" / "quality"
+
+
+class Recipe(NamedTuple):
+    """name: of the row. options: of `headrace quantize`. suffix: of what is made (".gguf" for a file)."""
+
+    name: str
+    options: str
+    suffix: str = ""
+
+
+LEVELS = (
+    "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q3_K_M", "Q3_K_S", "Q2_K",
+)  # fmt: skip
+BLOCKS = 256
+"""Inputs of a block of the K-quants: rows that are no multiple of it get other types, under the same name."""
+
+
+def recipes(group: int, num_in: int) -> Iterator[Recipe]:
+    """group: inputs that share a scale, where there is a choice. num_in: the least inputs of the model's layers."""
+    for method in ("rtn", "gptq", "awq", "hqq"):
+        for bits in (4, 3, 2):
+            layout = " --format compressed-tensors" if bits != 4 else ""
+            # Of four codes, symmetric ones reach one end of the group only.
+            signs = " --asymmetric" if bits == 2 and method in ("rtn", "gptq") else ""
+            name = f"{method} int{bits}-g{group}" + ("-asym" if signs or method in ("awq", "hqq") else "")
+            yield Recipe(name, f"--method {method} --bits {bits} --group-size {group}{signs}{layout}")
+    yield Recipe(f"gptq int4-g{group} act-order", f"--method gptq --bits 4 --group-size {group} --act-order group")
+    yield Recipe("rtn W8A8", "--method rtn --bits 8 --group-size -1")
+    yield Recipe(f"rtn int8-g{group}", f"--method rtn --bits 8 --group-size {group}")
+    yield Recipe("rtn W8A8 per tensor", "--method rtn --bits 8 --group-size 0")
+    yield Recipe("gptq int8", "--method gptq --bits 8 --group-size -1")
+    yield Recipe("smoothquant W8A8", "--method smoothquant")
+    yield Recipe("LLM.int8() (bitsandbytes)", "--method llm_int8")
+    yield Recipe("NF4 (bitsandbytes)", "--method nf4 --group-size 64")
+    yield Recipe("fp8 E4M3", "--method fp8")
+    yield Recipe("fp8 E5M2", "--method fp8_e5m2")
+    yield Recipe("MXFP4 (compressed-tensors)", "--method mxfp4")
+    yield Recipe("gptq as Q4_0 (GGUF)", "--method gptq --bits 4 --group-size 32 --format gguf")
+    for level in LEVELS:
+        if "K" not in level or num_in % BLOCKS == 0:
+            yield Recipe(f"{level} (GGUF)", f"--method {level}", ".gguf")
+    for budget in ("4.5", "3.5"):
+        if num_in % BLOCKS == 0:
+            yield Recipe(f"mixed {budget} (GGUF)", f"--method mixed --bits {budget}", ".gguf")
+
+
+def make(model: str, num_tokens: int) -> Iterator[tuple[str, Path]]:
+    """(name of the row, what `headrace serve` takes) of every recipe, made if it is not there yet."""
+    directory = hub.resolve(model)
+    config = hub.read_json(directory / "config.json")
+    hidden = int(config["hidden_size"])
+    num_in = hidden if int(config["intermediate_size"]) % BLOCKS == 0 else 32
+    files = sorted(directory.glob("*.safetensors"))
+    stamp = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    folder = FOLDER / f"{directory.name}-{stamp}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for recipe in recipes(64, num_in):
+        stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in recipe.name).strip("-")
+        path = folder / (stem + recipe.suffix)
+        done = folder / f"{stem}.options"
+        if not done.is_file() or done.read_text() != recipe.options:
+            print("making", recipe.name, file=sys.stderr, flush=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
+            command += recipe.options.split()
+            calibrated = any(word in recipe.options for word in ("gptq", "awq", "smoothquant", "llm_int8", "mixed"))
+            command += ["--num-calibration-tokens", str(num_tokens)] if calibrated else []
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            done.write_text(recipe.options)
+        yield recipe.name, path
