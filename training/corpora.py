@@ -119,6 +119,13 @@ def speeches(text: str, size: int = 1500) -> list[str]:
     return result
 
 
+def python_files(root: Path) -> list[str]:
+    """Python source, one document per file; blanks and line ends are kept, files with other letters are left out."""
+    text = (root / "python_stdlib_3.11.txt").read_text(encoding="utf-8")
+    files = [f.strip("\n") + "\n" for f in text.split("<|endoftext|>\n")]
+    return [f for f in files if len(f) > 400 and max(f) < "\u0100"]
+
+
 def read_corpora(root: Path) -> dict[str, Split]:
     """Documents by source: stories, easy and other novels, war_and_peace, shakespeare."""
     cased = tinystories_cased(root)

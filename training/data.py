@@ -15,11 +15,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from chat import Conversation, conversations, hero_names, renamed
-from corpora import Split, read_corpora
+from corpora import Split, every, python_files, read_corpora
 from tokenizer import BOS, END, END_OF_TEXT, ROLES, train_tokenizer
 
 WEIGHTS = {
     "stories": 0.22, "chat": 0.28, "easy_novels": 0.10, "novels": 0.29, "war_and_peace": 0.05, "shakespeare": 0.06,
+}  # fmt: skip
+FAMILY_WEIGHTS = {  # fewer stories, as each was read ten times already; Python source
+    "stories": 0.13, "chat": 0.23, "easy_novels": 0.11, "novels": 0.29, "war_and_peace": 0.05, "shakespeare": 0.05,
+    "python": 0.14,
 }  # fmt: skip
 CHAT_ROUNDS, STORY_ROUNDS = 6, 3
 
@@ -54,9 +58,9 @@ class Source:
 
 
 class Mixture:
-    def __init__(self, sources: dict[str, Source], seed: int) -> None:
+    def __init__(self, sources: dict[str, Source], seed: int, weights: dict[str, float]) -> None:
         self.sources, self.seed = sources, seed
-        self.weights = np.array([WEIGHTS[name] for name in sources])
+        self.weights = np.array([weights[name] for name in sources])
 
     def batch(self, step: int, num_rows: int, length: int) -> np.ndarray:
         """[num_rows, length + 1] token ids, int64."""
@@ -98,15 +102,27 @@ def encode(tokenizer: Tokenizer, texts: list[str], seed: int) -> Source:
     return Source(np.concatenate(parts), np.concatenate([[0], np.cumsum(lengths)]), seed)
 
 
-def prepare(corpora_root: Path, cache: Path, vocab_size: int, seed: int) -> tuple[Tokenizer, Mixture, dict[str, str]]:
-    """Tokenizer, training rows and validation texts; made once and kept in `cache`."""
+def prepare(
+    corpora_root: Path,
+    cache: Path,
+    vocab_size: int,
+    seed: int,
+    weights: dict[str, float] = WEIGHTS,
+    tokenizer_file: Path | None = None,
+) -> tuple[Tokenizer, Mixture, dict[str, str]]:
+    """Tokenizer (trained, unless one is given), training rows and validation texts; made once and kept in `cache`."""
     file = cache / "tokens.npz"
     if not file.exists():
         cache.mkdir(parents=True, exist_ok=True)
         corpora = read_corpora(corpora_root)
         sample = [s for name, split in corpora.items() for s in split.train[:: 10 if name == "novels" else 1]]
         sample += 2 * corpora["stories"].train  # what the model mostly writes is to be the shortest in tokens
-        tokenizer = train_tokenizer(sample, vocab_size)
+        if tokenizer_file:
+            tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        else:
+            tokenizer = train_tokenizer(sample, vocab_size)
+        if "python" in weights:
+            corpora["python"] = every(python_files(corpora_root), 60)
         tokenizer.save(str(cache / "tokenizer.json"))
         arrays = {}
         for i, (name, texts) in enumerate(documents(corpora, seed).items()):
@@ -122,4 +138,4 @@ def prepare(corpora_root: Path, cache: Path, vocab_size: int, seed: int) -> tupl
     validation = {
         p.stem.removeprefix("validation_"): p.read_text("utf-8") for p in sorted(cache.glob("validation_*.txt"))
     }
-    return tokenizer, Mixture(sources, seed), validation
+    return tokenizer, Mixture(sources, seed, weights), validation
