@@ -70,6 +70,16 @@ class QueueFullError(HeadraceError):
         super().__init__(message)
 
 
+class DeadlineError(HeadraceError):
+    """A request had no more time: HTTP 408 if the engine had not begun with it, else 504."""
+
+    code = "deadline_exceeded"
+
+    def __init__(self, message: str, started: bool) -> None:
+        self.status = 504 if started else 408
+        super().__init__(message)
+
+
 class EngineDeadError(HeadraceError):
     """The engine is gone and could not be restarted (HTTP 503)."""
 

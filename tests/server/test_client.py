@@ -30,6 +30,7 @@ from headrace.server.client import EngineClient, RequestStream
 from headrace.server.inputs import new_request_id
 from headrace.server.links import ProcessLink
 from headrace.server.outputs import Delta
+from headrace.server.watchdog import Watchdog
 from headrace.types import Finish, Request
 
 Answer = tuple[list[int], list[float], list[float], Finish | None]
@@ -119,15 +120,63 @@ def test_a_killed_engine_is_a_pause_and_nothing_else() -> None:
 
 
 def test_control_a_client_that_forgets_what_it_delivered_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import client as module
+    from headrace.server.resumption import OpenRequest
 
-    monkeypatch.setattr(module._Open, "resumed", lambda self: self.request)
+    monkeypatch.setattr(OpenRequest, "resumed", lambda self: self.request)
     made = requests(8)
 
     async def work(client: EngineClient) -> object:
         return await read(client.submit(made), {6: lambda: os.kill(pid_of(client), signal.SIGKILL)})
 
     assert run(child(delay=0.005), work) != undisturbed(made)
+
+
+def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGSTOP in mid-answer: found by the steps that do not come, stacks shown, replaced; same bits as undisturbed."""
+    made = requests(8)
+    client = child(delay=0.005)
+    client.watchdog = Watchdog(1.0)
+
+    async def work(client: EngineClient) -> object:
+        return await read(client.submit(made), {3: lambda: os.kill(pid_of(client), signal.SIGSTOP)})
+
+    answers = run(client, work)
+    assert client.num_restarts == 1
+    assert answers == undisturbed(made)
+    assert "most recent call first" in capfd.readouterr().err
+
+
+def test_R_02_an_engine_that_freezes_while_idle_is_found_too() -> None:
+    client = child()
+    client.watchdog = Watchdog(1.0)
+
+    async def work(client: EngineClient) -> object:
+        os.kill(pid_of(client), signal.SIGSTOP)
+        while not client.num_restarts:
+            await asyncio.sleep(0.02)
+        return await read(client.submit(requests(2)))
+
+    assert run(client, work) == undisturbed(requests(2))
+
+
+def test_control_without_a_watchdog_a_frozen_engine_hangs() -> None:
+    client = child(delay=0.005)
+    client.watchdog = Watchdog(0)
+
+    async def work(client: EngineClient) -> object:
+        stream = client.submit(requests(1))
+        pid = pid_of(client)
+        await stream.__anext__()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2):
+                    await read(stream)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        return client.num_restarts
+
+    assert run(client, work) == 0
 
 
 def test_R_01_after_too_many_deaths_every_stream_gets_an_honest_error() -> None:
@@ -180,7 +229,7 @@ def test_S_01_garbage_from_the_engine_ends_it(tmp_path: Path) -> None:
 
 def test_R_12_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     client = inproc(delay=0.01, max_num_seqs=1)
-    client._max_reqs, client._max_tokens = 4, 100
+    client.admission.max_reqs, client.admission.max_tokens = 4, 100
 
     async def work(client: EngineClient) -> None:
         running = client.submit([request(max_tokens=100)])
@@ -193,7 +242,7 @@ def test_R_12_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         assert client.num_waiting == 4
         for stream in waiting:
             stream.close()
-        assert (client.num_waiting, client.num_waiting_tokens) == (0, 0)
+        assert (client.num_waiting, client.admission.num_waiting_tokens) == (0, 0)
         many = client.submit([request([1] * 60)])
         with pytest.raises(QueueFullError):
             client.submit([request([1] * 60)])

@@ -120,7 +120,7 @@ def test_200_requests_at_once(live: Live) -> None:
 
 def test_R_12_overload_is_a_429_with_retry_after(tokenizer: Tokenizer) -> None:
     client = inproc(delay=0.002, max_num_seqs=2)
-    client._max_reqs = 5
+    client.admission.max_reqs = 5
     with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live:
         with concurrent.futures.ThreadPoolExecutor(60) as pool:
             replies = list(pool.map(lambda _: live.post("/v1/completions", dict(LONG, max_tokens=50)), range(60)))
@@ -258,20 +258,21 @@ def test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done(tokenizer: Tok
 
 
 def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import http
-
-    monkeypatch.setattr(http, "STALLED_S", 0.2)
+    dog = mortal.client.watchdog
+    monkeypatch.setattr(dog, "timeout", 8.0)
+    monkeypatch.setattr(dog, "interval", 0.05)
     pid = pid_of(mortal.client)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         reply = pool.submit(mortal.post, "/v1/completions", dict(LONG, max_tokens=100))
         mortal.wait(lambda: mortal.client.stats.num_running > 0)
         os.kill(pid, signal.SIGSTOP)
         try:
-            mortal.wait(lambda: HTTP.get(mortal.url + "/health/ready").json()["status"] == "stalled", 2)
+            mortal.wait(lambda: HTTP.get(mortal.url + "/health/ready").json()["status"] == "stalled", 7)
         finally:
             os.kill(pid, signal.SIGCONT)
         mortal.wait(lambda: HTTP.get(mortal.url + "/health/ready").status_code == 200, 5)
         assert reply.result().status_code == 200
+    assert pid_of(mortal.client) == pid
 
 
 class Served:

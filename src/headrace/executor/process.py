@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -53,6 +54,11 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                     except RequestError as error:
                         refused = (error.field, repr(error.value)[:80], error.bound, error.code)
                         send(transport.Rejected(request.request_id, *refused))
+                    except Exception as error:
+                        # A fault of ours, but its owner is known: nobody else is to suffer from it.
+                        traceback.print_exc()
+                        told = ("request", type(error).__name__, "one that the engine can take in", "internal_error")
+                        send(transport.Rejected(request.request_id, *told))
                 case transport.Abort(request_id):
                     core.abort(request_id)
                 case transport.ResetPrefixCache():
@@ -87,6 +93,9 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     die_with_parent()
+    # Of a crash in native code, too, the server's log shows where it was.
+    faulthandler.enable()
+    faulthandler.register(transport.STACKS_SIGNAL, all_threads=True)
     channel = transport.EngineSocket(socket.socket(fileno=fd))
     ready = False
     core = None

@@ -8,28 +8,31 @@ callers see a pause. Knows token ids, not text. `server.generation` and `server.
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.core.engine import EngineCore, verify
-from headrace.errors import ContextLengthError, EngineDeadError, HeadraceError, QueueFullError, RequestError
+from headrace.errors import ContextLengthError, DeadlineError, EngineDeadError, HeadraceError, RequestError
 from headrace.sampling.params import SamplingParams
-from headrace.server import transport
+from headrace.server import tenants, transport
+from headrace.server.admission import Admission
 from headrace.server.inputs import max_context, new_request_id
 from headrace.server.links import InprocLink, Link, ProcessLink
 from headrace.server.outputs import Delta, deltas_of
-from headrace.types import EngineInfo, Request, Stats, StepOutput
+from headrace.server.request_stream import RequestStream
+from headrace.server.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption
+from headrace.server.watchdog import Watchdog
+from headrace.types import EngineInfo, Finish, Request, Stats, StepOutput
 
 logger = logging.getLogger("headrace.engine")
 
 # Deaths further apart than this are separate accidents; closer ones count towards max_restarts.
 RESTART_WINDOW_S = 600.0
-RATE_WINDOW_S = 30.0
+# So many times as long as the first start another start may take before the engine counts as frozen.
+START_PATIENCE = 10
 
 
 class Observer(Protocol):
@@ -44,134 +47,15 @@ class Observer(Protocol):
         ...
 
 
-class RequestStream:
-    """What comes back for one call: deltas of `num_requests` requests, each named by its index.
-
-    An async iterator of lists of (index, delta). Deltas that wait for a slow reader are merged, so the stream holds
-    at most what was generated, and the engine never waits for it (R-14). Leaving it early, by `close` or by leaving
-    its `async with`, aborts what still runs.
-    """
-
-    def __init__(self, requests: Sequence[Request], abort: Callable[[str], None]) -> None:
-        self.requests = list(requests)
-        self._abort = abort
-        self._open = set(range(len(requests)))
-        self._pending: dict[int, Delta] = {}
-        self._wake = asyncio.Event()
-        self._error: HeadraceError | None = None
-
-    def push(self, index: int, delta: Delta) -> None:
-        if index not in self._open:
-            return
-        if delta.finish is not None:
-            self._open.discard(index)
-        if index in self._pending:
-            self._pending[index].merge(delta)
-        else:
-            self._pending[index] = delta
-        self._wake.set()
-
-    def fail(self, error: HeadraceError) -> None:
-        """End with an error, raised after what has come in already was read."""
-        self._error = self._error or error
-        self._wake.set()
-
-    def abort(self, index: int) -> None:
-        """End one of the requests; nothing more is heard of it."""
-        if index in self._open:
-            self._open.discard(index)
-            self._abort(self.requests[index].request_id)
-            self._wake.set()
-
-    def close(self) -> None:
-        """Abort whatever is still open. May be called at any time, and twice."""
-        for index in tuple(self._open):
-            self.abort(index)
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> list[tuple[int, Delta]]:
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        pending, self._pending = self._pending, {}
-        return list(pending.items())
-
-    async def __aenter__(self) -> RequestStream:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-
-class _Open:
-    """One open request: where its deltas go, and what a new engine must be told."""
-
-    __slots__ = (
-        "arrival_time",
-        "delivered",
-        "index",
-        "last_time",
-        "num_cached",
-        "num_prompt_logprobs",
-        "num_prompt_logprobs_seen",
-        "request",
-        "started",
-        "state",
-        "stream",
-    )
-
-    def __init__(self, request: Request, stream: RequestStream, index: int, arrival_time: float) -> None:
-        self.request = request
-        self.stream = stream
-        self.index = index
-        self.started = False
-        self.num_cached = 0
-        self.arrival_time = arrival_time
-        self.last_time: float | None = None
-        self.delivered = list(request.resume_token_ids)
-        self.state = request.resume_state
-        self.num_prompt_logprobs = 0
-        self.num_prompt_logprobs_seen = 0
-
-    def accept(self, delta: Delta) -> None:
-        """Note what is delivered. A restarted engine tells prompt logprobs from the start: drop the known ones."""
-        self.delivered += delta.token_ids
-        if delta.prompt_logprobs:
-            seen = self.num_prompt_logprobs_seen
-            self.num_prompt_logprobs_seen += len(delta.prompt_logprobs)
-            delta.prompt_logprobs = delta.prompt_logprobs[max(0, self.num_prompt_logprobs - seen) :]
-            self.num_prompt_logprobs += len(delta.prompt_logprobs)
-        if self.started:
-            delta.num_cached_tokens = None
-            delta.start_time = None
-        elif delta.num_cached_tokens is not None:
-            self.started = True
-            self.num_cached = delta.num_cached_tokens
-
-    def resumed(self) -> Request:
-        """The request to tell a new engine."""
-        self.num_prompt_logprobs_seen = 0
-        known = {name: getattr(self.request, name) for name in self.request.__struct_fields__}
-        return Request(**(known | {"resume_token_ids": list(self.delivered), "resume_state": self.state}))
-
-
 class EngineClient:
     """One engine behind a `Link`.
 
     Args:
         link: starts the engine and carries messages.
         max_num_queued_reqs, max_num_queued_tokens: bounds on requests that the engine has not started.
-        max_restarts: deaths within `RESTART_WINDOW_S` that are repaired; after that `EngineDeadError`.
+        max_restarts: deaths within `RESTART_WINDOW_S` that are repaired; after that `EngineDeadError`. Deaths that a
+            request was found guilty of do not count, as long as others are served in between.
+        watchdog_timeout: seconds without a step after which an engine that owes something is ended; see `Watchdog`.
     """
 
     def __init__(
@@ -181,14 +65,15 @@ class EngineClient:
         max_num_queued_reqs: int = 1024,
         max_num_queued_tokens: int = 2**20,
         max_restarts: int = 0,
+        watchdog_timeout: float = 60.0,
     ) -> None:
         self._link = link
-        self._max_reqs = max_num_queued_reqs
-        self._max_tokens = max_num_queued_tokens
         self._max_restarts = max_restarts
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
+        self._resumption = Resumption(self._tell)
         self._info: EngineInfo | None = None
-        self._starts: collections.deque[tuple[float, int]] = collections.deque()
+        self._num_guilty = 0
+        self._start_seconds = 0.0
         self._deaths: list[float] = []
         self._past = Stats()
         self._dead: HeadraceError | None = None
@@ -196,13 +81,14 @@ class EngineClient:
         self._proven = False
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
-        self._last_frame_time = 0.0
+        self._watch: asyncio.Task[None] | None = None
+        self.admission = Admission(max_num_queued_reqs, max_num_queued_tokens)
+        self.watchdog = Watchdog(watchdog_timeout)
         self.observer: Observer | None = None
         self.stats = Stats()
         self.num_restarts = 0
+        self.num_expired = 0
         self.is_proven_once = False
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
         self.dead = asyncio.Event()
 
     # -- life
@@ -214,7 +100,8 @@ class EngineClient:
         """
         try:
             await self._launch()
-            async with self.submit([self._probe()]) as stream:
+            self._watch = self._spawn(self._keep_watch())
+            async with self._probe() as stream:
                 async for _ in stream:
                     pass
             # What the probe cost is nobody's traffic.
@@ -228,9 +115,10 @@ class EngineClient:
         """Stop the engine. Open streams end with `EngineDeadError`."""
         self._closing = True
         self._alive = False
-        self._fail_all(EngineDeadError("the server is shutting down"))
-        if self._supervisor is not None:
-            self._supervisor.cancel()
+        self.fail_all(EngineDeadError("the server is shutting down"))
+        for task in (self._supervisor, self._watch):
+            if task is not None:
+                task.cancel()
         await self._link.close()
 
     @property
@@ -253,27 +141,71 @@ class EngineClient:
     def num_unfinished(self) -> int:
         return len(self._open)
 
-    def stalled_for(self) -> float:
-        """Seconds since the engine was last heard of, if it owes something; else 0. Its step counter's standstill."""
-        return time.monotonic() - self._last_frame_time if self._open and self._alive else 0.0
+    @property
+    def num_waiting(self) -> int:
+        """Requests that the engine has not begun with."""
+        return self.admission.num_waiting
 
     async def _launch(self) -> None:
+        """Start an engine. One that takes much longer than the first did is frozen."""
         self._proven = False
-        self._info = await self._link.start(self._on_message, self._on_lost)
+        began = time.monotonic()
+        limit = max(self.watchdog.timeout, START_PATIENCE * self._start_seconds) if self._start_seconds else None
+        try:
+            async with asyncio.timeout(limit or None):
+                self._info = await self._link.start(self._on_message, self._on_lost)
+        except TimeoutError:
+            await self._link.kill()
+            raise EngineDeadError(f"the engine did not start within {limit:.0f} s") from None
+        self._start_seconds = self._start_seconds or time.monotonic() - began
         self.stats = Stats(num_blocks=self._info.num_blocks)
         self._alive = True
-        self._last_frame_time = time.monotonic()
+        self.watchdog.starts_anew()
 
-    def _probe(self) -> Request:
+    def _probe(self) -> RequestStream:
+        """One real token, asked for past all others. A new engine is asked for one that the last one owed."""
+        for entry in [entry for entry in self._open.values() if entry.is_probe]:
+            self._tell(entry)
+            return entry.stream
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False)
-        return Request(request_id=PROBE + new_request_id(), prompt_token_ids=[0], params=params)
+        request = Request(request_id=PROBE + new_request_id(), prompt_token_ids=[0], params=params)
+        stream = RequestStream([request], self.abort)
+        entry = self._enter(request, stream, 0, time.monotonic(), 0)
+        if self._alive:
+            self._tell(entry)
+        return stream
+
+    async def _keep_watch(self) -> None:
+        """End an engine that owes something and stands still. An idle one is asked for a sign of life now and then."""
+        dog = self.watchdog
+        while True:
+            await asyncio.sleep(dog.interval)
+            if not self._alive:
+                continue
+            if not self._open and dog.silent < max(1.0, dog.timeout / 4):
+                # Owes nothing, and was heard of lately.
+                dog.tick(time.monotonic(), self._link.cpu_seconds())
+                continue
+            if not self._open:
+                # Whatever it is told, it answers with its gauges.
+                self._link.post(transport.Abort(""))
+            if dog.tick(time.monotonic(), self._link.cpu_seconds()) and not self._link.in_process:
+                reason = f"frozen: no step for {dog.silent:.1f} s, no processor time for {dog.frozen:.1f} s of them"
+                logger.error("the engine is %s; its stacks follow, then it is killed", reason)
+                self._alive = False
+                await self._link.kill()
+                self._on_lost(reason)
 
     # -- requests
 
-    def submit(self, requests: Sequence[Request], arrival_time: float | None = None) -> RequestStream:
-        """Accept all of `requests` or none. `arrival_time` is when the call came in, if not now.
+    def submit(
+        self, requests: Sequence[Request], arrival_time: float | None = None, deadline: float | None = None
+    ) -> RequestStream:
+        """Accept all of `requests` or none. `arrival_time` is when the call came in, if not now; at `deadline` (both
+        monotonic seconds) the stream ends with a `DeadlineError`, wherever its requests are then.
 
-        Raises `RequestError` (can not be served as it stands), `QueueFullError` (not now) or `EngineDeadError`.
+        Raises `RequestError` (can not be served as it stands), `QueueFullError` (not now), `DeadlineError` (too late
+        already) or `EngineDeadError`.
         """
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
@@ -287,74 +219,78 @@ class EngineClient:
             if request.params.logits_processors and not self._link.in_process:
                 bound = "left out, unless the engine runs in the caller's own process"
                 raise RequestError("logits_processors", "functions", bound)
-        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self._admit(len(requests), num_tokens)
+        now = time.monotonic()
+        if deadline is not None and deadline <= now:
+            self.num_expired += 1
+            raise DeadlineError("the request's time was over before it could be queued", started=False)
+        name = tenants.current().name
+        works = [self.admission.work_of(request) for request in requests]
+        self.admission.admit(works, name, now)
         stream = RequestStream(requests, self.abort)
-        arrival = time.monotonic() if arrival_time is None else arrival_time
-        for index, request in enumerate(requests):
-            self._open[request.request_id] = _Open(request, stream, index, arrival)
-            if self._alive:
-                self._link.post(transport.Add(request))
-        self.num_waiting += len(requests)
-        self.num_waiting_tokens += num_tokens
+        arrival = now if arrival_time is None else arrival_time
+        for index, (request, work) in enumerate(zip(requests, works, strict=True)):
+            entry = self._enter(request, stream, index, arrival, work, name)
+            # What is not told now is told to the next engine.
+            if self.is_alive:
+                self._resumption.add(entry)
+        if deadline is not None:
+            stream.arm(asyncio.get_running_loop().call_later(deadline - now, self._expire, stream))
         return stream
+
+    def _enter(
+        self, request: Request, stream: RequestStream, index: int, arrival: float, work: int, name: str = ""
+    ) -> OpenRequest:
+        entry = OpenRequest(request, stream, index, arrival, work, name)
+        self._open[request.request_id] = entry
+        self.admission.enter(work, name)
+        return entry
+
+    def _tell(self, entry: OpenRequest) -> None:
+        entry.told = True
+        self._link.post(transport.Add(entry.resumed() if entry.deaths else entry.request))
+
+    def _expire(self, stream: RequestStream) -> None:
+        """The time of a call is over (R-13): it ends with an error, and never as if it had been long enough."""
+        entries = [self._open[r.request_id] for r in stream.requests if r.request_id in self._open]
+        if not entries:
+            return
+        self.num_expired += 1
+        started = any(entry.started for entry in entries)
+        where = "while it was computed" if started else "in the queue"
+        stream.fail(DeadlineError(f"the request's time was over {where}", started))
+        stream.close()
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks. Unknown and ended ids are fine: ends race with aborts."""
-        if self._forget(request_id) and self._alive:
+        entry = self._forget(request_id)
+        if entry is not None and entry.told and self._alive:
             self._link.post(transport.Abort(request_id))
 
     def reset_prefix_cache(self) -> None:
         if self._alive:
             self._link.post(transport.ResetPrefixCache())
 
-    def _admit(self, num_requests: int, num_tokens: int) -> None:
-        if num_requests > self._max_reqs:
-            raise RequestError("n", num_requests, f"at most {self._max_reqs} answers in one call (n times prompts)")
-        over_reqs = self.num_waiting + num_requests - self._max_reqs
-        over_tokens = self.num_waiting_tokens + num_tokens - self._max_tokens
-        # A call above the token bound by itself is let into an empty queue: it could never be served otherwise.
-        if over_reqs <= 0 and (over_tokens <= 0 or self.num_waiting == 0):
-            return
-        raise QueueFullError(
-            f"{self.num_waiting} requests with {self.num_waiting_tokens} tokens wait already; the bounds are "
-            f"{self._max_reqs} and {self._max_tokens}",
-            retry_after=self._retry_after(),
-        )
-
-    def _retry_after(self) -> int:
-        """Seconds that the queue takes at the rate of the last half minute, 1 to 60."""
-        now = time.monotonic()
-        while self._starts and self._starts[0][0] < now - RATE_WINDOW_S:
-            self._starts.popleft()
-        if not self._starts:
-            return 10
-        span = max(now - self._starts[0][0], 1.0)
-        wait_reqs = self.num_waiting * span / len(self._starts)
-        wait_tokens = self.num_waiting_tokens * span / sum(num_tokens for _, num_tokens in self._starts)
-        return min(60, max(1, math.ceil(max(wait_reqs, wait_tokens))))
-
-    def _forget(self, request_id: str) -> _Open | None:
+    def _forget(self, request_id: str) -> OpenRequest | None:
         entry = self._open.pop(request_id, None)
-        if entry is not None and not entry.started:
-            self._leave_queue(entry)
+        if entry is not None:
+            if not entry.started:
+                self.admission.leave(entry.work, entry.name)
+            self._resumption.saw(entry, ended=True)
         return entry
-
-    def _leave_queue(self, entry: _Open) -> None:
-        self.num_waiting -= 1
-        self.num_waiting_tokens -= len(entry.request.prompt_token_ids)
 
     # -- what comes back
 
     def _on_message(self, message: transport.FromEngine) -> None:
-        self._last_frame_time = time.monotonic()
+        self.watchdog.heard()
         match message:
             case transport.Output(output):
                 self._on_output(output)
             case transport.Rejected(request_id, field, value, bound, code):
                 entry = self._forget(request_id)
                 if entry is not None:
-                    entry.stream.fail(RequestError(field, value, bound, code))
+                    refusal = RequestError(field, value, bound, code)
+                    ours = HeadraceError(f"the engine could not take in the request: {value}")
+                    entry.stream.fail(ours if code == HeadraceError.code else refusal)
                     entry.stream.close()
             case _:
                 raise transport.TransportError(f"unexpected {type(message).__name__} from a running engine")
@@ -366,27 +302,39 @@ class EngineClient:
             entry = self._open.get(request_id)
             if entry is None:
                 continue
-            was_waiting = not entry.started
+            was_waiting, began = not entry.started, delta.num_cached_tokens is not None
             entry.state = output.states.get(request_id, entry.state)
             entry.accept(delta)
             if was_waiting and entry.started:
-                self._leave_queue(entry)
-                self._starts.append((output.end_time, len(entry.request.prompt_token_ids)))
+                self.admission.leave(entry.work, entry.name, output.end_time)
             num_tokens = len(delta.token_ids)
             if delta.beams is not None:
                 num_tokens = sum(len(beam.token_ids) for beam in delta.beams.beams)
-            self._proven = self._proven or num_tokens > 0
             if num_tokens:
                 self._observe_tokens(entry, delta, num_tokens)
             if delta.finish is not None:
-                self._forget(request_id)
+                self._on_end(entry, delta.finish)
+            elif num_tokens or (began and entry.shows_no_tokens and len(entry.deaths) < 2):
+                self._resumption.saw(entry, ended=False)
             entry.stream.push(entry.index, delta)
+            if num_tokens and not self._proven:
+                # It works. Who waited for that is told now.
+                self._proven = True
+                self._resumption.begin(
+                    [entry for entry in self._open.values() if not entry.told], self.info.max_num_seqs
+                )
         if self.observer is not None:
             self.observer.on_step(output)
 
-    def _observe_tokens(self, entry: _Open, delta: Delta, num_tokens: int) -> None:
+    def _on_end(self, entry: OpenRequest, finish: Finish) -> None:
+        self._forget(entry.request.request_id)
+        if not entry.is_probe and finish.reason in ("stop", "length"):
+            self.admission.ended(len(entry.delivered))
+            self._num_guilty = 0
+
+    def _observe_tokens(self, entry: OpenRequest, delta: Delta, num_tokens: int) -> None:
         last, entry.last_time = entry.last_time, delta.time
-        if self.observer is None or entry.request.request_id.startswith(PROBE):
+        if self.observer is None or entry.is_probe:
             return
         if last is None:
             num_prompt = len(entry.request.prompt_token_ids)
@@ -403,11 +351,24 @@ class EngineClient:
         # Its counts stay counted; what it held is held no more.
         self._past, self.stats = self.total, Stats()
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
-        self._supervisor = asyncio.get_running_loop().create_task(self._restart(reason))
+        self._supervisor = self._spawn(self._restart(reason))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task without which the engine is lost: its failure is told and ends the client."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("the engine's supervisor failed", exc_info=task.exception())
+                self._give_up(f"the engine's supervisor failed: {task.exception()!r}")
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(ended)
+        return task
 
     async def _restart(self, reason: str) -> None:
+        now = time.monotonic()
+        self._convict(reason, now)
         while True:
-            now = time.monotonic()
             self._deaths = [death for death in self._deaths if death > now - RESTART_WINDOW_S] + [now]
             if len(self._deaths) > self._max_restarts:
                 self._give_up(f"the engine died ({reason}) and was restarted {len(self._deaths) - 1} times")
@@ -415,29 +376,45 @@ class EngineClient:
             try:
                 await self._launch()
             except (HeadraceError, OSError) as error:
-                reason = str(error)
+                reason, now = str(error), time.monotonic()
                 logger.error("the engine did not start again: %s", reason)
                 continue
             break
         self.num_restarts += 1
-        resumed = [entry.resumed() for entry in self._open.values()]
-        logger.warning("the engine was restarted; %d requests go on", len(resumed))
-        for request in resumed:
-            self._link.post(transport.Add(request))
-        # One real token before it is called alive again, whoever gets it first.
-        self.submit([self._probe()])
+        logger.warning("the engine was restarted; %d requests go on", len(self._open))
+        # One real token before it is called alive again. Then all others are told.
+        self._probe()
+
+    def _convict(self, reason: str, now: float) -> None:
+        """Find out who is to blame for a death, and fail the one that was so often enough."""
+        entries = [entry for entry in self._open.values() if not entry.is_probe]
+        found = self._resumption.judge(entries, self.info.max_num_seqs, self._link.was_killed, now)
+        if found is None:
+            return
+        logger.error(
+            "request %s is given up: it killed the engine %d times", found.request.request_id, found.num_strikes
+        )
+        if self._num_guilty < max(1, self._max_restarts):
+            self._deaths = [death for death in self._deaths if death not in found.deaths]
+        self._num_guilty += 1
+        self._forget(found.request.request_id)
+        found.stream.fail(
+            PoisonedRequestError(f"the engine died {len(found.deaths)} times over this request, last of: {reason}")
+        )
+        found.stream.close()
 
     def _give_up(self, message: str) -> None:
         self._dead = EngineDeadError(message)
         logger.critical("%s; giving up", message)
-        self._fail_all(self._dead)
+        self.fail_all(self._dead)
         self.dead.set()
 
-    def _fail_all(self, error: HeadraceError) -> None:
-        for request_id in list(self._open):
-            entry = self._forget(request_id)
-            if entry is not None:
-                entry.stream.fail(error)
+    def fail_all(self, error: HeadraceError) -> None:
+        """End every open stream with an error."""
+        for request_id, entry in list(self._open.items()):
+            entry.stream.fail(error)
+            entry.stream.close()
+            self._forget(request_id)
 
     # -- counters that survive a restart
 
@@ -453,7 +430,6 @@ class EngineClient:
         return Stats(**(gauges | summed))
 
 
-PROBE = "probe-"
 COUNTERS = (
     "num_steps",
     "num_preemptions",
@@ -475,11 +451,12 @@ class ProcessClient(EngineClient):
             max_num_queued_reqs=server.max_num_queued_reqs,
             max_num_queued_tokens=server.max_num_queued_tokens,
             max_restarts=server.max_restarts,
+            watchdog_timeout=server.watchdog_timeout,
         )
 
 
 class InprocClient(EngineClient):
     """The engine on a thread of this process (the library and tests). A dead one stays dead."""
 
-    def __init__(self, build: Callable[[], EngineCore], **bounds: int) -> None:
-        super().__init__(InprocLink(build), **bounds)
+    def __init__(self, build: Callable[[], EngineCore], **bounds: float) -> None:
+        super().__init__(InprocLink(build), **bounds)  # type: ignore[arg-type]

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from headrace.config import EngineConfig
@@ -26,6 +29,8 @@ from headrace.types import EngineInfo
 logger = logging.getLogger("headrace.engine")
 
 CLOSE_TIMEOUT_S = 5.0
+# What a process that is to be killed gets to tell where its threads are.
+STACKS_S = 0.5
 ENGINE_COMMAND = (sys.executable, "-m", "headrace.executor.process")
 
 OnMessage = Callable[[transport.FromEngine], None]
@@ -35,6 +40,8 @@ OnLost = Callable[[str], None]
 class Link(Protocol):
     in_process: bool
     """Whether requests stay objects of this process, functions in them too."""
+    was_killed: bool
+    """Whether the last engine ended by somebody else's SIGKILL."""
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         """Start an engine and wait until it is loaded. Raises what it failed with. May be called again after a loss."""
@@ -42,6 +49,15 @@ class Link(Protocol):
 
     def post(self, message: transport.ToEngine) -> None:
         """Send, without waiting. To a peer that is gone: dropped, for `on_lost` tells of it."""
+        ...
+
+    def cpu_seconds(self) -> float | None:
+        """Processor time of the engine so far, or None where that is not known."""
+        ...
+
+    async def kill(self) -> None:
+        """End an engine that does not answer, after it has shown its stacks; nothing more is heard of it, and
+        `on_lost` is not called. Does nothing to one that is no process of its own."""
         ...
 
     async def close(self) -> None:
@@ -56,6 +72,7 @@ class ProcessLink:
     """
 
     in_process = False
+    was_killed = False
 
     def __init__(self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._config = config
@@ -104,12 +121,38 @@ class ProcessLink:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(transport.encode(message))
 
+    def cpu_seconds(self) -> float | None:
+        if self._process is None or sys.platform != "linux":
+            return None
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return None
+        # After the name, which may hold anything: state is field 3, utime and stime are 14 and 15.
+        fields = stat.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def kill(self) -> None:
+        self._stop_listening()
+        process = self._process
+        if process is not None and process.poll() is None:
+            # In this order: a stopped process takes the first when it goes on.
+            for name in (transport.STACKS_SIGNAL, signal.SIGCONT):
+                process.send_signal(name)
+            await asyncio.sleep(STACKS_S)
+            process.kill()
+        await self._reap()
+        self.was_killed = False
+
     async def close(self) -> None:
+        self._stop_listening()
+        self.post(transport.Shutdown())
+        await self._reap()
+
+    def _stop_listening(self) -> None:
         if self._pump is not None:
             self._pump.cancel()
             self._pump = None
-        self.post(transport.Shutdown())
-        await self._reap()
 
     async def _receive(
         self,
@@ -141,7 +184,7 @@ class ProcessLink:
 
     async def _reap(self) -> str:
         """End the child, gently if it is well, and tell how it ended. Hanging up is the signal to go."""
-        process, self._process = self._process, None
+        process = self._process
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 if self._writer.can_write_eof():
@@ -156,6 +199,9 @@ class ProcessLink:
                 process.kill()
                 process.wait()
             status = f"exit status {process.returncode}"
+            self.was_killed = process.returncode == -signal.SIGKILL
+            # Not before: whoever looks for the engine in the meantime finds what is left of it.
+            self._process = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -173,6 +219,7 @@ class InprocLink:
     """The same loop on a thread, without bytes: messages are handed over as they are."""
 
     in_process = True
+    was_killed = False
 
     def __init__(self, build: Callable[[], EngineCore]) -> None:
         self._build = build
@@ -212,6 +259,12 @@ class InprocLink:
 
     def post(self, message: transport.ToEngine) -> None:
         self._inbox.put(message)
+
+    def cpu_seconds(self) -> float | None:
+        return None
+
+    async def kill(self) -> None:
+        return
 
     async def close(self) -> None:
         self._inbox.put(None)

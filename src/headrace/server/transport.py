@@ -7,6 +7,7 @@ Holds no policy and no socket of its own; `server.links` and `executor.process` 
 
 from __future__ import annotations
 
+import signal
 import socket
 import struct
 
@@ -19,6 +20,8 @@ from headrace.types import EngineInfo, Request, StepOutput
 MAX_FRAME_BYTES = 256 * 2**20
 HEADER = struct.Struct("<I")
 READ_BYTES = 1 << 16
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes the engine's process write the stacks of all threads to stderr, whatever they are doing."""
 
 
 class TransportError(HeadraceError):
