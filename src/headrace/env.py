@@ -18,7 +18,7 @@ def debug_level() -> int:
 
 
 def api_key() -> str | None:
-    """HEADRACE_API_KEY: the server's key, where it should not stand on the command line."""
+    """HEADRACE_API_KEY: the server's key, where it should not stand on the command line; several with blanks between."""
     return os.environ.get("HEADRACE_API_KEY") or None
 
 

@@ -26,6 +26,7 @@ from headrace.server.client import EngineClient, InprocClient
 from headrace.server.http import create_app
 from headrace.server.links import ProcessLink
 from headrace.server.text import Tokenizer
+from headrace.server.wire import Connection
 
 # One for all: to make a client loads the certificates, which takes longer than most tests.
 HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False)
@@ -70,7 +71,7 @@ class Live:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.app, log_level="error", ws="none", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(self.app, http=Connection, log_level="error", ws="none", timeout_graceful_shutdown=2)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
 

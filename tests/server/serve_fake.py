@@ -7,7 +7,7 @@ import sys
 from tests.server import fake
 
 from headrace.config import EngineConfig, ServerConfig
-from headrace.server import http
+from headrace.server import http, logs
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient
 from headrace.server.links import ProcessLink
@@ -18,6 +18,6 @@ if __name__ == "__main__":
     server = ServerConfig(port=int(sys.argv[2]), log_stats_interval=0.05)
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
-    http._set_up_logging("info")
+    logs.set_up("info")
     app = http.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
     sys.exit(http.run(app, server))

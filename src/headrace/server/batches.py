@@ -27,6 +27,7 @@ from headrace.server.errors import json_response
 from headrace.server.files import PAGE, Files, NotFoundError, page
 from headrace.server.parsing import Body, convert
 from headrace.server.store import Store, StoreFullError
+from headrace.server.tenants import Tenant, acting_as
 
 logger = logging.getLogger("headrace.server")
 
@@ -156,7 +157,9 @@ class Batches:
                 await self._wake.wait()
                 continue
             batch_id = waiting[0]
-            task = asyncio.ensure_future(self._do(batch_id))
+            # In the name of whoever sent it, as if the lines came in one by one.
+            with acting_as(Tenant(self.store.owner(batch_id))):
+                task = asyncio.ensure_future(self._do(batch_id))
             self._running = batch_id, task
             try:
                 await asyncio.wait({task})

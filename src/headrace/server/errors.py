@@ -20,6 +20,7 @@ logger = logging.getLogger("headrace.server")
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }

@@ -19,6 +19,8 @@ from headrace.server.client import EngineClient, RequestStream
 from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
 from headrace.server.outputs import Delta, Piece, RequestState, best
+from headrace.server.rates import Limits, Rates
+from headrace.server.tenants import salted
 from headrace.server.text import Tokenizer
 from headrace.server.words import THINK
 from headrace.types import EngineInfo, Finish, Pooling
@@ -48,9 +50,14 @@ class Front:
     """Prompts in, generations out."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer | None, observer: FinishObserver | None = None
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        observer: FinishObserver | None = None,
+        rates: Rates | None = None,
     ) -> None:
         self.client = client
+        self.rates = Rates(Limits()) if rates is None else rates
         self.tokenizer = tokenizer
         self.observer = observer
         # What begins and ends the model's reasoning.
@@ -105,11 +112,33 @@ class Front:
         """Ask for `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` each is asked
         for its hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
 
-        Raises `RequestError`, `QueueFullError` or `EngineDeadError`. The caller must close what it gets.
+        Raises `RequestError`, `QueueFullError` (a `RateLimitError` too) or `EngineDeadError`. The caller must close
+        what it gets.
         """
         if params.structured_outputs is not None:
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
+        cache_salt = salted(cache_salt)
+        num_tokens = sum(map(len, prompts))
+        self.rates.check_tokens(num_tokens)
+        meter = self.rates.meter()
+        made = self._open(prompts, params, arrival, priority, cache_salt, draw, pooling, beam)
+        if meter is not None:
+            meter(num_tokens)
+            made.meter = meter
+        return made
+
+    def _open(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        arrival: float,
+        priority: int,
+        cache_salt: str,
+        draw: Callable[[], int] | None,
+        pooling: Pooling,
+        beam: BeamSearchParams | None,
+    ) -> Generation:
         if beam is not None:
             return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
         groups = [
@@ -173,6 +202,8 @@ class Generation:
         self._stream = stream
         self._per_request = per_request
         self._observer = observer
+        # Told of tokens that came, where the caller's are counted.
+        self.meter: Callable[[int], None] | None = None
 
     def of_prompt(self, place: int) -> list[RequestState]:
         """The answers to one prompt."""
@@ -189,7 +220,10 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, Piece]]:
         pieces = []
-        for place, delta in self._places(await self._stream.__anext__()):
+        deltas = await self._stream.__anext__()
+        if self.meter is not None:
+            self.meter(sum(len(delta.token_ids) for _, delta in deltas))
+        for place, delta in self._places(deltas):
             state = self.states[place]
             piece = state.feed(delta)
             if state.finish is None:

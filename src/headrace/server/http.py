@@ -26,23 +26,25 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import CheckpointError, EngineDeadError, HeadraceError
 from headrace.insight import audit
 from headrace.insight.metrics import ServerMetrics
-from headrace.server import anthropic, llama_server, ollama, ollama_replies, openapi, reply_forms, routing, schema
-from headrace.server.auth import ApiKeyGate
+from headrace.server import anthropic, llama_server, logs, ollama, ollama_replies, openapi, reply_forms, routing, schema
+from headrace.server.auth import ApiKeyGate, refusal
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
 from headrace.server.dialect import Dialect
+from headrace.server.doors import Doors, allowed_hosts, allowed_origins, is_loopback
 from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front
 from headrace.server.inputs import max_context, seed_source
+from headrace.server.keys import KeyRing
 from headrace.server.openai import OpenAI
+from headrace.server.rates import Limits, Rates
 from headrace.server.storage import Storage
 from headrace.server.storage import add_routes as add_storage_routes
 from headrace.server.text import Tokenizer
+from headrace.server.wire import Connection
 
 logger = logging.getLogger("headrace.server")
 
-# A step may take long; an engine that says nothing for as long as this, and owes something, is not ready.
-STALLED_S = 120.0
 # Whose clients look for errors in another shape than OpenAI's.
 REFUSALS = {"/v1/messages": anthropic.refuse, "/api/": ollama_replies.refuse}
 REFUSALS |= dict.fromkeys(llama_server.UNDER, llama_server.refuse)
@@ -79,7 +81,9 @@ def create_app(
     """
     metrics = ServerMetrics(client, model)
     client.observer = metrics
-    api = make_api(Front(client, tokenizer, metrics), template, server, model, defaults, seed)
+    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
+    api = make_api(Front(client, tokenizer, metrics, rates), template, server, model, defaults, seed)
     storage = Storage(api, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
     life = Life(client, server.log_stats_interval, api.warm_up, storage)
     app = FastAPI(
@@ -100,15 +104,13 @@ def create_app(
     llama_server.add_routes(app, api)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
-    api_key = server.api_key or env.api_key()
-    openapi.add_routes(app, model, bool(api_key))
+    openapi.add_routes(app, model, bool(ring))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return error_response(error)
         told = RouteError(error.status_code, f"route: {error.detail}")
-        refuse = next((made for start, made in REFUSALS.items() if request.url.path.startswith(start)), error_response)
-        response = refuse(told)
+        response = refusal(REFUSALS, request.url.path, told)
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             # Starlette names the methods of one route, and a path may have several.
@@ -116,8 +118,11 @@ def create_app(
         return response
 
     app.add_exception_handler(HTTPException, on_http_error)
-    if api_key:
-        app.add_middleware(ApiKeyGate, api_key=api_key, refusals=REFUSALS)
+    app.add_middleware(ApiKeyGate, ring=ring, rates=rates, refusals=REFUSALS)
+    hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
+    app.add_middleware(Doors, hosts=hosts, origins=origins, refusals=REFUSALS)
+    if not ring and not is_loopback(server.host):
+        logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)
     return app
 
 
@@ -262,7 +267,7 @@ class Life:
             return "loading"
         if not client.is_alive:
             return "restarting" if client.num_restarts or client.is_proven_once else "loading"
-        return "stalled" if client.stalled_for() > STALLED_S else "ready"
+        return "stalled" if client.watchdog.is_stalled else "ready"
 
     @contextlib.asynccontextmanager
     async def run(self, app: FastAPI) -> AsyncIterator[None]:
@@ -381,7 +386,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
-    _set_up_logging(server.uvicorn_log_level)
+    logs.set_up(server.uvicorn_log_level)
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
@@ -398,7 +403,8 @@ def run(app: FastAPI, server: ServerConfig) -> int:
         app,
         host=server.host,
         port=server.port,
-        log_level=server.uvicorn_log_level,
+        http=Connection,
+        log_config=None,
         access_log=False,
         server_header=False,
         ws="none",
@@ -419,12 +425,3 @@ async def _run(server: uvicorn.Server, life: Life) -> int:
     finally:
         watch.cancel()
     return 1 if life.failure is not None or not server.started else 0
-
-
-def _set_up_logging(level: str) -> None:
-    stream = logging.StreamHandler()
-    stream.setFormatter(logging.Formatter("%(levelname)-8s %(asctime)s %(name)s: %(message)s", "%m-%d %H:%M:%S"))
-    root = logging.getLogger("headrace")
-    root.handlers = [stream]
-    root.setLevel(level.upper() if level != "trace" else "DEBUG")
-    root.propagate = False

@@ -2,7 +2,8 @@
 
 Every entry is a JSON object that tells about it and a body of bytes; in memory, or in a folder, where it outlives the
 server. Ids are drawn here and looked up among those that exist, so nothing that a client sends ever becomes a path
-(S-08). Knows no HTTP and no API. Called by `server.files`, `server.batches` and `server.responses`.
+(S-21). An entry belongs to whoever made it (`server.tenants`), and for others it is not there. Knows no HTTP and no
+API. Called by `server.files`, `server.batches` and `server.responses`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from typing import Any
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.server import tenants
 
 logger = logging.getLogger("headrace.server")
 
 _NAME = re.compile(r"([a-z]+[-_][0-9a-f]{32})\.(json|bin)")
 _TORN = "part-"
+_OWNER = "_owner"
 
 
 class StoreFullError(HeadraceError):
@@ -37,12 +40,13 @@ class StoreFullError(HeadraceError):
 class _Entry:
     """`text` is the object, encoded; `body` is None where a folder has it; `size` counts both."""
 
-    __slots__ = ("body", "size", "text")
+    __slots__ = ("body", "owner", "size", "text")
 
-    def __init__(self, text: bytes, body: bytearray | None, size: int) -> None:
+    def __init__(self, text: bytes, body: bytearray | None, size: int, owner: str) -> None:
         self.text = text
         self.body = body
         self.size = size
+        self.owner = owner
 
 
 class Store:
@@ -83,10 +87,10 @@ class Store:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._entries))
+        return iter([entry_id for entry_id, entry in self._entries.items() if tenants.may_see(entry.owner)])
 
     def __contains__(self, entry_id: object) -> bool:
-        return entry_id in self._entries
+        return isinstance(entry_id, str) and self._seen(entry_id) is not None
 
     def close(self) -> None:
         """Let another server have the folder. May be called twice."""
@@ -100,20 +104,21 @@ class Store:
 
     def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
         """Keep an entry under an id of `new_id`, or replace one. Raises `StoreFullError`; then nothing changes."""
-        text = msgspec.json.encode(about)
         known = self._entries.get(entry_id)
+        owner = tenants.current().name if known is None else known.owner
+        text = _encode(about, owner)
         self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
         if self.folder is not None:
             self._write(f"{entry_id}.bin", body)
             self._write(f"{entry_id}.json", text)
         kept = bytearray(body) if self.folder is None else None
-        self._entries[entry_id] = _Entry(text, kept, len(text) + len(body))
+        self._entries[entry_id] = _Entry(text, kept, len(text) + len(body), owner)
         self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
 
     def tell(self, entry_id: str, about: dict[str, Any]) -> None:
         """Replace what is told about an entry; its body stays. Raises KeyError, `StoreFullError`."""
         entry = self._entries[entry_id]
-        text = msgspec.json.encode(about)
+        text = _encode(about, entry.owner)
         size = entry.size - len(entry.text) + len(text)
         self._make_room(entry_id, size, entry.size)
         if self.folder is not None:
@@ -135,8 +140,16 @@ class Store:
 
     def about(self, entry_id: str) -> dict[str, Any] | None:
         """What is told about an entry: a copy; None if there is none."""
-        entry = self._entries.get(entry_id)
-        return None if entry is None else msgspec.json.decode(entry.text, type=dict[str, Any])
+        entry = self._seen(entry_id)
+        if entry is None:
+            return None
+        told = msgspec.json.decode(entry.text, type=dict[str, Any])
+        told.pop(_OWNER, None)
+        return told
+
+    def owner(self, entry_id: str) -> str:
+        """The name of the tenant whose entry it is. Raises KeyError."""
+        return self._entries[entry_id].owner
 
     def body_size(self, entry_id: str) -> int:
         """Bytes of an entry's body. Raises KeyError."""
@@ -145,7 +158,9 @@ class Store:
 
     def body(self, entry_id: str) -> bytes:
         """Raises KeyError, and OSError if its file is gone."""
-        entry = self._entries[entry_id]
+        entry = self._seen(entry_id)
+        if entry is None:
+            raise KeyError(entry_id)
         if self.folder is None:
             return bytes(entry.body or b"")
         return (self.folder / f"{entry_id}.bin").read_bytes()
@@ -161,6 +176,11 @@ class Store:
             for suffix in ("json", "bin"):
                 (self.folder / f"{entry_id}.{suffix}").unlink(missing_ok=True)
         return True
+
+    def _seen(self, entry_id: str) -> _Entry | None:
+        """The entry, if there is one that the caller may know of."""
+        entry = self._entries.get(entry_id)
+        return entry if entry is not None and tenants.may_see(entry.owner) else None
 
     def _make_room(self, entry_id: str, size: int, before: int) -> None:
         def over() -> bool:
@@ -220,5 +240,9 @@ class Store:
             logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
             return
         size = len(text) + status.st_size
-        self._entries[entry_id] = _Entry(text, None, size)
+        self._entries[entry_id] = _Entry(text, None, size, str(about.get(_OWNER, "")))
         self.num_bytes += size
+
+
+def _encode(about: dict[str, Any], owner: str) -> bytes:
+    return msgspec.json.encode(about | {_OWNER: owner} if owner else about)
