@@ -59,6 +59,25 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
+class DraftTokens(msgspec.Struct, array_like=True, gc=False):
+    """Guesses of how a sequence goes on after its last known token: a chain, or a tree if there are `parents`.
+
+    `parents[i]` is the node that node i follows, -1 for the last known token; parents come before their children. Of a
+    tree the core writes down `paths`, each the nodes from a first guess to a leaf, and where they go: path 0 to the
+    sequence's own blocks, path p to `tails[p - 1]` in place of those from the first one on that a guess falls into.
+    """
+
+    token_ids: list[int]
+    parents: list[int] = []
+    paths: list[list[int]] = []
+    tails: list[list[int]] = []
+
+    @property
+    def depth(self) -> int:
+        """Tokens that can be kept at most."""
+        return max(map(len, self.paths)) if self.paths else len(self.token_ids)
+
+
 class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     """What to compute in one step. Columns: entry i of each list tells of chunk i, a piece of one sequence.
 
@@ -91,6 +110,8 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     histories: dict[int, list[int]] = {}
     states: dict[int, float] = {}
     pooling: dict[int, tuple[Pooling, list[float]]] = {}
+    drafts: dict[int, DraftTokens] = {}
+    ended: list[int] = []
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -107,6 +128,9 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     sequence's rows so far, added one after the other. Chunks in `deferred` were to be sampled and could not be yet,
     because something that their sampler needs is late: their last token is computed again in the next step.
     `errors[i]` says why chunk i failed; its sequence alone is ended, and its blocks are never published.
+
+    `further[i]` are tokens sampled after token_ids[i], one for each guess that was kept, `further_logprobs[i]` theirs,
+    and `paths[i]` a path of the tree that has all of these. `drafts[i]` are guesses of what follows all that is known.
     """
 
     step_id: int
@@ -118,6 +142,10 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     pooled: dict[int, list[float]] = {}
     deferred: set[int] = set()
     errors: dict[int, str] = {}
+    further: dict[int, list[int]] = {}
+    further_logprobs: dict[int, list[TokenLogprob]] = {}
+    paths: dict[int, int] = {}
+    drafts: dict[int, DraftTokens] = {}
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -151,6 +179,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine, read from its state and not kept beside it. Counters only grow.
 
     `num_beam_blocks` are held by beam searches, `num_beam_blocks_unshared` is what they would hold if no beam shared.
+    `num_drafts` were verified, of `num_draft_tokens` tokens, of which `num_accepted_tokens` were kept, entry i of
+    `num_accepted_per_pos` counting those that were i tokens after a draft's first.
     """
 
     num_running: int = 0
@@ -168,6 +198,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_batched_tokens: int = 0
     num_beam_blocks: int = 0
     num_beam_blocks_unshared: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_pos: list[int] = []
 
     @property
     def kv_cache_usage(self) -> float:

@@ -16,13 +16,13 @@ from random import Random
 
 import msgspec
 from tests.sim.plain_beams import plain_beams
-from tests.sim.world import World, draw_params, draw_request, draw_search, draw_world
+from tests.sim.world import World, draw_draft, draw_params, draw_request, draw_search, draw_world
 
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
 from headrace.errors import ContextLengthError, RequestError
 from headrace.executor.simulated import Oracle, SimulatedExecutor
-from headrace.types import BeamResult, Finish, Request, ScheduledBatch, StepOutput
+from headrace.types import BeamResult, DraftTokens, Finish, Request, ScheduledBatch, StepOutput
 
 
 class Violation(Exception):
@@ -86,6 +86,7 @@ class Simulation:
             fingerprint_of=lambda seq_id: self.fingerprints[seq_id],
             fail=self._fail_chunk,
             defer=self._defer_chunk,
+            guess=self._guess if self.world.guess_share else None,
         )
         self.checking = checking
         self.accounts: dict[str, Account] = {}
@@ -130,11 +131,13 @@ class Simulation:
         for index in self._failing:
             self.accounts[members[batch.seq_ids[index]]].failed = True
         self._failing = []
-        forced = {members[batch.seq_ids[index]]: tokens for index, tokens in result.forced.items()}
+        names = [members[seq_id] for seq_id in batch.seq_ids]
+        further = {names[index]: tokens for index, tokens in result.further.items()}
+        forced = {names[index]: tokens for index, tokens in result.forced.items()}
         output = scheduler.commit(batch, result)
         self._log(f"out {output.request_ids} {output.token_ids} {output.started} {output.finished} {output.stats}")
         self._keep_ledger(output, batch)
-        self._check_forced(output, forced)
+        self._check_more(output, further, forced)
         self._check()
         report.num_steps += 1
         if len(batch):
@@ -166,9 +169,16 @@ class Simulation:
         self.report.num_recomputed = stats.num_recomputed_tokens
         self.report.num_hits = stats.prefix_cache_hits
         self.report.events["preemption"] = stats.num_preemptions
+        self.report.events["draft"] = stats.num_drafts
+        self.report.events["guess kept"] = stats.num_accepted_tokens
         self.report.digest = self._digest.hexdigest()
 
     # -- events --------------------------------------------------------------------------------------------------
+
+    def _guess(self, step_id: int, index: int, say: Callable[[list[int]], int]) -> DraftTokens | None:
+        draft = draw_draft(self.rng, self.world, say)
+        self._log(f"guess {draft}")
+        return draft
 
     def _happens(self, name: str) -> bool:
         return self.rng.random() < self.world.rates[name]
@@ -363,16 +373,19 @@ class Simulation:
         if ended + len(self.scheduler.sequences) != len(accounts):
             raise Violation(f"I-9: {len(accounts)} accepted, {ended} ended, {len(self.scheduler.sequences)} inside")
 
-    def _check_forced(self, output: StepOutput, forced: dict[str, list[int]]) -> None:
-        """What was forced comes in the step that forced it, whole, unless the answer has ended before."""
+    def _check_more(self, output: StepOutput, further: dict[str, list[int]], forced: dict[str, list[int]]) -> None:
+        """What was sampled after guesses and what was forced comes in the step that made it, whole, unless the answer
+        has ended before."""
         columns = dict(zip(output.request_ids, output.token_ids, strict=True))
         for name, tokens in columns.items():
-            wanted = forced.get(name, [])
+            sampled = [tokens[0], *further.get(name, [])]
+            wanted = sampled[1:] + forced.get(name, [])
             if tokens[1:] != wanted[: len(tokens) - 1] or (len(tokens) <= len(wanted) and name not in output.finished):
-                raise Violation(f"I-12: {name} got {tokens[1:]} after its token, {wanted} were forced")
+                raise Violation(f"I-12: {name} got {tokens[1:]} after its token, {wanted} were to follow")
             self.report.events["forced"] += len(tokens) - 1
             account = self.accounts[name]
-            account.state = self.oracle.state_after(account.request.params, account.state, tokens[0])
+            for token in sampled:
+                account.state = self.oracle.state_after(account.request.params, account.state, token)
             if output.states.get(name) != account.state:
                 raise Violation(f"I-12: {name} has the state {output.states.get(name)}, not {account.state}")
             self.report.events["state"] += account.state is not None

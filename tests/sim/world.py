@@ -5,6 +5,7 @@ All randomness of the simulation is one `random.Random(seed)`, so a seed is a co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 
 from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
-from headrace.types import Request
+from headrace.types import DraftTokens, Request
 
 EVENTS = (
     "arrival",
@@ -52,14 +53,18 @@ class World:
     vocab_size: int
     eos_probability: float
     forced_share: float
+    guess_share: float
     max_alive: int
     stems: list[list[int]]
     salts: list[str]
     rates: dict[str, float]
 
     def scheduler_args(self) -> dict[str, Any]:
-        rest = {"vocab_size", "eos_probability", "forced_share", "max_alive", "stems", "salts", "rates"}
-        return {name: value for name, value in asdict(self).items() if name not in rest} | {"eos_token_ids": [0]}
+        rest = {"vocab_size", "eos_probability", "forced_share", "guess_share", "max_alive", "stems", "salts", "rates"}
+        return {name: value for name, value in asdict(self).items() if name not in rest} | {
+            "eos_token_ids": [0],
+            "speculates": self.guess_share > 0,
+        }
 
 
 def draw_world(rng: Random) -> World:
@@ -90,11 +95,34 @@ def draw_world(rng: Random) -> World:
         vocab_size=vocab_size,
         eos_probability=rng.choice([0.0, 0.02, 0.2]),
         forced_share=rng.choice([0.0, 0.2, 0.8]),
+        guess_share=rng.choice([0.0, 0.0, 0.5, 0.9]),
         max_alive=rng.choice([4, 12, 24]),
         stems=stems,
         salts=rng.choice([[""], ["", "tenant"]]),
         rates=rates,
     )
+
+
+def draw_draft(rng: Random, world: World, say: Callable[[list[int]], int]) -> DraftTokens | None:
+    """A chain or a tree of guesses, of which about `guess_share` are right. `say` tells what comes after some more."""
+    if rng.random() >= world.guess_share:
+        return None
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(rng.randint(1, 8)):
+        parent = rng.randint(-1, len(tokens) - 1) if rng.random() < 0.3 else len(tokens) - 1
+        path: list[int] = []
+        node = parent
+        while node >= 0:
+            path.insert(0, tokens[node])
+            node = parents[node]
+        token = say(path) if rng.random() < world.guess_share else rng.randrange(world.vocab_size)
+        if (token, parent) not in zip(tokens, parents, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    if parents == list(range(-1, len(parents) - 1)) and rng.random() < 0.5:
+        return DraftTokens(tokens)
+    return DraftTokens(tokens, parents)
 
 
 def draw_request(rng: Random, world: World, name: str, group: str = "") -> Request:
@@ -152,4 +180,5 @@ def draw_params(rng: Random, world: World) -> SamplingParams:
         logprobs=rng.choice([None, None, 2]),
         prompt_logprobs=1 if rng.random() < 0.1 else None,
         no_repeat_ngram_size=2 if rng.random() < 0.2 else 0,
+        speculation=rng.random() < 0.9,
     )

@@ -6,13 +6,19 @@ Decides nothing and changes no sequence; called by the scheduler alone, once a s
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
-from headrace.types import Pooling, ScheduledBatch
+from headrace.types import DraftTokens, Pooling, ScheduledBatch
 
 
 def make_batch(
-    step_id: int, ready: list[Sequence], chunks: list[tuple[Sequence, int]], copies: list[tuple[int, int]]
+    step_id: int,
+    ready: list[Sequence],
+    chunks: list[tuple[Sequence, int]],
+    copies: list[tuple[int, int]],
+    drafts: dict[int, DraftTokens],
+    ended: list[int],
 ) -> tuple[list[Sequence], ScheduledBatch]:
-    """The sequences of the step, in its order, and its batch: one token of each of `ready`, then the `chunks`."""
+    """The sequences of the step, in its order, and its batch: one token of each of `ready`, then the `chunks`; with
+    the `drafts` of some sequences."""
     flight = ready
     starts = [s.num_computed for s in ready]
     lens = [1] * len(ready)
@@ -48,6 +54,8 @@ def make_batch(
         histories={i: s.tokens for i, s in special if s.needs_history and samples[i]},
         states={i: s.state for i, s in special if s.state is not None and samples[i]},
         pooling={i: pooling_of(s) for i, s in special if s.pooling and wants_rows(s, lens[i])},
+        drafts={i: drafts[s.seq_id] for i, s in enumerate(flight) if s.seq_id in drafts} if drafts else {},
+        ended=ended,
     )
     return flight, batch
 

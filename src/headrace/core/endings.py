@@ -16,22 +16,23 @@ def finish_of(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:
     return finish_after(seq.tokens[-1], num - seq.num_prompt, num >= seq.max_len, seq.params, eos_token_ids)
 
 
-def append_forced(
-    tails: list[tuple[Sequence, list[int]]],
+def append_known(
+    more: dict[int, list[int]],
+    flight: list[Sequence],
     seqs: list[Sequence],
     added: list[list[int]],
     ended: list[tuple[Sequence, Finish]],
     eos_token_ids: frozenset[int],
 ) -> None:
-    """Let the tokens that a grammar forces follow those just sampled, each under the rules of an end.
-
-    `added` has what `seqs` got in this step, and `ended` those that end with it; both are extended. The tokens are
-    known and not computed: the next step has a wider gap. What comes after an end is dropped.
+    """Let the tokens `more[i]` follow that just sampled for flight[i], each under the rules of an end: they were
+    sampled after guesses that were kept, or a grammar forces them. `added` has what `seqs` got in this step, and
+    `ended` those that end with it; both are extended. What comes after an end is dropped.
     """
     places = {id(seq): place for place, seq in enumerate(seqs)}
     for seq, _ in ended:
         places.pop(id(seq), None)
-    for seq, token_ids in tails:
+    for index, token_ids in more.items():
+        seq = flight[index]
         place = places.get(id(seq), -1)
         for token_id in token_ids if place >= 0 else ():
             seq.tokens.append(token_id)

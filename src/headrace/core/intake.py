@@ -34,3 +34,25 @@ def make_sequence(
     if request.group:
         seq.family = cache.family_key(root, request.group, request.prompt_token_ids)
     return seq
+
+
+def verify_numbers(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_overtaking: int,
+    max_model_len: int,
+    long_prefill_token_threshold: int,
+    policy: str,
+) -> None:
+    """Raises `ValueError` for numbers that no scheduler can work with."""
+    for name, value, least in (
+        ("max_num_seqs", max_num_seqs, 1),
+        ("max_num_batched_tokens", max_num_batched_tokens, 1),
+        ("max_overtaking", max_overtaking, 1),
+        ("max_model_len", max_model_len, 2),
+        ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if policy not in ("fcfs", "priority"):
+        raise ValueError(f"policy must be fcfs or priority, got {policy!r}")

@@ -19,10 +19,13 @@ def check_scheduler(s: Scheduler) -> None:
     """Raises `InvariantError` naming the first broken one of I-1 ... I-10, I-12, I-15 ... I-19."""
     # I-1, I-2, I-3, and with the pins I-7: whatever the step in flight may write is held.
     holders = [*s.running, *s.zombies]
-    s.pool.check(seq.block_table for seq in holders)
+    s.pool.check(table for seq in holders for table in (seq.block_table, *seq.tails))
     _check_cache(s)
     _check_ledger(s)
-    flight = {id(seq): length for seq, length in zip(s.flight, s.batch.lens, strict=True)} if s.batch else {}
+    flight = {}
+    if s.batch is not None:
+        trunks = {i: len(d.paths[0]) if d.paths else len(d.token_ids) for i, d in s.batch.drafts.items()}
+        flight = {id(seq): n + trunks.get(i, 0) for i, (seq, n) in enumerate(zip(s.flight, s.batch.lens, strict=True))}
     for seq in holders:
         _check_table(s, seq, flight.get(id(seq), 0))
     for seq in s.sequences.values():
@@ -86,7 +89,7 @@ def _check_table(s: Scheduler, seq: Sequence, num_scheduled: int) -> None:
     if not num_scheduled and seq.search is None and any(s.pool.cached[block] for block in unfilled):
         raise InvariantError("I-5", f"{seq.request_id} has published one of {unfilled} before it was full")
     if num_scheduled:
-        for block in unfilled:
+        for block in (*unfilled, *(block for tail in seq.tails for block in tail)):
             if s.pool.refs[block] - s.pool.pins.count(block) != 1 or s.pool.cached[block]:
                 raise InvariantError("I-4", f"block {block} is shared or cached and {seq.request_id} writes it")
 
@@ -133,8 +136,9 @@ def _check_batch(s: Scheduler) -> None:
         if s.flight or s.zombies or s.pool.pins:
             raise InvariantError("I-7", "sequences or pins are left over from a retired step")
         return
-    if sum(batch.lens) > s.max_num_batched_tokens or sum(batch.lens) != len(batch.token_ids):
-        raise InvariantError("I-15", f"{sum(batch.lens)} tokens in a step of at most {s.max_num_batched_tokens}")
+    num_rows = sum(batch.lens) + sum(len(draft.token_ids) for draft in batch.drafts.values())
+    if num_rows > s.max_num_batched_tokens or sum(batch.lens) != len(batch.token_ids):
+        raise InvariantError("I-15", f"{num_rows} tokens in a step of at most {s.max_num_batched_tokens}")
     if len(batch) > s.max_num_seqs or len(s.running) > s.max_num_seqs:
         raise InvariantError("I-15", f"{len(s.running)} sequences run, at most {s.max_num_seqs} may")
     if len(set(batch.seq_ids)) != len(batch):

@@ -16,6 +16,12 @@ def pass_on_logprobs(
     for index, logprob in result.logprobs.items():
         if index in kept:
             output.logprobs[flight[index].request_id] = [logprob]
+    for index, further in result.further_logprobs.items():
+        if index in kept:
+            name = flight[index].request_id
+            # The sequence may have ended before the last of them.
+            num_added = len(output.token_ids[output.request_ids.index(name)])
+            output.logprobs[name] += further[: num_added - 1]
     for index, logprobs in result.prompt_logprobs.items():
         # Rows that were computed before a preemption have been reported before it.
         fresh = logprobs[max(0, flight[index].high_water - batch.starts[index]) :]

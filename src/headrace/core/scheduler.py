@@ -13,15 +13,16 @@ from collections.abc import Iterable
 from headrace.core.batches import make_batch
 from headrace.core.blocks import BlockPool
 from headrace.core.counters import Counters
-from headrace.core.endings import append_forced, finish_of
+from headrace.core.drafting import Drafts
+from headrace.core.endings import append_known, finish_of
 from headrace.core.families import Families
 from headrace.core.finish import STOP, is_pooled
-from headrace.core.intake import make_sequence
+from headrace.core.intake import make_sequence, verify_numbers
 from headrace.core.invariants import check_scheduler
 from headrace.core.outputs import keep_pooled, keep_states, pass_on_logprobs
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
-from headrace.core.searches import Search, Searches
+from headrace.core.searches import Searches
 from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.errors import HeadraceError, RequestError
@@ -38,6 +39,7 @@ class Scheduler:
     running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
     off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), or by priority and
     then arrival; under "priority" a request that was overtaken `max_overtaking` times goes before all others.
+    `speculates`: the executor guesses tokens, and wants to see those of every sequence.
 
     Raises `ValueError` for numbers that can not work.
     """
@@ -58,18 +60,10 @@ class Scheduler:
         max_overtaking: int = 32,
         cache_key: bytes = b"",
         cache_fingerprint: bytes = b"",
+        speculates: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("max_overtaking", max_overtaking, 1),
-            ("max_model_len", max_model_len, 2),
-            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be fcfs or priority, got {policy!r}")
+        numbers = (max_num_seqs, max_num_batched_tokens, max_overtaking, max_model_len, long_prefill_token_threshold)
+        verify_numbers(*numbers, policy)
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint)
         # The last token of a sequence is never computed, so it needs no slot.
@@ -98,8 +92,7 @@ class Scheduler:
         self.flight: list[Sequence] = []
         self.zombies: list[Sequence] = []
         self._started: dict[str, int] = {}
-        # Ends that the next commit tells.
-        self.finished: dict[str, Finish] = {}
+        self.finished: dict[str, Finish] = {}  # ends that the next commit tells
         # Who was refused for want of blocks, and how many there were then.
         self._refused: Sequence | None = None
         self._refused_room = 0
@@ -110,6 +103,7 @@ class Scheduler:
         self.num_finished = 0
         self._num_seqs_ever = 0
         self.counters = Counters()
+        self.drafts = Drafts(self.tables, self.counters, speculates)
 
     # -- requests in and out -------------------------------------------------------------------------------------
 
@@ -124,6 +118,8 @@ class Scheduler:
         seq = make_sequence(request, self._next_id(), self.max_model_len, self.eos_token_ids, self.cache)
         if self.policy == "priority":
             seq.rank = request.priority
+        if self.drafts.enabled and request.params.speculation:
+            seq.needs_history = seq.special = True
         self.searches.begin(request, seq, self.max_num_seqs)
         self.sequences[seq.request_id] = seq
         self.num_added += 1
@@ -186,6 +182,8 @@ class Scheduler:
             promised = self.searches.num_reserved()
 
         budget = self.max_num_batched_tokens - len(ready)
+        num_guesses = self.drafts.reserve(running, budget)
+        budget -= num_guesses
         chunks: list[tuple[Sequence, int]] = []
         for seq in wide:
             if seq.status is not Status.RUNNING:
@@ -203,18 +201,19 @@ class Scheduler:
         if edge or len(self.running) < num_running:
             ready = [s for s in ready if len(s.block_table) * size > s.num_computed]
         self.num_stalled = 0 if ready or chunks else len(self.running) + len(self.waiting)
-        return self._build(ready, chunks)
+        return self._build(ready, chunks, num_guesses)
 
-    def _build(self, ready: list[Sequence], chunks: list[tuple[Sequence, int]]) -> ScheduledBatch:
+    def _build(self, ready: list[Sequence], chunks: list[tuple[Sequence, int]], num_guesses: int) -> ScheduledBatch:
         counters = self.counters
         counters.num_steps += 1
         for seq, length in chunks:
-            again = min(seq.high_water, seq.num_computed + length) - seq.num_computed
-            if again > 0:
-                seq.num_recomputed += again
-                counters.num_recomputed_tokens += again
-        self.flight, self.batch = make_batch(counters.num_steps, ready, chunks, self.tables.take_copies())
-        counters.num_batched_tokens += len(self.batch.token_ids)
+            again = max(0, min(seq.high_water, seq.num_computed + length) - seq.num_computed)
+            seq.num_recomputed += again
+            counters.num_recomputed_tokens += again
+        drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
+        copies, ended = self.tables.take_copies(), self.drafts.take_ended()
+        self.flight, self.batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended)
+        counters.num_batched_tokens += len(self.batch.token_ids) + sum(len(d.token_ids) for d in drafts.values())
         return self.batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
@@ -227,6 +226,8 @@ class Scheduler:
         if self.batch is not batch or result.step_id != batch.step_id or len(result.token_ids) != len(flight):
             raise HeadraceError(f"commit() was given the batch {batch.step_id} and the result {result.step_id}")
         aborted = self._retire()
+        if batch.drafts:
+            self.drafts.settle(batch, flight, result)
         rows: Iterable[tuple[Sequence, int, bool, int]]
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
@@ -255,14 +256,18 @@ class Scheduler:
             elif is_pooled(seq.pooling, num, len(seq.tokens)):
                 ended.append((seq, STOP))
         added = [[s.tokens[-1]] for s in seqs]
+        if result.further:
+            append_known(result.further, flight, seqs, added, ended, self.eos_token_ids)
+            self._advance(flight[index] for index in result.further if index not in failed)
         if result.forced:
-            tails = [(flight[index], token_ids) for index, token_ids in result.forced.items()]
-            append_forced(tails, seqs, added, ended, self.eos_token_ids)
+            append_known(result.forced, flight, seqs, added, ended, self.eos_token_ids)
         for index in result.deferred - failed:
             self.tables.trim(flight[index])
         for seq, finish in ended:
             self._end(seq, finish)
-        self.counters.num_generated_tokens += sum(map(len, added)) if result.forced else len(added)
+        if batch.drafts or result.drafts:
+            self.drafts.keep(flight, batch, result, failed)
+        self.counters.num_generated_tokens += sum(map(len, added))
         output = StepOutput(
             step_id=batch.step_id,
             request_ids=[s.request_id for s in seqs],
@@ -444,17 +449,7 @@ class Scheduler:
     ) -> dict[str, BeamResult]:
         """Take in what the step gave for beams. Returns what was found by those searches that end with it."""
         found: dict[str, BeamResult] = {}
-        touched: dict[str, Search] = {}
-        for index, (seq, length, sampled, _) in enumerate(rows):
-            if seq.search is None or index in failed:
-                continue
-            seq.num_computed += length
-            if seq.num_computed >= seq.publish_at:
-                self.tables.publish(seq)
-            if sampled:
-                seq.search.tops[seq.seq_id] = result.logprobs[index].top
-            touched[seq.request_id] = seq.search
-        for request_id, search in touched.items():
+        for request_id, search in self.searches.take_in(rows, result, failed).items():
             beams = self.searches.advance(search)
             self.sequences[request_id] = search.live[0]
             if beams is not None:
@@ -462,6 +457,13 @@ class Scheduler:
                 self.counters.num_generated_tokens += sum(len(beam.token_ids) for beam in beams.beams)
                 self._end(search.live[0], beams.beams[0].finish)
         return found
+
+    def _advance(self, seqs: Iterable[Sequence]) -> None:
+        """Guesses that were kept have been computed, all but the token after them."""
+        for seq in seqs:
+            seq.num_computed = len(seq.tokens) - 1
+            if seq.num_computed >= seq.publish_at:
+                self.tables.publish(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of the running set."""
@@ -478,6 +480,8 @@ class Scheduler:
             else:
                 self.tables.release(member)
             member.move(Status.FINISHED)
+            if self.drafts.enabled:
+                self.drafts.ended.append(member.seq_id)
         self.searches.open.pop(seq.request_id, None)
         self.finished[seq.request_id] = finish
 

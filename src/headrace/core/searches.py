@@ -19,7 +19,7 @@ from headrace.core.sequence import Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.errors import RequestError
 from headrace.sampling.beam import BeamSearchParams, check_combination
-from headrace.types import Beam, BeamResult, EngineInfo, Request
+from headrace.types import Beam, BeamResult, EngineInfo, Request, StepResult
 
 
 class Search:
@@ -120,6 +120,22 @@ class Searches:
         return [search for search in self.open.values() if search.live[0].status is Status.RUNNING] if self.open else []
 
     # -- the end of a step ---------------------------------------------------------------------------------------
+
+    def take_in(
+        self, rows: list[tuple[Sequence, int, bool, int]], result: StepResult, failed: set[int]
+    ) -> dict[str, Search]:
+        """Note what the step gave for beams; -> the searches that it touched."""
+        touched: dict[str, Search] = {}
+        for index, (seq, length, sampled, _) in enumerate(rows):
+            if seq.search is None or index in failed:
+                continue
+            seq.num_computed += length
+            if seq.num_computed >= seq.publish_at:
+                self.tables.publish(seq)
+            if sampled:
+                seq.search.tops[seq.seq_id] = result.logprobs[index].top
+            touched[seq.request_id] = seq.search
+        return touched
 
     def advance(self, search: Search) -> BeamResult | None:
         """Go on as far as can be after a step: start beams again, choose, fork and drop. What was found, at the end."""

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from headrace.errors import InvariantError
-from headrace.types import Request
+from headrace.types import DraftTokens, Request
 
 if TYPE_CHECKING:
     from headrace.core.searches import Search
@@ -45,12 +45,14 @@ class Sequence:
     largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and minus
     infinity once the sequence was overtaken too often. `needs_history` says that its sampler wants to see all tokens;
     `state` is what the sampler knows beyond them, after the last one. `arrival` is the `seq_id` of the first beam of
-    its `search`, if it is a beam, else its own. `special` ones have a column of the batch beside those of all.
+    its `search`, if it is a beam, else its own. `special` ones have a column of the batch beside those of all. `draft`
+    are guesses to be verified with the next step, `tails` the blocks of a tree of them in the step in flight.
     """
 
     __slots__ = (
         "arrival",
         "block_table",
+        "draft",
         "family",
         "high_water",
         "keys",
@@ -78,6 +80,7 @@ class Sequence:
         "state",
         "status",
         "stop_ids",
+        "tails",
         "tokens",
     )
 
@@ -102,6 +105,8 @@ class Sequence:
         self.started = False
         self.num_computed = 0
         self.block_table: list[int] = []
+        self.draft: DraftTokens | None = None
+        self.tails: list[list[int]] = []
         self.num_published = 0
         self.publish_at = NEVER
         self.high_water = 0

@@ -104,6 +104,16 @@ class BlockTables:
         self.pool.release(seq.block_table[num:])
         seq.block_table = seq.block_table[:num]
 
+    def adopt(self, seq: Sequence, num_whole: int, path: int) -> None:
+        """Of a tree of guesses keep the blocks of `path` from block `num_whole` on, and let go of the others'."""
+        tails, seq.tails = seq.tails, []
+        if path:
+            kept, tails[path - 1] = tails[path - 1], seq.block_table[num_whole:]
+            # A new list, since the old one may still be lent to the step's batch.
+            seq.block_table = seq.block_table[:num_whole] + kept
+        for tail in tails:
+            self.pool.release(tail)
+
     def shares_tail(self, seq: Sequence) -> bool:
         """Whether the block that `seq` would write next is partly filled and not its own."""
         if not seq.num_computed % self.pool.block_size:
@@ -138,6 +148,9 @@ class BlockTables:
             self.pool.pins.remove(source)
             self.pool.release((source,))
         self.pool.release(seq.block_table)
+        for tail in seq.tails:
+            self.pool.release(tail)
+        seq.draft, seq.tails = None, []
         # A new list, since the old one may still be lent to the step's batch.
         seq.block_table = []
         seq.num_computed = 0

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 from headrace.errors import InvariantError
 from headrace.sampling.params import SamplingParams
-from headrace.types import Request, ScheduledBatch, StepResult, TokenLogprob
+from headrace.types import DraftTokens, Request, ScheduledBatch, StepResult, TokenLogprob
 
 _EMPTY = -1
 HIDDEN_SIZE = 8
@@ -117,13 +117,17 @@ class Oracle:
         return generated
 
 
+Guess = Callable[[int, int, Callable[[list[int]], int]], DraftTokens | None]
+
+
 class SimulatedExecutor:
     """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
 
     `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
     `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots; `defer` makes it
-    sample nothing in this step. `delay` is slept in each step, in seconds. Raises `InvariantError` for batches that
-    contradict themselves.
+    sample nothing in this step. `guess` is asked for (step id, chunk index, what the oracle would say after some more
+    tokens) and may draft what follows. `delay` is slept in each step, in seconds. Raises `InvariantError` for batches
+    that contradict themselves.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class SimulatedExecutor:
         fingerprint_of: Callable[[int], int] = lambda seq_id: 0,
         fail: Callable[[int, int], bool] | None = None,
         defer: Callable[[int, int], bool] | None = None,
+        guess: Guess | None = None,
         delay: float = 0.0,
     ) -> None:
         self.num_blocks = num_blocks
@@ -146,6 +151,7 @@ class SimulatedExecutor:
         self._fingerprint_of = fingerprint_of
         self._fail = fail
         self._defer = defer
+        self._guess = guess
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Copy blocks, write the chunks, read back, and derive the tokens."""
@@ -156,13 +162,12 @@ class SimulatedExecutor:
         self._check(batch)
         offset = 0
         chunks: list[list[int]] = []
-        for seq_id, start, length, table in zip(
-            batch.seq_ids, batch.starts, batch.lens, batch.block_tables, strict=True
-        ):
+        for index, (seq_id, start, length) in enumerate(zip(batch.seq_ids, batch.starts, batch.lens, strict=True)):
             tokens = batch.token_ids[offset : offset + length]
             offset += length
             chunks.append(tokens)
-            self._write(table, start, tokens, self._fingerprint_of(seq_id))
+            for table, guesses in self._paths(batch, index):
+                self._write(table, start, tokens + guesses, self._fingerprint_of(seq_id))
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         # All writes come before all reads, so that a slot written twice can not go unseen.
         for index, tokens in enumerate(chunks):
@@ -170,7 +175,7 @@ class SimulatedExecutor:
                 self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
                 result.errors[index] = "simulated failure"
             else:
-                if batch.samples[index] and self._defer is not None and self._defer(batch.step_id, index):
+                if batch.samples[index] and self._is_late(batch, index):
                     result.deferred.add(index)
                 self._sample(batch, index, tokens, result)
         return result
@@ -192,26 +197,80 @@ class SimulatedExecutor:
             context += self.slots[block * width : (block + 1) * width]
         return context[: 3 * num]
 
-    def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
-        start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]
-        num = start + batch.lens[index]
-        if batch.samples[index] and index not in result.deferred:
-            context = self.read(batch.block_tables[index], num)
-            if context[2::3] != array("q", range(num)):
+    def _paths(self, batch: ScheduledBatch, index: int) -> list[tuple[list[int], list[int]]]:
+        """The block table and the guesses of every path of chunk `index`; of one without a tree there is one."""
+        table, draft = batch.block_tables[index], batch.drafts.get(index, DraftTokens([]))
+        if not draft.paths:
+            return [(table, draft.token_ids)]
+        num_whole = (batch.starts[index] + batch.lens[index]) // self.block_size
+        tables = [table, *(table[:num_whole] + tail for tail in draft.tails)]
+        return [(own, [draft.token_ids[node] for node in path]) for own, path in zip(tables, draft.paths, strict=True)]
+
+    def _sample_all(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
+        """The token after chunk `index`, then one after each guess that is the one before."""
+        params, num_prompt = batch.params[index], batch.num_prompts[index]
+        num, state = batch.starts[index] + batch.lens[index], batch.states.get(index)
+        paths = list(enumerate(self._paths(batch, index)))
+        known: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        while True:
+            path, (table, _) = paths[0]
+            at = num + len(known)
+            context = self.read(table, at)
+            if context[2::3] != array("q", range(at)):
                 raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
-            if batch.histories.get(index, []) != (list(context[1::3]) if params.needs_history else []):
-                raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} was given another's history")
-            token = self.oracle.next_token(context, params, num - num_prompt)
-            result.token_ids[index] = token
-            state = self.oracle.state_after(params, batch.states.get(index), token)
-            if state is not None:
-                result.states[index] = state
-            if params.logprobs is None:
-                forced = self.oracle.forced_after(params, num + 1, num + 1 - num_prompt)
+            if not known:
+                history = batch.histories.get(index, [])
+                if history != list(context[1::3]) and (history or params.needs_history):
+                    raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} was given another's history")
+            token = self.oracle.next_token(context, params, at - num_prompt)
+            state = self.oracle.state_after(params, state, token)
+            known.append(token)
+            if params.logprobs is not None:
+                logprobs.append(self.oracle.logprob(token, at, params.logprobs))
+            else:
+                forced = self.oracle.forced_after(params, at + 1, at + 1 - num_prompt)
                 if forced:
                     result.forced[index] = forced
-            if params.logprobs is not None:
-                result.logprobs[index] = self.oracle.logprob(token, num, params.logprobs)
+                    break
+            left = [each for each in paths if each[1][1][: len(known)] == known]
+            if not left or self._is_late(batch, index):
+                break
+            paths = left
+        result.token_ids[index], further = known[0], known[1:]
+        if further:
+            result.further[index] = further
+            result.paths[index] = path
+        if state is not None:
+            result.states[index] = state
+        if logprobs:
+            result.logprobs[index] = logprobs[0]
+            if further:
+                result.further_logprobs[index] = logprobs[1:]
+        if self._guess is not None and params.speculation:
+            self._draft(batch, index, table, known + result.forced.get(index, []), result)
+
+    def _draft(self, batch: ScheduledBatch, index: int, table: list[int], known: list[int], result: StepResult) -> None:
+        num = batch.starts[index] + batch.lens[index]
+        context, fingerprint = self.read(table, num), self._fingerprint_of(batch.seq_ids[index])
+
+        def say(more: list[int]) -> int:
+            longer = context[:]
+            for position, token in enumerate(known + more, num):
+                longer.extend((fingerprint, token, position))
+            return self.oracle.next_token(longer, batch.params[index], len(longer) // 3 - batch.num_prompts[index])
+
+        draft = self._guess(batch.step_id, index, say) if self._guess is not None else None
+        if draft is not None:
+            result.drafts[index] = draft
+
+    def _is_late(self, batch: ScheduledBatch, index: int) -> bool:
+        return self._defer is not None and self._defer(batch.step_id, index)
+
+    def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
+        start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]
+        if batch.samples[index] and index not in result.deferred:
+            self._sample_all(batch, index, result)
         if index in batch.pooling:
             result.pooled[index] = self._pool(batch, index)
         if params.prompt_logprobs is not None and start < num_prompt - 1:
@@ -250,12 +309,15 @@ class SimulatedExecutor:
 
     def _check(self, batch: ScheduledBatch) -> None:
         """I-4: what a chunk writes is in no other table of the batch, and is not what a copy is taken from later."""
-        uses = Counter(block for table in batch.block_tables for block in table)
+        tails = {i: [block for tail in draft.tails for block in tail] for i, draft in batch.drafts.items()}
+        uses = Counter(block for table in (*batch.block_tables, *tails.values()) for block in table)
         if sum(batch.lens) != len(batch.token_ids):
             raise InvariantError("I-12", f"{len(batch.token_ids)} tokens for chunks of {sum(batch.lens)}")
-        for start, length, table in zip(batch.starts, batch.lens, batch.block_tables, strict=True):
-            if length < 1 or len(table) != -(-(start + length) // self.block_size):
-                raise InvariantError("I-8", f"a table of {len(table)} blocks for {start} + {length} positions")
-            for block in table[start // self.block_size :]:
+        for index, (start, length, table) in enumerate(zip(batch.starts, batch.lens, batch.block_tables, strict=True)):
+            draft = batch.drafts.get(index, DraftTokens([]))
+            stop = start + length + (len(draft.paths[0]) if draft.paths else len(draft.token_ids))
+            if length < 1 or len(table) != -(-stop // self.block_size):
+                raise InvariantError("I-8", f"a table of {len(table)} blocks for {start} ... {stop}")
+            for block in (*table[start // self.block_size :], *tails.get(index, [])):
                 if uses[block] != 1:
                     raise InvariantError("I-4", f"block {block} is written and is in {uses[block]} tables")

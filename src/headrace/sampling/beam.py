@@ -90,7 +90,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     def step_params(self, params: SamplingParams, num_stop_ids: int) -> SamplingParams:
         """What the engine asks of a step for each beam: the likeliest tokens, nothing drawn."""
-        return msgspec.structs.replace(params, temperature=0.0, logprobs=self.num_candidates(num_stop_ids))
+        num_top = self.num_candidates(num_stop_ids)
+        return msgspec.structs.replace(params, temperature=0.0, logprobs=num_top, speculation=False)
 
 
 def check_combination(params: SamplingParams) -> None:

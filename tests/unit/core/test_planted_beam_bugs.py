@@ -14,18 +14,19 @@ bug = partial(register, BUGS)
 
 @bug("I-12", checking=False)
 def forced_tokens_dropped(s, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "append_forced", lambda *args: None)
+    monkeypatch.setattr(scheduler_module, "append_known", lambda *args: None)
 
 
 @bug("I-11", "I-12", "I-13", checking=False)
 def forced_past_the_end(s, monkeypatch):
-    def without_rules(tails, seqs, added, ended, eos_token_ids):
-        for seq, token_ids in tails:
+    def without_rules(more, flight, seqs, added, ended, eos_token_ids):
+        for index, token_ids in more.items():
+            seq = flight[index]
             if seq in seqs:
                 seq.tokens += token_ids
                 added[seqs.index(seq)] += token_ids
 
-    monkeypatch.setattr(scheduler_module, "append_forced", without_rules)
+    monkeypatch.setattr(scheduler_module, "append_known", without_rules)
 
 
 @bug("I-12", checking=False)
@@ -43,8 +44,8 @@ def sampler_state_lost_by_a_preemption(s, _):
 def history_without_the_resumed_tokens(s, _):
     build = s._build
 
-    def short(ready, chunks):
-        batch = build(ready, chunks)
+    def short(ready, chunks, num_guesses):
+        batch = build(ready, chunks, num_guesses)
         for index, history in batch.histories.items():
             batch.histories[index] = history[: batch.num_prompts[index]] if len(history) > 20 else history
         return batch

@@ -338,7 +338,7 @@ def more_promised_than_the_pool_has(s, _):
 @bug("R-11", checking=False)
 def decode_left_out_of_a_step(s, _):
     build = s._build
-    s._build = lambda ready, chunks: build(ready[1:] if chunks else ready, chunks)
+    s._build = lambda ready, chunks, num: build(ready[1:] if chunks else ready, chunks, num)
 
 
 @bug("I-11", checking=False)
