@@ -73,6 +73,8 @@ class Rows(Protocol):
 
     token_ids: Array
     positions: Array
+    features: Array
+    """[R, F], for models that look at more than token ids (`models.Model.feature_size`)."""
 
 
 class Ops(Protocol):
@@ -219,8 +221,13 @@ class Program(Protocol):
         """Copy whole blocks (source, target), one pair after the other."""
         ...
 
-    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
-        """Compute the chunks; -> for each chunk whether its hidden states are finite, and the logits of `rows`."""
+    def forward(
+        self, chunks: Chunks, rows: list[int], features: NDArray[np.float32] | None = None
+    ) -> tuple[list[bool], Logits]:
+        """Compute the chunks; -> for each chunk whether its hidden states are finite, and the logits of `rows`.
+
+        `features` [R, F]: what a model with a `feature_size` F looks at beside the token ids; it is copied.
+        """
         ...
 
     def logits(self, rows: list[int]) -> Logits:
@@ -230,6 +237,10 @@ class Program(Protocol):
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         """Hidden states [S, H] of rows of the last `forward` after the final norm, lent until the next call. At most
         `max_logits` of them."""
+        ...
+
+    def features(self, rows: list[int]) -> NDArray[np.float32]:
+        """Of rows of the last `forward`, what the program was made to keep (`feature_layers`) [S, F], a copy."""
         ...
 
     def close(self) -> None:
@@ -282,8 +293,13 @@ class Backend(Protocol):
         max_num_batched_tokens: int,
         max_blocks_per_seq: int,
         num_threads: int,
+        feature_layers: Sequence[int] = (),
     ) -> Program:
-        """Put `model` (see `models.Model`) over a zeroed cache. `num_threads` 0: as many as are good for it."""
+        """Put `model` (see `models.Model`) over a zeroed cache. `num_threads` 0: as many as are good for it.
+
+        `features` gives the residual streams before the layers `feature_layers` (their number: after the last), side by
+        side; without any, the hidden states after the final norm. Nothing is kept that nobody asks for.
+        """
         ...
 
     def available_memory(self) -> int:

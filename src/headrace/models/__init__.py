@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.backends.base import Array, Cache, KVShape, Rows
@@ -28,9 +28,19 @@ class Model(Protocol):
     kv_shape: KVShape
     vocab_size: int
     hidden_size: int
+    feature_size: int
+    """Width of `Rows.features`, which drafters look at beside token ids; 0 for models that are no drafters."""
 
-    def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
-        """Rows -> hidden states [R, H]; writes their keys and values to `kv`, one cache for each layer."""
+    layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
+    """x [R, H] -> x [R, H] each; layer i owns cache i."""
+
+    def enter(self, rows: Rows) -> Array:
+        """Rows -> what the first layer takes [R, H]."""
+        ...
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        """Rows -> hidden states [R, H]; writes their keys and values to `kv`, one cache for each layer. `streams` gets
+        the residual stream [R, H] before each layer, and after the last."""
         ...
 
     def logits(self, hidden: Array, rows: Array) -> Array:

@@ -118,6 +118,7 @@ class Decoder:
     default_eps = 1e-6
     default_window: int | None = 4096
     default_head_dim: int | None = None
+    feature_size = 0
     Layer: Callable[[Decoder, str, int], DecoderLayer]
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
@@ -181,17 +182,30 @@ class Decoder:
     def embed(self, token_ids: Array) -> Array:
         return self.ops.embedding(token_ids, self.embedding)
 
-    def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
-        x = self.embed(rows.token_ids)
-        for layer in self.layers:
-            x = layer(x, rows, kv)
-        return x
+    def enter(self, rows: Rows) -> Array:
+        return self.embed(rows.token_ids)
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        return through(self.layers, self.enter(rows), rows, kv, streams)
 
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.norm(self.ops.select(hidden, rows))
 
     def logits(self, hidden: Array, rows: Array) -> Array:
         return self.ops.linear(self.final(hidden, rows), self.head)
+
+
+def through(
+    layers: Sequence[DecoderLayer], x: Array, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None
+) -> Array:
+    """x [R, H] through the layers; `streams` gets it before each, and after the last."""
+    for layer in layers:
+        if streams is not None:
+            streams.append(x)
+        x = layer(x, rows, kv)
+    if streams is not None:
+        streams.append(x)
+    return x
 
 
 class PreNormLayer:

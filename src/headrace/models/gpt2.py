@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.backends.base import Array, Cache, Heads, KVShape, Rows
 from headrace.errors import CheckpointError
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import ACTIVATIONS
+from headrace.models.decoder import ACTIVATIONS, through
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
@@ -64,6 +64,8 @@ class Layer:
 
 
 class Model:
+    feature_size = 0
+
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.ops, self.weights = ops, weights
         self.hidden_size = config.integer("n_embd", 768)
@@ -91,12 +93,12 @@ class Model:
     def linear(self, name: str, num_in: int, num_out: int) -> Matrix:
         return self.weights.linear([name], num_in, [num_out], bias=True, transposed=True)
 
-    def forward(self, rows: Rows, kv: Sequence[Cache]) -> Array:
+    def enter(self, rows: Rows) -> Array:
         embedding = self.ops.embedding
-        x = embedding(rows.token_ids, self.embedding) + embedding(rows.positions, self.positions)
-        for layer in self.layers:
-            x = layer(x, rows, kv)
-        return x
+        return embedding(rows.token_ids, self.embedding) + embedding(rows.positions, self.positions)
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        return through(self.layers, self.enter(rows), rows, kv, streams)
 
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.norm(self.ops.select(hidden, rows))

@@ -6,6 +6,7 @@ Values between operators are float32 whatever the model's dtype; weights are kep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -82,13 +83,16 @@ class Cpu:
         max_num_batched_tokens: int,
         max_blocks_per_seq: int,
         num_threads: int,
+        feature_layers: Sequence[int] = (),
     ) -> TapedProgram:
         kv = cache.KVCache(model.kv_shape, num_blocks, block_size, kv_dtype)
         max_rows = min(MAX_ROWS, max_num_batched_tokens)
         max_chunks = min(max_num_seqs, max_rows)
         max_blocks = max_chunks * max_blocks_per_seq
         check = env.debug_level() >= 3
-        return TapedProgram(model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads, check=check)
+        return TapedProgram(
+            model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads, check=check, layers=feature_layers
+        )
 
     def available_memory(self) -> int:
         return int(psutil.virtual_memory().available)

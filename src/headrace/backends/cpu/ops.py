@@ -42,6 +42,7 @@ class StepRows:
     blocks: NDArray[np.int32]
     block_size: int
     max_rows: int
+    features: Value | None = None
 
 
 class CpuOps:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Chunks, Logits
 from headrace.backends.cpu.cache import KVCache
-from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Buffer, Value
+from headrace.backends.cpu.graph import ALIGN, LOGITS, ROWS, SEQS, Buffer, Node, Value
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps, StepRows
 from headrace.backends.cpu.tape import Tape
@@ -28,7 +28,7 @@ MAX_ROWS = 512
 """Rows of one native call. A longer step is computed in portions: reading the weights again costs less than the memory
 for more rows, and what is between two operators stays in the cache."""
 
-I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
 
 
 class TapedProgram:
@@ -38,6 +38,7 @@ class TapedProgram:
         max_chunks: pieces of sequences in one call, and rows of logits.
         max_blocks: entries of all block tables of one call together.
         check: compute every step once more beside plain numpy, and log what differs.
+        layers: those whose residual streams `features` gives.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TapedProgram:
         num_threads: int,
         isa: str = "",
         check: bool = False,
+        layers: Sequence[int] = (),
     ) -> None:
         self.model = model  # and with it the embedding table, whose address the tape knows
         self.cache, self.num_threads = cache, num_threads
@@ -58,6 +60,13 @@ class TapedProgram:
         self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
         self._check = check
         self.max_rows, self.max_logits = max_rows, max_chunks
+        ops.begin()
+        graph = ops.graph
+        size = model.feature_size
+        # Not of the arena either: the caller's numbers are copied here before the run.
+        given = Value(graph, Buffer(-(-4 * size // ALIGN) * ALIGN, ROWS, 0, 0), size) if size else None
+        ld = given.ld if given else 0
+        self._given = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = StepRows(
             token_ids=np.zeros(max_rows, np.int32),
             positions=np.zeros(max_rows, np.int32),
@@ -68,15 +77,16 @@ class TapedProgram:
             blocks=aligned(4 * max_blocks).view(np.int32),
             block_size=cache.block_size,
             max_rows=max_rows,
+            features=given,
         )
         self.wanted = np.zeros(max_chunks, np.int32)
         self._finite_rows = np.zeros(max_rows, np.int32)
         self._finite_logits = np.zeros(max_chunks, np.int32)
         self._best_ids = np.zeros(max_chunks, np.int32)
         self._best_values = np.zeros(max_chunks, np.float32)
-        ops.begin()
-        hidden = model.forward(self.inputs, cache.layers)
-        graph = ops.graph
+        streams: list[Value] = []
+        hidden = model.forward(self.inputs, cache.layers, streams if layers else None)
+        self._kept = [streams[layer] for layer in layers]
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
         graph.put("finite", ROWS, None, fields)
         self._num_forward = len(graph.nodes)
@@ -84,14 +94,14 @@ class TapedProgram:
         # They leave the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
         graph.buffers.remove(logits.buffer)
-        for node in graph.nodes[self._num_forward :]:
-            for name, value in node.fields.items():
-                if value is logits.buffer:
-                    node.fields[name] = self._logits
+        _place(graph.nodes[self._num_forward :], {id(logits.buffer): self._logits})
+        if given is not None:
+            _place(graph.nodes, {id(given.buffer): self._given})
         best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
         graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
         # The hidden states stay until the next step, for `logits` of other rows.
-        graph.touch(hidden.buffer)
+        for value in (hidden, *self._kept):
+            graph.read(value)
         graph.drop_unread(ops.values)
         self.hidden = hidden
         self.tape = Tape(graph, {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}, isa)
@@ -102,8 +112,10 @@ class TapedProgram:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.cache.copy_blocks(pairs)
 
-    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+    def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], Logits]:
         num_rows = self.fill(chunks)
+        if features is not None:
+            self._given[:num_rows, : self.model.feature_size] = features
         num_chunks = len(chunks.starts)
         self.wanted[: len(rows)] = rows
         dims = [num_rows, num_chunks, len(rows)]
@@ -140,13 +152,19 @@ class TapedProgram:
         final: Value = self.model.final(source, self.wanted)
         out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
         places = {id(source.buffer): self.tape.floats(self.hidden.buffer, self.max_rows), id(final.buffer): out}
-        for node in graph.nodes:
-            for name, value in node.fields.items():
-                node.fields[name] = places.get(id(value), value)
+        _place(graph.nodes, places)
         graph.buffers.remove(final.buffer)
         tape = Tape(graph, {ROWS: self.max_rows, SEQS: most, LOGITS: most}, self._isa)
         ops.begin()
         return tape, out
+
+    def features(self, rows: list[int]) -> F32:
+        if self._kept:
+            kept = [self.tape.floats(value.buffer, self.max_rows)[rows, : value.width] for value in self._kept]
+            return kept[0] if len(kept) == 1 else np.concatenate(kept, axis=1)
+        most = self.max_logits
+        parts = [self.hidden_states(rows[i : i + most]).copy() for i in range(0, len(rows), most)]
+        return np.concatenate(parts) if parts else np.empty((0, self.hidden.width), np.float32)
 
     def close(self) -> None:
         self.tape.close()
@@ -186,3 +204,10 @@ class TapedProgram:
     def _take(self, num_rows: int) -> Logits:
         finite = self._finite_logits[:num_rows].astype(bool) & (self._best_values[:num_rows] > -np.inf)
         return Logits(self._logits[:num_rows, : self.vocab_size], finite.tolist(), self._best_ids[:num_rows].tolist())
+
+
+def _place(nodes: Sequence[Node], places: dict[int, F32]) -> None:
+    """Let fields that hold a buffer, told by its id(), hold an array instead."""
+    for node in nodes:
+        for name, value in node.fields.items():
+            node.fields[name] = places.get(id(value), value)

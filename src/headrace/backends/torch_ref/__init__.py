@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -59,11 +60,12 @@ class TorchRef:
         max_num_batched_tokens: int,
         max_blocks_per_seq: int,
         num_threads: int,
+        feature_layers: Sequence[int] = (),
     ) -> EagerProgram:
         shape: KVShape = model.kv_shape
         size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         kv = torch.zeros(size, dtype=DTYPES[kv_dtype], device=self.ops.device)
-        return EagerProgram(model, self.ops, kv, num_threads or self.num_threads(self.ops.weight_bytes))
+        return EagerProgram(model, self.ops, kv, num_threads or self.num_threads(self.ops.weight_bytes), feature_layers)
 
     def available_memory(self) -> int:
         if self.ops.device.type == "cuda":

@@ -27,6 +27,7 @@ class ForwardBatch:
 
     token_ids, positions, slot_mapping, seq_index: int64 [R]; seq_index is the row's chunk.
     starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
+    features: [R, F], for models that look at them.
     notes: what ropes and attention work out once a step, under keys of their own.
     """
 
@@ -37,6 +38,7 @@ class ForwardBatch:
     starts: list[int]
     lens: list[int]
     block_tables: Tensor
+    features: Tensor | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -66,12 +68,13 @@ class EagerProgram:
     max_rows = UNBOUNDED
     max_logits = UNBOUNDED
 
-    def __init__(self, model: Any, ops: RefOps, kv: Tensor, num_threads: int) -> None:
+    def __init__(self, model: Any, ops: RefOps, kv: Tensor, num_threads: int, layers: Sequence[int] = ()) -> None:
         self.model, self.ops, self.kv = model, ops, kv
         self.num_threads = num_threads
         self.vocab_size: int = model.vocab_size
         self.num_blocks, self.block_size = kv.shape[2], kv.shape[3]
         self._hidden: Tensor | None = None
+        self._layers, self._kept = layers, [kv.new_empty(0)] * len(layers)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with torch.inference_mode():
@@ -79,12 +82,18 @@ class EagerProgram:
                 self.kv[:, :, target] = self.kv[:, :, source]
 
     @torch.inference_mode()
-    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+    def forward(
+        self, chunks: Chunks, rows: list[int], features: NDArray[np.float32] | None = None
+    ) -> tuple[list[bool], Logits]:
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
         try:
             batch = make_forward_batch(chunks, self.block_size, self.kv.device)
-            self._hidden = hidden = self.model.forward(batch, self.kv)
+            if features is not None:
+                batch.features = torch.from_numpy(features).to(self.kv.device, self.ops.dtype)
+            streams: list[Tensor] = []
+            self._hidden = hidden = self.model.forward(batch, self.kv, streams if self._layers else None)
+            self._kept = [streams[layer] for layer in self._layers]
             # A chunk without logits is looked at too: what it left in the cache must not be published (R-17).
             finite = [bool(part.all()) for part in torch.split(torch.isfinite(hidden).all(dim=-1), batch.lens)]
             return finite, self._logits(rows)
@@ -103,8 +112,16 @@ class EagerProgram:
         found: NDArray[np.float32] = self.model.final(self._hidden, wanted).float().cpu().numpy()
         return found
 
+    @torch.inference_mode()
+    def features(self, rows: list[int]) -> NDArray[np.float32]:
+        if not self._layers:
+            return self.hidden_states(rows)
+        wanted = torch.tensor(rows, dtype=torch.int64, device=self.kv.device)
+        found: NDArray[np.float32] = torch.cat([x[wanted] for x in self._kept], dim=1).float().cpu().numpy()
+        return found
+
     def close(self) -> None:
-        self.kv, self._hidden = self.kv.new_empty(0), None
+        self.kv, self._hidden, self._kept = self.kv.new_empty(0), None, []
 
     def _logits(self, rows: list[int]) -> Logits:
         if not rows or self._hidden is None:

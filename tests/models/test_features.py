@@ -1,0 +1,126 @@
+"""What a program keeps for drafters: residual streams before chosen layers, or hidden states after the final norm,
+beside those of transformers; to ask for them changes no bit of anything else."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.harness import BACKENDS, load, random_ids, save_random, scattered_tables
+
+from headrace import models
+from headrace.backends.base import Chunks
+from headrace.backends.cpu.graph import Graph
+
+LENGTHS = [71, 5]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    found = {}
+    for name in models.names():
+        directory = tmp_path_factory.mktemp(name)
+        found[name] = directory, save_random(models.find(name).TINY, directory)
+    return found
+
+
+def program_of(directory: Path, backend: str, layers: tuple[int, ...] = ()) -> Any:
+    """A program of the same model that keeps the streams before `layers`."""
+    runner = load(directory, backend=backend)
+    own: Any = runner.program
+    ops = own.model.ops
+    if backend == "cpu":
+        from headrace.backends.cpu.program import TapedProgram
+
+        return TapedProgram(own.model, ops, own.cache, 96, 8, 64, 1, layers=layers)
+    from headrace.backends.torch_ref.program import EagerProgram
+
+    return EagerProgram(own.model, ops, own.kv, 1, layers)
+
+
+def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Features and logits of two sequences, the first one cut at `cuts`."""
+    tokens = [random_ids(n, program.vocab_size, i) for i, n in enumerate(LENGTHS)]
+    tables = scattered_tables(LENGTHS, program.block_size, program.num_blocks, 3)
+    features, logits = [], []
+    bounds = [0, *cuts, LENGTHS[0]]
+    for begin, end in itertools.pairwise(bounds):
+        chunks = Chunks([begin], [tokens[0][begin:end]], [tables[0]])
+        if end == LENGTHS[0]:
+            chunks = Chunks([begin, 0], [tokens[0][begin:end], tokens[1]], tables)
+        rows = list(range(sum(map(len, chunks.token_ids))))
+        _, found = program.forward(chunks, rows[-1:])
+        logits.append(found.rows.copy())
+        features.append(program.features(rows))
+    return np.concatenate(features), np.concatenate(logits)[-1:]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model_type", models.names())
+def test_features_are_those_of_transformers_and_do_not_depend_on_the_cut(
+    model_type: str, backend: str, made: dict[str, tuple[Path, Any]]
+) -> None:
+    directory, reference = made[model_type]
+    plain = program_of(directory, backend)
+    num_layers = len(plain.model.layers)
+    layers = (0, num_layers, 1)
+    final, logits = computed(plain)
+    streams, same = computed(program_of(directory, backend, layers))
+    assert (logits == same).all()
+    width = plain.model.hidden_size
+    assert final.shape == (sum(LENGTHS), width)
+    assert streams.shape == (sum(LENGTHS), 3 * width)
+    for cuts in ((1,), (16, 40)):
+        again, last = computed(program_of(directory, backend, layers), cuts)
+        assert (again == streams).all()
+        assert (last == logits).all()
+    first = 0
+    for i, n in enumerate(LENGTHS):
+        ids = torch.tensor([random_ids(n, plain.vocab_size, i)])
+        with torch.inference_mode():
+            told = reference(ids, output_hidden_states=True).hidden_states
+        wanted = {0: told[0][0], width: None, 2 * width: told[1][0]}
+        for at, hidden in wanted.items():
+            if hidden is not None:
+                assert np.abs(streams[first : first + n, at : at + width] - hidden.numpy()).max() < 2e-3
+        assert np.abs(final[first : first + n] - told[-1][0].numpy()).max() < 2e-3
+        first += n
+
+
+def test_the_stream_after_the_last_layer_is_what_the_final_norm_takes(made: dict[str, tuple[Path, Any]]) -> None:
+    directory, _ = made["llama"]
+    program = program_of(directory, "cpu", (2,))
+    streams, _ = computed(program)
+    norm = program.model.norm
+    x = streams.astype(np.float64)
+    normed = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + norm.eps) * norm.weight
+    final, _ = computed(program_of(directory, "cpu"))
+    assert np.abs(normed - final).max() < 1e-4
+
+
+def test_control_streams_whose_buffers_are_given_away_early_are_wrong(
+    made: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = made["llama"]
+    right, _ = computed(program_of(directory, "cpu", (0, 1)))
+    plan = Graph.plan
+
+    def short(graph: Graph, most: dict[int, int]) -> int:
+        for buffer in graph.buffers:
+            if buffer.last == len(graph.nodes) and buffer.first < 12:
+                buffer.last = buffer.first + 2
+        return plan(graph, most)
+
+    monkeypatch.setattr(Graph, "plan", short)
+    wrong, _ = computed(program_of(directory, "cpu", (0, 1)))
+    assert (wrong != right).any()
+
+
+def test_features_of_another_width_than_the_model_takes_are_refused(made: dict[str, tuple[Path, Any]]) -> None:
+    program = program_of(made["llama"][0], "cpu")
+    with pytest.raises(ValueError, match="broadcast"):
+        program.forward(Chunks([0], [[1, 2]], [[0]]), [1], np.zeros((2, 3), np.float32))
