@@ -24,7 +24,7 @@ from headrace.quant import gguf_blocks, rtn
 from headrace.quant.base import QWeight, concatenated
 from headrace.quant.schemes import Quantization, Scheme
 from headrace.runner.gguf_config import BLOCK_BYTES, FLOATS, Part, Reading
-from headrace.runner.mapped import stacked_name
+from headrace.runner.mapped import Names, stacked_name
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,8 @@ class GGUFWeights:
         self._on_tensor = on_tensor
         self._quantization = quantization
         self._exact = exact
+        names = Names(reading.parts)
+        self.has, self.has_prefix, self.constant = names.has, names.has_prefix, backend.constant
         self._taken: set[str] = set()
         self._told: dict[tuple[str, str], list[int]] = {}
         for name, part in reading.parts.items():
@@ -153,15 +155,6 @@ class GGUFWeights:
                     f"{self._name} is quantised already ({name} is {kind}); load it without quantization "
                     f"{quantization.name!r}"
                 )
-
-    def has(self, name: str) -> bool:
-        return name in self._reading.parts
-
-    def has_prefix(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self._reading.parts)
-
-    def constant(self, values: Array) -> Array:
-        return self._backend.constant(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         """A small tensor (norm, bias) as the backend's operators take it."""

@@ -23,7 +23,7 @@ from headrace.quant.base import PLAIN, QWeight, Stacked, concatenated, find_form
 from headrace.quant.fit import Fit, fit_of, fitted
 from headrace.quant.placements import Placements
 from headrace.quant.schemes import Quantization, Scheme
-from headrace.runner.mapped import MappedCheckpoint, MappedFile, stacked_name
+from headrace.runner.mapped import MappedCheckpoint, MappedFile, Names, stacked_name
 
 if TYPE_CHECKING:
     from headrace.runner.packed import Packable, PackedWriter
@@ -137,6 +137,9 @@ class Weights:
         self._quantization = quantization
         self._writer = writer
         self._names = set(checkpoint.names)
+        names = Names(self._names)
+        self.has, self.has_prefix = names.has, names.has_prefix
+        self.constant = backend.constant  # of numbers that the model worked out itself (a rope table)
         self._taken: set[str] = set()
         self._on_tensor = on_tensor
         if quantization is not None and quantization_config is not None:
@@ -144,16 +147,6 @@ class Weights:
                 f"config.json has a quantization_config ({quantization_config.get('quant_method')}): these weights are "
                 f"quantised already, load them without quantization {quantization.name!r}"
             )
-
-    def has(self, name: str) -> bool:
-        return name in self._names
-
-    def has_prefix(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self._names)
-
-    def constant(self, values: Array) -> Array:
-        """Numbers that the model worked out itself (a rope table), as the backend's operators take them."""
-        return self._backend.constant(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         """A small tensor (norm, bias) as the backend's operators take it."""

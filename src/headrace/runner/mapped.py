@@ -12,7 +12,7 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,6 +249,19 @@ def choose_dtype(wanted: str, checkpoint: MappedCheckpoint, config: dict[str, An
         dtype = checkpoint.entry(name).dtype
         counts[dtype] = counts.get(dtype, 0) + 1
     return DTYPE_NAMES.get(max(counts, key=lambda dtype: counts[dtype]), "float32") if counts else "float32"
+
+
+class Names:
+    """What a model file asks of the names of a checkpoint's tensors, whatever they lie in."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def has_prefix(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self._names)
 
 
 def stacked_name(names: Sequence[str]) -> str:

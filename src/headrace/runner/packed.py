@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import CheckpointError
 from headrace.quant.schemes import METHOD
-from headrace.runner.mapped import DTYPE_NAMES, MappedCheckpoint, MappedFile, MappedTensor, stacked_name
+from headrace.runner.mapped import DTYPE_NAMES, MappedCheckpoint, MappedFile, MappedTensor, Names, stacked_name
 
 logger = logging.getLogger(__name__)
 
@@ -255,18 +255,10 @@ class PackedWeights:
         self._packed = packed
         self._checkpoint = checkpoint
         self._backend = backend
-        self._names = set(checkpoint.names)
+        names = Names(checkpoint.names)
+        self.has, self.has_prefix, self.constant = names.has, names.has_prefix, backend.constant
         self._taken: set[str] = set()
         self._on_tensor = on_tensor
-
-    def has(self, name: str) -> bool:
-        return name in self._names
-
-    def has_prefix(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self._names)
-
-    def constant(self, values: Any) -> Any:
-        return self._backend.constant(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
         found = self._packed.tensors.get(name)
