@@ -7,6 +7,7 @@ and others that need a text are calibrated on the model's own words, which are n
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace import hub
+from headrace.cli.quantize import calibration_text
 
 FOLDER = Path(__file__).parents[1] / "build" / "quality"
 
@@ -30,6 +32,9 @@ class Recipe(NamedTuple):
 LEVELS = (
     "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q3_K_M", "Q3_K_S", "Q2_K",
 )  # fmt: skip
+PIECE = 512
+"""Tokens of a piece of calibration text."""
+CALIBRATED = ("gptq", "awq", "smoothquant", "llm_int8", "mixed")
 BLOCKS = 256
 """Inputs of a block of the K-quants: rows that are no multiple of it get other types, under the same name."""
 
@@ -73,19 +78,23 @@ def make(model: str, num_tokens: int) -> Iterator[tuple[str, Path]]:
     stamp = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     folder = FOLDER / f"{directory.name}-{stamp}"
     folder.mkdir(parents=True, exist_ok=True)
+    words = folder / f"words-{num_tokens}.jsonl"
+    if not words.is_file():
+        pieces = calibration_text(model, directory, None, num_tokens, PIECE)
+        words.write_text("".join(json.dumps({"token_ids": piece}) + "\n" for piece in pieces))
     for recipe in recipes(64, num_in):
         stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in recipe.name).strip("-")
         path = folder / (stem + recipe.suffix)
-        done = folder / f"{stem}.options"
-        if not done.is_file() or done.read_text() != recipe.options:
+        command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
+        command += recipe.options.split()
+        if any(word in recipe.options for word in CALIBRATED):
+            command += ["--calibration", str(words), "--num-calibration-tokens", str(num_tokens)]
+        done, key = folder / f"{stem}.options", f"{recipe.options} ({num_tokens} tokens)"
+        if not done.is_file() or done.read_text() != key:
             print("making", recipe.name, file=sys.stderr, flush=True)
             if path.is_dir():
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)
-            command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
-            command += recipe.options.split()
-            calibrated = any(word in recipe.options for word in ("gptq", "awq", "smoothquant", "llm_int8", "mixed"))
-            command += ["--num-calibration-tokens", str(num_tokens)] if calibrated else []
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            done.write_text(recipe.options)
+            done.write_text(key)
         yield recipe.name, path

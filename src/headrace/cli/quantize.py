@@ -79,7 +79,9 @@ def quantize(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='Text, or .jsonl with a "text" a line; else the model\'s own words.'),
+        typer.Option(
+            metavar="FILE", help='Text, or .jsonl with a "text" or "token_ids" a line; else the model\'s own words.'
+        ),
     ] = None,
     num_calibration_tokens: Annotated[
         int, typer.Option(metavar="INT", min=2, max=MAX_TOKENS, help="Of the calibration text that are used.")
@@ -164,9 +166,15 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
 
         texts = read_texts(file)
         tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(model, None))
-        if tokenizer is None:
-            raise HeadraceError(f"{model} has no tokenizer, and --calibration is a text; leave it out")
-        return cut((tokenizer.encode(text) for text in texts), length, num_tokens)
+
+        def ids(text: str | list[int]) -> list[int]:
+            if not isinstance(text, str):
+                return text
+            if tokenizer is None:
+                raise HeadraceError(f"{model} has no tokenizer, and --calibration is a text; leave it out")
+            return tokenizer.encode(text)
+
+        return cut(map(ids, texts), length, num_tokens)
     from headrace.llm import LLM
     from headrace.sampling.params import SamplingParams
 

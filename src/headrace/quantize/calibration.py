@@ -22,8 +22,8 @@ MAX_EMPTY = 4
 """Batches in a row that may bring nothing."""
 
 
-def read_texts(path: Path) -> list[str]:
-    """The texts of a file: each line's "text" of a .jsonl, or the whole of any other as one.
+def read_texts(path: Path) -> list[str | list[int]]:
+    """The texts of a file: each line's "text" or "token_ids" of a .jsonl, or the whole of any other as one.
 
     Raises `RequestError` for what can not be read so.
     """
@@ -37,7 +37,7 @@ def read_texts(path: Path) -> list[str]:
         raise RequestError(field, shown, f"a readable UTF-8 file ({error})") from error
     if path.suffix != ".jsonl":
         return [text]
-    texts = []
+    texts: list[str | list[int]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -47,9 +47,11 @@ def read_texts(path: Path) -> list[str]:
             raise RequestError(
                 field, shown, f'one JSON object with a "text" a line (line {number}: {error})'
             ) from error
-        if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        found = value.get("text", value.get("token_ids")) if isinstance(value, dict) else None
+        known = isinstance(found, list) and all(type(token_id) is int and token_id >= 0 for token_id in found)
+        if not isinstance(found, str) and not known:
             raise RequestError(field, shown, f'one JSON object with a "text" a line; line {number} is none')
-        texts.append(value["text"])
+        texts.append(found)
     return texts
 
 
