@@ -85,7 +85,12 @@ def main() -> None:
     start = load_model(args.start)
     exit_layer = start.shape.num_hidden_layers
     tokenizer, mixture, validation = prepare(
-        args.corpora, args.run / "data", start.shape.vocab_size, args.seed, FAMILY_WEIGHTS, args.start / "tokenizer.json"
+        args.corpora,
+        args.run / "data",
+        start.shape.vocab_size,
+        args.seed,
+        FAMILY_WEIGHTS,
+        args.start / "tokenizer.json",
     )
     model, average = grown(start, args.layers), grown(start, args.layers)
     optimizers = make_optimizers(model, args.lr)
