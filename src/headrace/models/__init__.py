@@ -16,7 +16,7 @@ from headrace.backends.base import Array, Cache, KVShape, Rows
 from headrace.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from headrace.backends.base import Ops
+    from headrace.backends.base import Matrix, Ops
 
 NOT_MODELS = {"config", "rope", "decoder"}
 
@@ -28,6 +28,8 @@ class Model(Protocol):
     kv_shape: KVShape
     vocab_size: int
     hidden_size: int
+    embedding: Array
+    head: Matrix
     feature_size: int
     """Width of `Rows.features`, which drafters look at beside token ids; 0 for models that are no drafters."""
 

@@ -15,7 +15,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.rope import make_turn
 
 if TYPE_CHECKING:
-    from headrace.backends.base import Activation, Ops
+    from headrace.backends.base import Activation, Matrix, Ops
     from headrace.runner.loader import Weights
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -70,16 +70,21 @@ class Attention:
         self.turn = turn or decoder.turn
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv = weights.linear(names, decoder.hidden_size, outs, bias=qkv_bias)
+        self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
         self.out = weights.linear([f"{name}.o_proj"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_offset is not None:
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset).of_head
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
 
+    def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
+        return weights.linear(names, num_in, outs, bias=bias)
+
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        return self.mix(self.ops.linear(x, self.qkv), rows, kv)
+
+    def mix(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
-        qkv = ops.linear(x, self.qkv)
         query = ops.rope_store(qkv, self.heads, rows, cache, self.turn, self.q_norm, self.k_norm)
         mixed = ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap)
         return ops.linear(mixed, self.out)
@@ -122,6 +127,17 @@ class Decoder:
     Layer: Callable[[Decoder, str, int], DecoderLayer]
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        self.measure(config, weights, ops, max_model_len)
+        root = "model." if weights.has_prefix("model.") else ""
+        self.embedding, self.head = weights.ends(
+            f"{root}embed_tokens", "lm_head", (self.vocab_size, self.hidden_size),
+            tied=config.flag("tie_word_embeddings", self.default_tied),
+        )  # fmt: skip
+        self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
+        self.norm = self.make_norm(f"{root}norm")
+
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        """Sizes and angles, which the parts ask for when they are made."""
         self.config, self.weights, self.ops = config, weights, ops
         self.hidden_size = config.integer("hidden_size")
         self.intermediate_size = config.integer("intermediate_size")
@@ -140,13 +156,6 @@ class Decoder:
         self.kv_shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
         self.max_model_len = max_model_len
         self.turn = self.make_turn(self.global_rope(config))
-        root = "model." if weights.has_prefix("model.") else ""
-        self.embedding, self.head = weights.ends(
-            f"{root}embed_tokens", "lm_head", (self.vocab_size, self.hidden_size),
-            tied=config.flag("tie_word_embeddings", self.default_tied),
-        )  # fmt: skip
-        self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
-        self.norm = self.make_norm(f"{root}norm")
 
     def make_turn(self, rope: ModelConfig) -> Turn:
         longest = self.config.integer("max_position_embeddings")

@@ -116,6 +116,7 @@ class Weights:
         quantization: what to do with the linear layers and the head; None leaves them in the backend's dtype.
         writer: is given everything in the form in which it can be mapped next time; the backend's matrices must be
             `runner.packed.Packable`.
+        spare: names of tensors that somebody else reads.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Weights:
         on_tensor: Callable[[int, int], None] | None = None,
         quantization: Quantization | None = None,
         writer: PackedWriter | None = None,
+        spare: re.Pattern[str] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._backend = backend
@@ -136,6 +138,7 @@ class Weights:
         self._new_bytes = 0
         self._quantization = quantization
         self._writer = writer
+        self._spare = spare
         self._names = set(checkpoint.names)
         names = Names(self._names)
         self.has, self.has_prefix = names.has, names.has_prefix
@@ -168,13 +171,17 @@ class Weights:
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
+        within: tuple[int, int] | None = None,
     ) -> Matrix:
         """One matrix out of the linear layers `names`, stacked along their outputs.
 
-        `transposed`: the checkpoint has [in, out] (GPT-2's Conv1D). `plain`: not to be quantised (a router).
+        `transposed`: the checkpoint has [in, out] (GPT-2's Conv1D). `plain`: not to be quantised (a router). `within`
+        (first, all): the layers have that many inputs in all, of which `num_in` from the first on are wanted.
         """
         scheme = None if self._quantization is None or plain else self._quantization.layer
-        return self._linear(names, num_in, num_outs, scheme, bias=bias, transposed=transposed, plain=plain)
+        return self._linear(
+            names, num_in, num_outs, scheme, bias=bias, transposed=transposed, plain=plain, within=within
+        )
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         """The embedding table [V, H] and the head's matrix. Tied ones are stored once, under either name, or twice."""
@@ -202,6 +209,8 @@ class Weights:
         self._checkpoint.release()
 
     def _is_spare(self, name: str) -> bool:
+        if self._spare is not None and self._spare.fullmatch(name):
+            return True
         if IGNORED.fullmatch(name) or self._format.SPARE.fullmatch(name):
             return True
         # Writers of quantised layers left biases of zeros where the model has none.
@@ -217,15 +226,20 @@ class Weights:
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
+        within: tuple[int, int] | None = None,
     ) -> Matrix:
         parts = []
         self._new_bytes = 0
         for name, num_out in zip(names, num_outs, strict=True):
             weight = self._format.read(self._tensors, name, self._quantization_config)
-            if transposed:
+            if transposed and weight.scales is None:  # codes lie [out, in] in every layout
                 self._verify(f"{name}.weight", weight.shape, (num_in, num_out))
-                weight = QWeight((weight.codes if weight.scales is None else weight.dequantize()).t())
-            self._verify(f"{name}.weight", weight.shape, (num_out, num_in))
+                weight = QWeight(weight.codes.t())
+            first, width = within or (0, num_in)
+            self._verify(f"{name}.weight", weight.shape, (num_out, width))
+            if within is not None:
+                numbers = weight.codes if weight.scales is None else weight.dequantize()
+                weight = QWeight(numbers[:, first : first + num_in])
             parts.append(weight)
         biases = [self._plain(f"{n}.bias", (size,)) for n, size in zip(names, num_outs, strict=True)] if bias else None
         return self._matrix(stacked_name(names), parts, scheme, None if biases is None else torch.cat(biases), plain)
