@@ -32,7 +32,7 @@ class Method(NamedTuple):
 METHODS: dict[str, Method] = {
     "ngram": Method(8, has_model=False),
     "suffix": Method(16, has_model=False),
-    "lookahead": Method(6, has_model=False, num_nodes=16),
+    "lookahead": Method(5, has_model=False, num_nodes=18),
     "draft_model": Method(4),
     "early_exit": Method(4, has_model=False),
     "medusa": Method(4, num_nodes=8),
@@ -61,7 +61,7 @@ ROWS: dict[str, Row] = {
     "lookahead_window": Row(1, 32, "lookahead: columns of the window"),
     "lookahead_ngram": Row(2, 16, "lookahead: tokens of the n-grams that it collects"),
     "lookahead_guesses": Row(1, 32, "lookahead: n-grams that are verified in one step"),
-    "suffix_decoding_max_tree_depth": Row(2, 256, "suffix: longest match and longest guess together"),
+    "suffix_decoding_max_tree_depth": Row(2, 256, "suffix: tokens of a match that count for the guess's length"),
     "suffix_decoding_max_cached_requests": Row(0, 10**6, "suffix: finished requests whose tokens help others; 0: none"),
     "suffix_decoding_max_spec_factor": Row(0.0, 16.0, "suffix: guesses for each token of the match"),
     "suffix_decoding_min_token_prob": Row(0.0, 1.0, "suffix: share of the branches that a guess must have had"),
@@ -130,14 +130,21 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     @property
     def num_drafts(self) -> int:
         """Tokens guessed ahead at most."""
-        return self.num_speculative_tokens or METHODS[self.method].num_drafts
+        own = METHODS[self.method].num_drafts
+        if self.method == "lookahead":
+            own = min(self.lookahead_window + self.lookahead_ngram - 2, MAX_DRAFTS)
+        return self.num_speculative_tokens or own
 
     @property
     def num_nodes(self) -> int:
         """Tokens guessed in one step at most, over all branches. Rejection sampling takes chains."""
         if self.mode == "rejection":
             return self.num_drafts
-        return max(self.num_tree_nodes or METHODS[self.method].num_nodes or 0, self.num_drafts)
+        own = METHODS[self.method].num_nodes or 0
+        if self.method == "lookahead":
+            columns = self.lookahead_window + self.lookahead_guesses
+            own = min(columns * (self.lookahead_ngram - 1), MAX_NODES)
+        return max(self.num_tree_nodes or own, self.num_drafts)
 
 
 def speculative_config(given: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig | None:

@@ -1,0 +1,109 @@
+"""Prompt lookup: what followed the last few tokens when they came before follows again (Saxena 2023; Yang et al. 2023,
+arXiv 2304.04487). Good where the answer repeats its prompt: edits, summaries, quotes.
+
+Every run of `min_tokens` tokens is remembered by where it ended last, and each place by the one before it with the same
+run, as LZ77 does; so a guess costs a walk along equal places, however long the context is. Knows tokens only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.config import SpeculativeConfig
+
+MAX_SEQS = 1024
+MAX_PLACES = 64
+"""Equal places that are looked at for a longer match, the latest first."""
+
+
+class Places:
+    """Where the runs of `size` tokens of a growing list ended: `before[end]` is the place before with the same run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.last: dict[int | tuple[int, ...], int] = {}
+        self.before: list[int] = []
+
+    def key(self, tokens: list[int], end: int) -> int | tuple[int, ...]:
+        return tokens[end - 1] if self.size == 1 else tuple(tokens[end - self.size : end])
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take in all runs that end before the last token: what follows them is known."""
+        last, before = self.last, self.before
+        for end in range(len(before), len(tokens)):
+            if end < self.size:
+                before.append(0)
+                continue
+            key = self.key(tokens, end)
+            before.append(last.get(key, 0))
+            last[key] = end
+
+
+class NgramDrafter:
+    """Guesses by the longest match of at least `min_tokens` and at most `max_tokens` last tokens; of equally long ones
+    the latest."""
+
+    feature_layers: tuple[int, ...] | None = None
+
+    def __init__(self, min_tokens: int, max_tokens: int) -> None:
+        self._min = min_tokens
+        self._max = max_tokens
+        self._places: OrderedDict[int, Places] = OrderedDict()
+
+    def propose(self, contexts: Sequence[Context]) -> list[Draft]:
+        return [Draft(self._guess(context)) for context in contexts]
+
+    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
+        """Not asked for."""
+
+    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
+        """Nothing is learnt of it: the tokens tell all."""
+
+    def drop(self, seq_id: int) -> None:
+        self._places.pop(seq_id, None)
+
+    def close(self) -> None:
+        self._places.clear()
+
+    def _guess(self, context: Context) -> list[int]:
+        tokens = context.tokens
+        places = self._places.get(context.seq_id)
+        if places is None or len(places.before) > len(tokens):
+            places = self._places[context.seq_id] = Places(self._min)
+            if len(self._places) > MAX_SEQS:
+                self._places.popitem(last=False)
+        self._places.move_to_end(context.seq_id)
+        places.extend(tokens)
+        end = self._find(places, tokens)
+        if not end:
+            return []
+        # A match may overlap what it foretells: a period goes on.
+        period = len(tokens) - end
+        return [tokens[end + i % period] for i in range(context.num_drafts)]
+
+    def _find(self, places: Places, tokens: list[int]) -> int:
+        """Where the best match ended; 0 if there is none."""
+        size = len(tokens)
+        if size <= self._min:
+            return 0
+        place = places.last.get(places.key(tokens, size), 0)
+        best, longest = 0, self._min - 1
+        for _ in range(MAX_PLACES):
+            if not place:
+                break
+            length = 0
+            while length < min(self._max, place) and tokens[place - 1 - length] == tokens[size - 1 - length]:
+                length += 1
+            if length > longest:
+                best, longest = place, length
+                if length == self._max:
+                    break
+            place = places.before[place]
+        return best
+
+
+def make(spec: SpeculativeConfig, target: Target) -> NgramDrafter:
+    """Needs nothing of the model."""
+    return NgramDrafter(spec.prompt_lookup_min, spec.prompt_lookup_max)
