@@ -81,12 +81,16 @@ void rope_store(const HrArgs_rope_store* a, HrTask* task) {
                 if (weight) norm_head(x + h * size, weight, size, (float)a->eps, (float)a->offset);
                 if (a->pairs) turn_head(x + h * size, a->cos + angles, a->sin + angles, a->pairs);
             }
-            for (int64_t h = 0; h < a->kv_heads; h++) {
-                int64_t tile = a->slots[r] / 16 * a->kv_heads + h, i = a->slots[r] % 16;
-                float* k_scale = a->k_scale ? a->k_scale + tile * 16 + i : nullptr;
-                float* v_scale = a->v_scale ? a->v_scale + tile * 16 + i : nullptr;
-                put(keys + h * size, size, a->kv_type, a->k, tile * size * 16 + i, 16, k_scale);
-                put(values + h * size, size, a->kv_type, a->v, (tile * 16 + i) * size, 1, v_scale);
+            const int64_t first = a->copy_begin ? a->copy_begin[r] : 0, last = a->copy_begin ? a->copy_begin[r + 1] : 0;
+            for (int64_t copy = first - 1; copy < last; copy++) {
+                const int64_t slot = copy < first ? a->slots[r] : a->copy_slots[copy], i = slot % 16;
+                for (int64_t h = 0; h < a->kv_heads; h++) {
+                    int64_t tile = slot / 16 * a->kv_heads + h;
+                    float* k_scale = a->k_scale ? a->k_scale + tile * 16 + i : nullptr;
+                    float* v_scale = a->v_scale ? a->v_scale + tile * 16 + i : nullptr;
+                    put(keys + h * size, size, a->kv_type, a->k, tile * size * 16 + i, 16, k_scale);
+                    put(values + h * size, size, a->kv_type, a->v, (tile * 16 + i) * size, 1, v_scale);
+                }
             }
         }
 }

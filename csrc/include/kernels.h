@@ -110,10 +110,12 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 /* x: rows of heads + 2 * kv_heads heads (queries, keys, values). Per head: norm as rms_norm if q_norm / k_norm is given;
  * then the first 2 * pairs numbers turned by cos/sin[position] [pairs] (none if pairs is 0):
  *     left' = fma(left, cos, -(right * sin)), right' = fma(right, cos, left * sin), partners are i and i + pairs.
- * Queries are left in place in x, keys and values go to slot slots[r] of the cache. */
+ * Queries are left in place in x, keys and values go to slot slots[r] of the cache, and, unless copy_begin is null, to
+ * slots copy_slots[copy_begin[r]] ... copy_slots[copy_begin[r + 1] - 1] too. */
 #define HR_FIELDS_rope_store(P, I, F)                                                                                  \
     I(dim) P(float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) P(const float*, q_norm) P(const float*, k_norm) F(eps) \
     F(offset) P(const float*, cos) P(const float*, sin) I(pairs) P(const int32_t*, positions) P(const int32_t*, slots) \
+    P(const int32_t*, copy_begin) P(const int32_t*, copy_slots)                                                        \
     I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale)
 
 /* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * head_dim].

@@ -186,11 +186,15 @@ class KVShape(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What one call computes: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c]."""
+    """What one call computes: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
+
+    `copies` are (row, slot) pairs in the rows' order: where the row's keys and values go beside its own slot.
+    """
 
     starts: list[int]
     token_ids: list[list[int]]
     tables: list[list[int]]
+    copies: Sequence[tuple[int, int]] = ()
 
 
 class Logits(NamedTuple):

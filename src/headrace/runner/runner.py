@@ -7,39 +7,41 @@ tensors: the program is the backend's. Called by `core.engine`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from headrace.backends.base import Chunks, Logits, Program
+from headrace.drafters.base import Context
+from headrace.drafters.speculator import Speculator
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
-from headrace.sampling.sampler import Row, Sampler
-from headrace.types import ScheduledBatch, StepResult, TokenLogprob
+from headrace.runner.pieces import Piece, make_pieces, make_portions, num_rows
+from headrace.runner.verification import Trial, draw_rejecting, rejects
+from headrace.sampling.sampler import Drawn, Row, Sampler
+from headrace.types import DraftTokens, ScheduledBatch, StepResult, TokenLogprob
 
 MAX_LOGITS = 2**24
 """Numbers in the logits of prompt rows that are held at once (64 MiB of float32)."""
 
+NO_DRAFT = DraftTokens([])
+
 NOT_FINITE = "numerical_error: the model's logits are not finite"
-
-
-@dataclass(slots=True)
-class Piece:
-    """Rows of chunk `chunk_id` that are computed together, from position `start` on. `last`: they end it."""
-
-    chunk_id: int
-    start: int
-    token_ids: list[int]
-    last: bool
 
 
 class Runner:
     """Computes steps of one model over one KV cache."""
 
-    def __init__(self, program: Program, sampler: Sampler, matchers: Matchers | None = None) -> None:
-        """`matchers`: None for an engine that takes no constraints (it has no tokenizer)."""
+    def __init__(
+        self,
+        program: Program,
+        sampler: Sampler,
+        matchers: Matchers | None = None,
+        speculator: Speculator | None = None,
+    ) -> None:
+        """`matchers`: None for an engine that takes no constraints (it has no tokenizer). `speculator`: None for one
+        that does not guess."""
         self.program = program
         self.sampler = sampler
         self.matchers = matchers
+        self.speculator = speculator
         self.block_size = program.block_size
 
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -48,10 +50,13 @@ class Runner:
         Raises only for faults that no single chunk owns (a broken device).
         """
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
+        speculator = self.speculator
+        start = speculator.clock() if speculator is not None else 0.0
         if batch.copies:
             self.program.copy_blocks(batch.copies)
         self._begin_masks(batch)
-        for pieces in self._portions(self._sound_pieces(batch, result)):
+        groups = self._sound_groups(batch, result)
+        for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # What an earlier portion found wrong is not computed further.
             if result.errors:
                 pieces = [piece for piece in pieces if piece.chunk_id not in result.errors]
@@ -62,12 +67,20 @@ class Runner:
             result.logprobs.pop(i, None)
             result.prompt_logprobs.pop(i, None)
             result.pooled.pop(i, None)
+            result.further.pop(i, None)
+            result.further_logprobs.pop(i, None)
+        if speculator is not None:
+            rows = sum(map(num_rows, groups))
+            speculator.plan.stepped(rows, len(groups), speculator.clock() - start)
+            self._propose(batch, result, speculator)
         return result
 
     def close(self) -> None:
         """Give the cache's memory back. May be called twice."""
         if self.matchers is not None:
             self.matchers.close()
+        if self.speculator is not None:
+            self.speculator.close()
         self.program.close()
 
     def idle(self) -> None:
@@ -85,9 +98,9 @@ class Runner:
         if wanted and self.matchers is not None:
             self.matchers.begin(wanted)
 
-    def _sound_pieces(self, batch: ScheduledBatch, result: StepResult) -> list[Piece]:
-        """The chunks that can be computed, whole. The others get an error each."""
-        pieces = []
+    def _sound_groups(self, batch: ScheduledBatch, result: StepResult) -> list[list[Piece]]:
+        """The pieces of each chunk that can be computed. The others get an error each."""
+        groups = []
         row = 0
         for i, length in enumerate(batch.lens):
             own = batch.token_ids[row : row + length]
@@ -96,13 +109,18 @@ class Runner:
             if reason:
                 result.errors[i] = f"invalid_chunk: {reason}"
             else:
-                pieces.append(Piece(i, batch.starts[i], own, True))
-        return pieces
+                groups.append(make_pieces(batch, i, own, self.block_size))
+        return groups
 
     def _why_unsound(self, batch: ScheduledBatch, chunk_id: int, token_ids: list[int]) -> str:
         """Why a chunk can not be computed, or ""."""
         program, table = self.program, batch.block_tables[chunk_id]
         start, length = batch.starts[chunk_id], batch.lens[chunk_id]
+        if chunk_id in batch.drafts:
+            draft = batch.drafts[chunk_id]
+            token_ids = token_ids + draft.token_ids
+            length += len(draft.paths[0]) if draft.paths else len(draft.token_ids)
+            table = table + [block for tail in draft.tails for block in tail]
         if length < 1 or start < 0:
             return f"positions {start} ... {start + length - 1} are no positions"
         if not 0 <= min(token_ids) <= max(token_ids) < program.vocab_size:
@@ -110,30 +128,11 @@ class Runner:
                 f"token ids reach from {min(token_ids)} to {max(token_ids)}, "
                 f"the model has 0 to {program.vocab_size - 1}"
             )
-        if len(table) * program.block_size < start + length:
+        if len(batch.block_tables[chunk_id]) * program.block_size < start + length:
             return f"{len(table)} blocks of {program.block_size} do not hold {start + length} positions"
         if not 0 <= min(table) <= max(table) < program.num_blocks:
             return f"block ids reach from {min(table)} to {max(table)}, the cache has 0 to {program.num_blocks - 1}"
         return ""
-
-    def _portions(self, pieces: list[Piece]) -> list[list[Piece]]:
-        """Cut the step where the program can not take more rows at once; how it is cut changes no bits."""
-        most = self.program.max_rows
-        if sum(len(piece.token_ids) for piece in pieces) <= most:
-            return [pieces] if pieces else []
-        portions: list[list[Piece]] = [[]]
-        room = most
-        for piece in pieces:
-            start, left = piece.start, piece.token_ids
-            while left:
-                if not room:
-                    portions.append([])
-                    room = most
-                taken, left = left[:room], left[room:]
-                portions[-1].append(Piece(piece.chunk_id, start, taken, not left))
-                start += len(taken)
-                room -= len(taken)
-        return portions
 
     def _compute_what_fits(self, batch: ScheduledBatch, pieces: list[Piece], result: StepResult) -> None:
         """Compute the pieces, in halves where memory runs out; one that does not fit alone fails (R-25).
@@ -148,57 +147,142 @@ class Runner:
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            if len(pieces) == 1:
+            if len(pieces) == 1 and not pieces[0].nodes:
                 result.errors[pieces[0].chunk_id] = f"out_of_memory: {error}"
                 return
         # Not in the except clause, whose traceback holds the tensors of the failed attempt.
-        half = len(pieces) // 2
-        self._compute_what_fits(batch, pieces[:half], result)
-        self._compute_what_fits(batch, pieces[half:], result)
+        chunk_ids = list(dict.fromkeys(piece.chunk_id for piece in pieces))
+        if len(chunk_ids) == 1:
+            # Without its guesses it may fit.
+            self._compute_what_fits(batch, [piece.without_guesses() for piece in pieces if piece.last], result)
+            return
+        first = set(chunk_ids[: len(chunk_ids) // 2])
+        self._compute_what_fits(batch, [piece for piece in pieces if piece.chunk_id in first], result)
+        self._compute_what_fits(batch, [piece for piece in pieces if piece.chunk_id not in first], result)
 
     def _compute(self, batch: ScheduledBatch, pieces: list[Piece], result: StepResult) -> None:
-        chunks = Chunks(
-            [piece.start for piece in pieces],
-            [piece.token_ids for piece in pieces],
-            [batch.block_tables[piece.chunk_id] for piece in pieces],
-        )
-        samples: list[int] = []
+        trials: list[Trial] = []
         rows: list[int] = []
         asked = []
         wanted = []
+        copies: list[tuple[int, int]] = []
         row = 0
         for piece in pieces:
-            size = len(piece.token_ids)
-            if batch.params[piece.chunk_id].prompt_logprobs is not None:
+            i, size = piece.chunk_id, len(piece.token_ids)
+            if batch.params[i].prompt_logprobs is not None:
                 asked.append((piece, row))
-            if piece.chunk_id in batch.pooling:
+            if i in batch.pooling:
                 wanted.append((piece, row))
+            if piece.copies:
+                copies += [(row + own, slot) for own, slot in piece.copies]
             row += size
-            if piece.last and batch.samples[piece.chunk_id]:
-                samples.append(piece.chunk_id)
-                rows.append(row - 1)
+            if piece.last and batch.samples[i]:
+                trials.append(Trial(i, batch.drafts[i] if piece.nodes else NO_DRAFT, {-1: len(rows)}))
+                rows.append(row - 1 - len(piece.nodes))
+            for place, node in enumerate(piece.nodes, row - len(piece.nodes)):
+                trials[-1].rows[node] = len(rows)
+                rows.append(place)
         first = rows if len(rows) <= self.program.max_logits else []
+        chunks = Chunks(
+            [piece.start for piece in pieces],
+            [piece.token_ids for piece in pieces],
+            [piece.table for piece in pieces],
+            copies,
+        )
         finite, logits = self.program.forward(chunks, first)
         for piece, sound in zip(pieces, finite, strict=True):
-            if not sound:
+            # Of a piece with guesses the logits tell: what is not finite may be after a guess that is rejected.
+            if not sound and not piece.nodes:
                 result.errors[piece.chunk_id] = NOT_FINITE
         if first:
             # Before the next call, which overwrites the logits.
-            self._draw(batch, samples, logits, result)
+            self._draw(batch, trials, logits, result)
         foretold = []
         for piece, row in asked:
             if piece.chunk_id not in result.errors:
                 foretold.append((piece.chunk_id, self._foretell(batch, piece, row, result)))
         pooled = [(piece.chunk_id, self._pool(batch, piece, row, result)) for piece, row in wanted]
         if rows and not first:
-            most = self.program.max_logits
-            for i in range(0, len(rows), most):
-                self._draw(batch, samples[i : i + most], self.program.logits(rows[i : i + most]), result)
+            self._draw_some_at_a_time(batch, trials, rows, result)
+        if self.speculator is not None and self.speculator.watches:
+            self._show(batch, pieces, trials, rows, result, self.speculator)
         # Last, when memory can not run out any more: pieces that are computed again must not count twice.
         for i, entries in foretold:
             if entries:
                 result.prompt_logprobs.setdefault(i, []).extend(entries)
         result.pooled.update((i, vector) for i, vector in pooled if vector)
+
+    def _draw_some_at_a_time(
+        self, batch: ScheduledBatch, trials: list[Trial], rows: list[int], result: StepResult
+    ) -> None:
+        """Where a program gives fewer logits at once than are wanted: whole trials in each turn."""
+        most = self.program.max_logits
+        start = 0
+        while start < len(trials):
+            stop = start
+            places: list[int] = []
+            while stop < len(trials) and len(places) + len(trials[stop].rows) <= most:
+                trial = trials[stop]
+                places += [rows[at] for at in trial.rows.values()]
+                first = len(places) - len(trial.rows)
+                trial.rows = {node: first + k for k, node in enumerate(trial.rows)}
+                stop += 1
+            self._draw(batch, trials[start:stop], self.program.logits(places), result)
+            start = stop
+
+    def _show(
+        self,
+        batch: ScheduledBatch,
+        pieces: list[Piece],
+        trials: list[Trial],
+        rows: list[int],
+        result: StepResult,
+        speculator: Speculator,
+    ) -> None:
+        """Show the drafter what was computed, without the guesses that were rejected."""
+        kept = {trial.chunk_id: trial for trial in trials}
+        shown: dict[int, tuple[int, list[int], list[int]]] = {}
+        row = 0
+        places: dict[tuple[int, int], tuple[int, int]] = {}
+        for piece in pieces:
+            i = piece.chunk_id
+            if batch.params[i].speculation and i not in result.errors:
+                start, tokens, own = shown.setdefault(i, (piece.start, [], []))
+                if piece.num_known:
+                    tokens += piece.token_ids[: piece.num_known]
+                    own += range(row, row + piece.num_known)
+                for at, node in enumerate(piece.nodes, piece.num_known):
+                    places[i, node] = row + at, piece.token_ids[at]
+            row += len(piece.token_ids)
+        for i, trial in kept.items():
+            if i in shown:
+                for node in trial.nodes:
+                    at, token_id = places[i, node]
+                    shown[i][1].append(token_id)
+                    shown[i][2].append(at)
+        wanted = [at for _, _, own in shown.values() for at in own]
+        if not wanted:
+            return
+        features = self.program.features(wanted)
+        begin = 0
+        for i, (start, tokens, own) in shown.items():
+            speculator.observe(batch.seq_ids[i], start, tokens, features[begin : begin + len(own)])
+            begin += len(own)
+
+    def _propose(self, batch: ScheduledBatch, result: StepResult, speculator: Speculator) -> None:
+        """Guesses for the next step, after everything that this one gave."""
+        speculator.drop(batch.ended)
+        chunk_ids: list[int] = []
+        contexts: list[Context] = []
+        for i, token_id in enumerate(result.token_ids):
+            params = batch.params[i]
+            if token_id >= 0 and params.speculation and i in batch.histories:
+                tokens = [*batch.histories[i], token_id, *result.further.get(i, ()), *result.forced.get(i, ())]
+                state = result.states.get(i)
+                contexts.append(Context(batch.seq_ids[i], tokens, batch.num_prompts[i], params, 0, 0, state))
+                chunk_ids.append(i)
+        for at, draft in speculator.propose(contexts).items():
+            result.drafts[chunk_ids[at]] = draft
 
     def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
         """What becomes of the hidden states of a piece that begins at row `row`: those of the last row, or all rows
@@ -247,29 +331,117 @@ class Runner:
         offset = sum(batch.lens[:i]) + piece.start - batch.starts[i] + len(piece.token_ids)
         return batch.token_ids[offset]
 
-    def _draw(self, batch: ScheduledBatch, chunk_ids: list[int], logits: Logits, result: StepResult) -> None:
-        """Sample from `logits`, one row for each chunk. What is wrong with a row fails its own chunk (R-17)."""
-        for at, i in enumerate(chunk_ids):
-            if not logits.finite[at]:
-                result.errors.setdefault(i, NOT_FINITE)
-        masks = self._masks(batch, chunk_ids, result)
-        sound = [at for at, i in enumerate(chunk_ids) if i not in result.errors and i not in result.deferred]
-        if not sound:
-            return
-        rows = [self._row(batch, chunk_ids[at], logits.best[at], masks.get(chunk_ids[at])) for at in sound]
-        numbers = logits.rows if len(sound) == len(chunk_ids) else logits.rows[sound]
-        for at, drawn in zip(sound, self.sampler.sample_rows(numbers, rows), strict=True):
-            i = chunk_ids[at]
+    def _draw(self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, result: StepResult) -> None:
+        """Sample from `logits`: one token for each trial, and more where guesses are kept. What is wrong with a row
+        fails its own chunk (R-17)."""
+        for trial in trials:
+            if not logits.finite[trial.rows[-1]]:
+                result.errors.setdefault(trial.chunk_id, NOT_FINITE)
+        masks = self._masks(batch, [trial.chunk_id for trial in trials], result)
+        live = [
+            trial for trial in trials if trial.chunk_id not in result.errors and trial.chunk_id not in result.deferred
+        ]
+        tried = [trial for trial in live if trial.draft.token_ids]
+        if tried and self.speculator is not None:
+            for trial in tried:
+                known, trial.chances = self.speculator.chances(batch.seq_ids[trial.chunk_id], trial.draft)
+                trial.coupled = not (known and self.speculator.rejects)
+        for trial, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
+            i = trial.chunk_id
             if isinstance(drawn, ValueError):
                 result.errors[i] = f"sampling_error: {drawn}"
+                trial.is_open = False
                 continue
             result.token_ids[i] = drawn.token_id
             if drawn.logprob is not None:
                 result.logprobs[i] = drawn.logprob
             if drawn.state is not None:
                 result.states[i] = drawn.state
+            if trial.draft.token_ids:
+                trial.is_open = trial.take(drawn)
             if i in masks:
-                self._accept(batch, i, drawn.token_id, result)
+                self._accept(batch, i, drawn.token_id, 1, result)
+        if tried:
+            self._go_on(batch, tried, logits, result)
+
+    def _go_on(self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, result: StepResult) -> None:
+        """One more token after each guess that was kept, as deep as they are."""
+        best = logits.best
+        while live := [trial for trial in trials if self._is_open(trial, logits, result)]:
+            bound = [trial for trial in live if batch.params[trial.chunk_id].structured_outputs is not None]
+            masks = self._further_masks(batch, bound, result)
+            live = [trial for trial in live if trial.is_open]
+            for trial, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
+                i = trial.chunk_id
+                # What is wrong here is told by the next step, which begins at this token.
+                if isinstance(drawn, ValueError):
+                    trial.is_open = False
+                    continue
+                trial.is_open = trial.take(drawn)
+                result.further.setdefault(i, []).append(drawn.token_id)
+                result.paths[i] = trial.path()
+                if drawn.logprob is not None:
+                    result.further_logprobs.setdefault(i, []).append(drawn.logprob)
+                if drawn.state is not None:
+                    result.states[i] = drawn.state
+                if i in masks:
+                    self._accept(batch, i, drawn.token_id, len(trial.token_ids), result)
+        for trial in trials:
+            # A guess whose own token was not drawn after: it was computed, and will be again.
+            trial.nodes = trial.nodes[: len(trial.token_ids) - 1]
+            if self.speculator is not None and trial.token_ids:
+                likeliest = [best[trial.rows[node]] for node in range(len(trial.draft.token_ids))]
+                self.speculator.verified(batch.seq_ids[trial.chunk_id], trial.draft, likeliest, trial.nodes)
+
+    def _is_open(self, trial: Trial, logits: Logits, result: StepResult) -> bool:
+        return (
+            trial.is_open
+            and logits.finite[trial.rows[trial.node]]
+            and trial.chunk_id not in result.errors
+            and trial.chunk_id not in result.forced
+        )
+
+    def _sample(
+        self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, masks: dict[int, Mask]
+    ) -> list[Drawn | ValueError]:
+        """What is drawn after the last node of each trial."""
+        if not trials:
+            return []
+        places = [trial.rows[trial.node] for trial in trials]
+        rows = [
+            self._row(batch, trial, logits.best[at], masks.get(trial.chunk_id))
+            for trial, at in zip(trials, places, strict=True)
+        ]
+        numbers = logits.rows if places == list(range(len(logits.rows))) else logits.rows[places]
+        drawn = self.sampler.sample_rows(numbers, rows)
+        for k, (trial, row) in enumerate(zip(trials, rows, strict=True)):
+            if not trial.coupled and rejects(row) and trial.children():
+                drawn[k : k + 1] = draw_rejecting(self.sampler, numbers[k : k + 1], [row], [trial])
+        return drawn
+
+    def _further_masks(self, batch: ScheduledBatch, trials: list[Trial], result: StepResult) -> dict[int, Mask]:
+        """Masks after guesses that were kept. Those that are late end their trials, whose next step waits for them."""
+        masks: dict[int, Mask] = {}
+        matchers = self.matchers
+        if not trials or matchers is None:
+            return masks
+        wanted = []
+        for trial in trials:
+            i, constraint = trial.chunk_id, batch.params[trial.chunk_id].structured_outputs
+            if constraint is not None:
+                tokens = batch.histories[i][batch.num_prompts[i] :] + trial.token_ids
+                wanted.append((batch.seq_ids[i], constraint, tokens))
+        matchers.begin(wanted)
+        late = matchers.wait([seq_id for seq_id, _, _ in wanted], others=True)
+        for trial, (seq_id, constraint, tokens) in zip(trials, wanted, strict=True):
+            try:
+                if seq_id in late:
+                    trial.is_open = False
+                else:
+                    masks[trial.chunk_id] = matchers.mask(seq_id, constraint, tokens)
+            except GrammarError:
+                trial.is_open = False
+        return masks
 
     def _masks(self, batch: ScheduledBatch, chunk_ids: list[int], result: StepResult) -> dict[int, Mask]:
         """The masks of the chunks that have a constraint. Those whose masks are late are deferred to another step."""
@@ -293,8 +465,9 @@ class Runner:
                     result.errors[i] = f"structured_output_error: {error}"
         return masks
 
-    def _accept(self, batch: ScheduledBatch, i: int, token_id: int, result: StepResult) -> None:
-        num_generated = batch.starts[i] + batch.lens[i] + 1 - batch.num_prompts[i]
+    def _accept(self, batch: ScheduledBatch, i: int, token_id: int, num: int, result: StepResult) -> None:
+        """Tell the matcher of the `num`-th token of chunk i in this step."""
+        num_generated = batch.starts[i] + batch.lens[i] + num - batch.num_prompts[i]
         try:
             forced = self.matchers.accept(batch.seq_ids[i], token_id, batch.params[i], num_generated)  # type: ignore[union-attr]
         except GrammarError as error:
@@ -303,14 +476,15 @@ class Runner:
         if forced:
             result.forced[i] = forced
 
-    def _row(self, batch: ScheduledBatch, i: int, best: int, mask: Mask | None) -> Row:
+    def _row(self, batch: ScheduledBatch, trial: Trial, best: int, mask: Mask | None) -> Row:
+        i, known = trial.chunk_id, trial.token_ids
         return Row(
             params=batch.params[i],
-            position=batch.starts[i] + batch.lens[i],
+            position=batch.starts[i] + batch.lens[i] + len(known),
             num_prompt=batch.num_prompts[i],
-            history=batch.histories.get(i, []),
+            history=batch.histories.get(i, []) + known if known else batch.histories.get(i, []),
             best=best,
-            state=batch.states.get(i),
+            state=trial.state if known else batch.states.get(i),
             mask=mask,
         )
 

@@ -26,6 +26,15 @@ WATERMARK = 2
 """Purpose of the bits that make tokens green: the watermark's key stands for the seed, the token before for the
 position."""
 
+DRAFT = 3
+"""Purpose of the noise that a drafter draws with under rejection sampling. Coupled drafters use the target's own."""
+
+ACCEPT = 4
+"""Purpose of the coins that say whether guess i of one position is kept under rejection sampling: token id i."""
+
+RECOVER = 5
+"""Purpose of the noise that picks a token where all guesses of a position were rejected."""
+
 GUMBEL_MAX = float(-np.log(-np.log1p(-(2.0**-53))))
 """No variate is above it: u is at most 1 - 2**-53."""
 

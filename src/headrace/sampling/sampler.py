@@ -116,6 +116,52 @@ class Sampler:
             drawn += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
         return drawn
 
+    def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
+        """For each row of `logits` [S, V] the distribution that `sample_rows` draws from: token ids, ascending, and
+        their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
+        `sample_rows`."""
+        self._verify(logits)
+        found: list[tuple[Ids, F64] | ValueError] = []
+        for x, row in zip(logits, rows, strict=True):
+            try:
+                pool = self._pool(x, row)
+            except (RequestError, ValueError) as error:
+                found.append(_own(error))
+                continue
+            found.append((pool.token_ids, filters.probabilities(pool)))
+        return found
+
+    def rank(self, logits: F32, rows: list[Row], width: int) -> list[Ids | ValueError]:
+        """For each row of `logits` [S, V] the `width` tokens with the greatest sums of scaled logit and noise, best
+        first: the first is what `sample_rows` gives. Where fewer may be drawn, there are fewer."""
+        self._verify(logits)
+        found: list[Ids | ValueError] = []
+        for x, row in zip(logits, rows, strict=True):
+            try:
+                pool = self._pool(x, row)
+            except (RequestError, ValueError) as error:
+                found.append(_own(error))
+                continue
+            sums = pool.scaled
+            if not row.params.greedy and len(pool.token_ids) > 1:
+                words = noise.bits(row.params.seed or 0, row.position, pool.token_ids)
+                sums = sums + noise.gumbel(words)
+            elif row.params.greedy:
+                # All may follow, and the likeliest does.
+                pool, sums = Candidates(np.arange(len(x)), x.astype(np.float64), 0.0), x.astype(np.float64)
+            found.append(pool.token_ids[largest(sums, min(width, len(sums)))])
+        return found
+
+    def _pool(self, x: F32, row: Row) -> Candidates:
+        """What may be drawn from the row, all filters passed."""
+        opened = self._open(0, x, row)
+        if not isinstance(opened, _Open):
+            return Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
+        pool = select(opened.x, opened.greatest, opened.cut._replace(key=None))
+        for stage in opened.plan.stages:
+            pool = self._stage(stage, pool, row)
+        return _steered(pool, row, self.vocab_size) if opened.plan.steers else pool
+
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         """Log-probabilities of known tokens: row i of `logits` [P, V] foretold `next_token_ids[i]`."""
         self._verify(logits)
@@ -144,13 +190,18 @@ class Sampler:
         for opened, drawn in zip(waiting, self._draw(waiting), strict=True):
             found[opened.place] = drawn
         for index, drawn in enumerate(found):
-            num_top = rows[index].params.logprobs
-            if isinstance(drawn, Drawn) and num_top is not None:
+            if isinstance(drawn, Drawn) and rows[index].params.logprobs is not None:
                 try:
-                    drawn.logprob = token_logprob(logits[index], drawn.token_id, num_top)
+                    found[index] = self.told(logits[index], rows[index], drawn)
                 except ValueError as error:
                     found[index] = error
         return found
+
+    def told(self, x: F32, row: Row, drawn: Drawn) -> Drawn:
+        """`drawn`, with its log-probability if the row's parameters ask for that. Raises `NonFiniteLogitsError`."""
+        if row.params.logprobs is not None:
+            drawn.logprob = token_logprob(x, drawn.token_id, row.params.logprobs)
+        return drawn
 
     def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
         """The row after all edits; or its token, where that needs no draw."""

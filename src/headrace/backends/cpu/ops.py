@@ -40,6 +40,8 @@ class StepRows:
     start: NDArray[np.int32]
     table_begin: NDArray[np.int32]
     blocks: NDArray[np.int32]
+    copy_begin: NDArray[np.int32]
+    copy_slots: NDArray[np.int32]
     block_size: int
     max_rows: int
     features: Value | None = None
@@ -146,6 +148,8 @@ class CpuOps:
             "pairs": 0 if turn is None else turn.cos.shape[1],
             "positions": rows.positions,
             "slots": rows.slots,
+            "copy_begin": rows.copy_begin,
+            "copy_slots": rows.copy_slots,
         }
         node = self.graph.put("rope_store", qkv.dim, None, fields | cache.fields())
         return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, node)

@@ -24,6 +24,9 @@ from headrace.backends.cpu.verify import verify
 
 logger = logging.getLogger(__name__)
 
+MAX_DEPTH = 64
+"""Guesses after each other in a tree; of what several paths have, each path's blocks get a copy."""
+
 MAX_ROWS = 512
 """Rows of one native call. A longer step is computed in portions: reading the weights again costs less than the memory
 for more rows, and what is between two operators stays in the cache."""
@@ -59,6 +62,7 @@ class TapedProgram:
         self.vocab_size: int = model.vocab_size
         self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
         self._check = check
+        self._has_copies = False
         self.max_rows, self.max_logits = max_rows, max_chunks
         ops.begin()
         graph = ops.graph
@@ -75,6 +79,8 @@ class TapedProgram:
             start=np.zeros(max_chunks, np.int32),
             table_begin=np.zeros(max_chunks + 1, np.int32),
             blocks=aligned(4 * max_blocks).view(np.int32),
+            copy_begin=np.zeros(max_rows + 1, np.int32),
+            copy_slots=np.zeros(max_rows * (MAX_DEPTH + cache.block_size), np.int32),
             block_size=cache.block_size,
             max_rows=max_rows,
             features=given,
@@ -197,9 +203,21 @@ class TapedProgram:
                 inputs.slots[at:stop] = own_blocks[positions // size] * size + positions % size
             at = stop
             blocks_at += needed
+        self._fill_copies(chunks, at)
         inputs.row_begin[len(chunks.starts)] = at
         inputs.table_begin[len(chunks.starts)] = blocks_at
         return at
+
+    def _fill_copies(self, chunks: Chunks, num_rows: int) -> None:
+        begin, copies = self.inputs.copy_begin, chunks.copies
+        if copies:
+            rows = np.array([row for row, _ in copies])
+            begin[: num_rows + 1] = np.searchsorted(rows, np.arange(num_rows + 1))
+            self.inputs.copy_slots[: len(copies)] = [slot for _, slot in copies]
+            self._has_copies = True
+        elif self._has_copies:
+            begin[:] = 0
+            self._has_copies = False
 
     def _take(self, num_rows: int) -> Logits:
         finite = self._finite_logits[:num_rows].astype(bool) & (self._best_values[:num_rows] > -np.inf)

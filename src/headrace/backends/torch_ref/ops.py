@@ -145,6 +145,9 @@ class RefOps:
                 rows.notes[id(turn.cos)] = angles
             query, key = self.rope(query, *angles), self.rope(key, *angles)
         self.store(key, value, cache, rows.slot_mapping)
+        if rows.copies is not None:
+            own, slots = rows.copies
+            self.store(key[own], value[own], cache, slots)
         return query.flatten(1)
 
     def attention(

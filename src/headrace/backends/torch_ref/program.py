@@ -27,6 +27,7 @@ class ForwardBatch:
 
     token_ids, positions, slot_mapping, seq_index: int64 [R]; seq_index is the row's chunk.
     starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
+    copies: rows and slots, int64 [2, C]: further slots of some rows.
     features: [R, F], for models that look at them.
     notes: what ropes and attention work out once a step, under keys of their own.
     """
@@ -38,6 +39,7 @@ class ForwardBatch:
     starts: list[int]
     lens: list[int]
     block_tables: Tensor
+    copies: Tensor | None = None
     features: Tensor | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -59,6 +61,7 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device) ->
         starts=chunks.starts,
         lens=lens,
         block_tables=block_tables.to(device),
+        copies=torch.tensor(list(chunks.copies)).T.to(device) if chunks.copies else None,
     )
 
 
