@@ -43,6 +43,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.scheduling_policy,
         eos_token_ids=info.eos_token_ids,
+        speculates=runner.speculator is not None,
         # A cache of this process alone: nobody outside can compute its keys (S-23).
         cache_key=os.urandom(32),
         cache_fingerprint="/".join(
