@@ -102,7 +102,7 @@ def quantize(
 ) -> None:
     """Quantise a model's weights; a broken run is taken up where it stood by the same command."""
     from headrace.quantize.base import Options, find_method, find_writer, method_names
-    from headrace.quantize.driver import quantise_checkpoint, verify_out
+    from headrace.quantize.driver import quantise_checkpoint, verify_checkpoint, verify_out
     from headrace.quantize.gguf_writer import LEVELS
 
     if method == MIXED or method in LEVELS:
@@ -128,8 +128,8 @@ def quantize(
     # All that can be wrong is told before the model is asked for a text.
     options = find_method(method).verify(options)
     find_writer(layout or default.layout).verify(options)
-    verify_out(out)
     directory = hub.resolve(model)
+    verify_out(out, verify_checkpoint(directory, options, layout or default.layout))
     pieces: list[list[int]] = []
     if find_method(method).CALIBRATED or calibration is not None:
         pieces = calibration_text(model, directory, calibration, num_calibration_tokens, calibration_length)
@@ -201,11 +201,13 @@ def _gguf(
 ) -> None:
     """A GGUF file of one of its levels, or of types chosen by measured loss."""
     from headrace.quantize import gguf_writer, mixed
+    from headrace.quantize.driver import verify_out
 
     if out.suffix != ".gguf":
         raise RequestError("out", str(out), f"a name that ends in .gguf for method {method}")
     if out.exists():
         raise RequestError("out", str(out), "a file that is not there yet")
+    verify_out(out)
     directory = hub.resolve(model)
     with _progress() as show:
 
@@ -213,6 +215,7 @@ def _gguf(
             show(done, total, "")
 
         if method == MIXED:
+            mixed.verify(gguf_writer.Source(directory), MIXED_BITS if bits is None else bits)
             pieces = calibration_text(model, directory, calibration, num_tokens, length)
             made = mixed.write(directory, out, MIXED_BITS if bits is None else bits, pieces, step)
             written, loss = made.written, f"; {made.measured:.4f} nats a token from the plain model"

@@ -12,12 +12,12 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from headrace.errors import RequestError
+from headrace.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import methods, writers
 
@@ -135,11 +135,24 @@ class Method(Protocol):
         ...
 
 
+class LayerShape(NamedTuple):
+    """A linear layer to quantise. transposed: the plain checkpoint has it as [in, out] (GPT-2's Conv1D)."""
+
+    num_out: int
+    num_in: int
+    transposed: bool = False
+
+
 class Writer(Protocol):
     """A module `quantize/writers/<name>.py`."""
 
     def verify(self, options: Options) -> None:
         """Raises `RequestError` for options that the layout can not hold."""
+        ...
+
+    def verify_model(self, source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+        """Raises `CheckpointError` for a model (the directory `source`) that the layout can not hold with these
+        options of its layers: all that `tensors` and `finish` could find wrong hours later."""
         ...
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
@@ -163,6 +176,16 @@ class Writer(Protocol):
         """All layers are written: make the directory whole. files: names of tensors by file; config: config.json with
         its quantization_config. Hugging Face layouts use `shards.finish`."""
         ...
+
+
+def refuse_transposed(layout: str, layers: Mapping[str, LayerShape]) -> None:
+    """Raises `CheckpointError` for layers [in, out], which no reader of `layout` looks for."""
+    for name, shape in layers.items():
+        if shape.transposed:
+            raise CheckpointError(
+                f"{name}.weight is stored [in, out]; {layout} has no such layers, the formats gptq, bitsandbytes and "
+                "gguf have"
+            )
 
 
 def method_names() -> list[str]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import RequestError
 
@@ -47,7 +48,7 @@ def read_texts(path: Path) -> list[str | list[int]]:
             raise RequestError(
                 field, shown, f'one JSON object with a "text" a line (line {number}: {error})'
             ) from error
-        found = value.get("text", value.get("token_ids")) if isinstance(value, dict) else None
+        found: Any = value.get("text", value.get("token_ids")) if isinstance(value, dict) else None
         known = isinstance(found, list) and all(type(token_id) is int and token_id >= 0 for token_id in found)
         if not isinstance(found, str) and not known:
             raise RequestError(field, shown, f'one JSON object with a "text" a line; line {number} is none')

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +31,8 @@ from headrace.backends.torch_ref.program import ForwardBatch, make_forward_batch
 from headrace.errors import CheckpointError, RequestError
 from headrace.models.config import ModelConfig
 from headrace.quant.base import PLAIN, QWeight
-from headrace.quantize import shards
-from headrace.quantize.base import Layer, Options, Statistics, find_method, find_writer
+from headrace.quantize import grid, shards
+from headrace.quantize.base import Layer, LayerShape, Options, Statistics, find_method, find_writer
 from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingBackend
 from headrace.runner.loader import DTYPES, Checkpoint, Weights, view_of
 from headrace.runner.mapped import MappedFile, choose_dtype, read_config
@@ -39,7 +40,7 @@ from headrace.runner.mapped import MappedFile, choose_dtype, read_config
 STATE = "quantize-state.json"
 REPORT = "quantize-report.json"
 VERSION = 1
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_ROWS = 2048
 """Tokens of the calibration text that go through a layer at once, or one sequence if it is longer."""
 BLOCK = 128
@@ -97,8 +98,21 @@ def quantise_checkpoint(
     return Run(source, out, options, layout, calibration, choose, progress).run()
 
 
-def verify_out(out: Path) -> None:
-    """Raises `RequestError` unless `out` is not there, empty, or holds a run that was broken off."""
+def verify_checkpoint(source: Path, options: Options, layout: str, choose: Choose | None = None) -> int:
+    """All that `quantise_checkpoint` can find wrong but for the calibration text, before any work. -> bytes of what
+    will be written, but for scales and zero points."""
+    return Run(source, Path(), options, layout, None, choose, None).num_bytes()
+
+
+def verify_out(out: Path, num_bytes: int = 0) -> None:
+    """Raises `RequestError` unless `out` is not there, empty, or holds a run that was broken off; and where nothing of
+    `num_bytes` can be written."""
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not os.access(nearest, os.W_OK) or not (nearest.is_dir() or nearest == out):
+        raise RequestError("out", str(out), f"a path that can be made: {nearest} can not be written to")
+    free = shutil.disk_usage(nearest).free
+    if num_bytes > free and not (out / STATE).is_file():
+        raise RequestError("out", str(out), f"a place for {num_bytes} bytes: its disk has {free} left")
     if out.exists() and not (out / STATE).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError("out", str(out), "a new or empty directory, or that of a run that was broken off")
 
@@ -112,10 +126,11 @@ class Run:
         out: Path,
         options: Options,
         layout: str,
-        calibration: Sequence[Sequence[int]],
+        calibration: Sequence[Sequence[int]] | None,
         choose: Choose | None,
         progress: Progress | None,
     ) -> None:
+        """calibration: None for a run that is verified only."""
         self.method, self.writer = find_method(options.method), find_writer(layout)
         self.options = self.method.verify(options)
         self.writer.verify(self.options)
@@ -128,20 +143,36 @@ class Run:
         self.ops = backend.tracing
         self.weights = LazyWeights(Weights(self.checkpoint, cast(Backend, backend)), self.ops)
         module, config = models.find(self.values["model_type"]), ModelConfig(self.values)
-        longest = max((len(piece) for piece in calibration), default=0)
+        longest = max((len(piece) for piece in calibration or ()), default=0)
         if longest > config.max_positions():
             raise RequestError("calibration", longest, f"pieces of at most {config.max_positions()} tokens")
         self.model: Any = module.Model(config, self.weights, self.ops, max(longest, 2))
         self.weights.finish()
         self.num_layers = len(self.model.layers)
         self.chosen, self.left = self._choose(choose)
+        self.shapes = {
+            name: LayerShape(num_out, matrix.num_in, matrix.transposed)
+            for matrix in self.weights.matrices
+            for name, num_out in zip(matrix.names, matrix.num_outs, strict=True)
+            if name in self.chosen
+        }
+        for name, shape in self.shapes.items():
+            grid.group_of(self.chosen[name], shape.num_in, name)
+        self.writer.verify_model(source, self.shapes, self.chosen)
         uncalibrated = [o.method for o in [self.options, *self.chosen.values()] if find_method(o.method).CALIBRATED]
-        if uncalibrated and not calibration:
+        if uncalibrated and calibration is not None and not calibration:
             raise RequestError("calibration", None, f"a text for method {uncalibrated[0]}")
-        self.calibration = _in_vocabulary(calibration, self.model.vocab_size)
+        self.calibration = _in_vocabulary(calibration or (), self.model.vocab_size)
         # What `read` is given; the layouts say nothing in it that is known only when all is written.
         self.quantization_config = self.writer.quantization_config(self.chosen, self.left)
         self.state = State(out, self._fingerprint(layout), self.num_layers)
+
+    def num_bytes(self) -> int:
+        """Of the weights' files, but for scales and zero points."""
+        codes = sum(self.chosen[name].bits * shape.num_out * shape.num_in for name, shape in self.shapes.items()) // 8
+        made = {f"{name}.weight" for name in self.shapes}
+        entries = [self.checkpoint.entry(name) for name in self.checkpoint.names if name not in made]
+        return codes + sum(entry.end - entry.begin for entry in entries)
 
     def run(self) -> Report:
         self.state.open()
@@ -210,7 +241,7 @@ class Run:
     def _embedded(self) -> tuple[Tensor, list[Batch], OneCache]:
         """The calibration text's rows as the first decoder layer is given them [rows, hidden]."""
         batches = list(_batches(self.calibration))
-        parts = [self.model.embed(batch.rows.token_ids) for batch in batches]
+        parts = [self.model.enter(batch.rows) for batch in batches]
         kv = OneCache(self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0))
         return torch.cat(parts) if parts else torch.empty(0, 0), batches, kv
 
@@ -258,13 +289,14 @@ class Run:
         plain: dict[str, Tensor] = {}
         for matrix in self._matrices(i):
             for name, num_out in zip(matrix.names, matrix.num_outs, strict=True):
-                weight = self.checkpoint.tensor(f"{name}.weight")
+                weight = _turned(self.checkpoint.tensor(f"{name}.weight"), matrix)
                 if tuple(weight.shape) != (num_out, matrix.num_in) or weight.dtype not in PLAIN:
                     raise CheckpointError(
                         f"{name}.weight has shape {list(weight.shape)} and dtype {weight.dtype}, expected floats "
                         f"[{num_out}, {matrix.num_in}]"
                     )
-                (layer.weights if name in self.chosen else plain)[name] = weight.float().clone()
+                own = weight.float().clone(memory_format=torch.contiguous_format)
+                (layer.weights if name in self.chosen else plain)[name] = own
                 if matrix.bias:
                     layer.biases[name] = self.checkpoint.tensor(f"{name}.bias").float().clone()
         for full, norm in self.weights.norms.items():
@@ -313,7 +345,7 @@ class Run:
                 if name in self.chosen:
                     weights[name] = self.writer.read(file, name, self.quantization_config).dequantize()
                 else:
-                    weights[name] = file(f"{name}.weight").float()
+                    weights[name] = _turned(file(f"{name}.weight"), matrix).float()
                 if matrix.bias:
                     biases[name] = file(f"{name}.bias").float()
         for name, norm in self.weights.norms.items():
@@ -419,6 +451,11 @@ def _batches(calibration: list[list[int]]) -> Iterable[Batch]:
         rows = make_forward_batch(Chunks([0] * len(pieces), pieces, tables), BLOCK, torch.device("cpu"))
         yield Batch(rows, slice(row, row + num_rows), num_blocks)
         first, row = last, row + num_rows
+
+
+def _turned(stored: Tensor, matrix: LazyMatrix) -> Tensor:
+    """[out, in]."""
+    return stored.t() if matrix.transposed and stored.dim() == 2 else stored
 
 
 def _layer_of(name: str) -> int | None:

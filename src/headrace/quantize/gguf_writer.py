@@ -126,7 +126,9 @@ class Source:
         shapes = {self._shape(name) for name in plan.sources}
         if len(shapes) != 1:
             raise CheckpointError(f"{plan.name}: its parts have the shapes {sorted(shapes)}, expected one")
-        shape = tuple(reversed(shapes.pop())) if plan.transposed else shapes.pop()
+        # Blocks lie [out, in] whatever the floats did.
+        turned = plan.transposed and not self.is_blocks(plan)
+        shape = tuple(reversed(shapes.pop())) if turned else shapes.pop()
         return (len(plan.sources), *shape) if plan.name.endswith("_exps.weight") else shape
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -226,6 +228,14 @@ def find_level(name: str) -> Level:
     return LEVELS[wanted]
 
 
+def verify(source: Source) -> dict[str, Value]:
+    """What the file says of the tokenizer. Raises `CheckpointError` for one that GGUF has no words for, or none, and
+    for tensors of shapes that make no file."""
+    for plan in source.plans:
+        source.shape(plan)
+    return gguf_tokenizer.metadata(source.directory, source.config.integer("vocab_size"))
+
+
 def convert(directory: Path, path: Path, level: str, progress: Progress | None = None) -> Written:
     """Write the model in `directory` as the GGUF file `path` of a level of `LEVELS`.
 
@@ -241,11 +251,11 @@ def write(
     source: Source, path: Path, kinds: Mapping[str, str], number: int | None = None, progress: Progress | None = None
 ) -> Written:
     """`convert` with the type of each tensor given. number: GGUF's file_type, if the mixture has one."""
-    said, config = source.said, source.config
+    said = source.said
     fields: dict[str, Value] = {"general.architecture": said.architecture, "general.type": "model"}
     fields |= {"general.name": source.directory.resolve().name, "general.quantization_version": 2}
     fields |= {} if number is None else {"general.file_type": number}
-    fields |= said.fields | gguf_tokenizer.metadata(source.directory, config.integer("vocab_size"))
+    fields |= said.fields | verify(source)
     tensors = [gguf_file.Tensor(plan.name, kinds[plan.name], source.shape(plan)) for plan in source.plans]
     if said.factors is not None:
         tensors.append(gguf_file.Tensor("rope_freqs.weight", "F32", said.factors.shape))

@@ -10,6 +10,7 @@ is held in memory once, in float32. Called by `cli.quantize`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,30 @@ def write(
     return Mixture(written, sum(step.loss for step in chosen), measured)
 
 
+def ladder_of(num_in: int) -> tuple[str, ...]:
+    """Types for rows of so many inputs, the smallest first."""
+    return LADDER if num_in % 256 == 0 else SHORT_LADDER if num_in % 32 == 0 else ("F16", "BF16")
+
+
+def least_bits(source: Source) -> float:
+    """Of a weight, all tensors counted, where each matrix has its smallest type."""
+    total = num_weights = 0.0
+    for plan in source.plans:
+        shape = source.shape(plan)
+        kind = ladder_of(shape[-1])[0] if source.is_matrix(plan) else "F32"
+        total += bits_per_weight(kind) * math.prod(shape)
+        num_weights += math.prod(shape)
+    return total / num_weights
+
+
+def verify(source: Source, bits: float) -> None:
+    """All that `write` can find wrong but for the calibration text. Raises `RequestError` for a budget below what the
+    smallest types take, and `CheckpointError` as `gguf_writer.convert`."""
+    gguf_writer.verify(source)
+    if bits < (least := least_bits(source)):
+        raise RequestError("bits", bits, f"at least {least:.2f}, which the smallest types take for this model")
+
+
 def choose(model: _Measured, bits: float) -> list[Step]:
     """A step for each group. Raises `RequestError` for a budget below what the smallest take."""
     hulls = [hull(group.steps) for group in model.groups]
@@ -169,7 +194,7 @@ class _Measured:
     def measure(self, group: Group) -> None:
         """Fill in the group's steps."""
         num_in = group.matrices[0].num_in if group.matrices else cast(Tensor, group.table).shape[1]
-        ladder = LADDER if num_in % 256 == 0 else SHORT_LADDER if num_in % 32 == 0 else ("F16", "BF16")
+        ladder = ladder_of(num_in)
         probe = gguf_writer.fitting(PROBE, num_in)
         probe = probe if probe in ladder else ladder[0]
         errors = {kind: sum(_squared_error(part, kind) for part in self._parts(group)) for kind in ladder}

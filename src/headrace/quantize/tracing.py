@@ -19,7 +19,6 @@ from headrace.backends.base import Activation, Array, HeadNorm, Heads, Matrix, T
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import ForwardBatch
-from headrace.errors import CheckpointError
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
 from headrace.runner.loader import Weights
@@ -27,7 +26,8 @@ from headrace.runner.loader import Weights
 
 @dataclass(slots=True, eq=False)
 class LazyMatrix:
-    """A linear layer, or several stacked ones: names in the checkpoint and what each gives out."""
+    """A linear layer, or several stacked ones: names in the checkpoint and what each gives out. transposed: stored
+    [in, out]."""
 
     num_in: int
     num_out: int
@@ -35,6 +35,7 @@ class LazyMatrix:
     num_outs: tuple[int, ...] = ()
     bias: bool = False
     plain: bool = False
+    transposed: bool = False
 
 
 @dataclass(slots=True)
@@ -203,13 +204,9 @@ class LazyWeights:
         transposed: bool = False,
         plain: bool = False,
     ) -> Matrix:
-        if transposed:
-            raise CheckpointError(
-                f"{names[0]}.weight is stored [in, out]; no layout of quantised checkpoints has such layers"
-            )
-        made = self._weights.linear(names, num_in, num_outs, bias=bias, plain=plain)
+        made = self._weights.linear(names, num_in, num_outs, bias=bias, transposed=transposed, plain=plain)
         if not isinstance(made, LazyMatrix):
             raise TypeError(f"a matrix of another backend: {type(made).__name__}")
-        made.names, made.num_outs, made.plain = tuple(names), tuple(num_outs), plain
+        made.names, made.num_outs, made.plain, made.transposed = tuple(names), tuple(num_outs), plain, transposed
         self.matrices.append(made)
         return made

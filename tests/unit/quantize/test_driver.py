@@ -260,13 +260,6 @@ def test_a_run_of_other_options_is_not_gone_on_with(tmp_path: Path, small: Path)
         quantise_checkpoint(small, tmp_path / "out", Options(group_size=32), "gptq")
 
 
-def test_layers_stored_the_other_way_round_are_refused(tmp_path: Path) -> None:
-    from tests.unit.packing import tiny
-
-    with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
-        quantise_checkpoint(tiny(tmp_path / "gpt2", "gpt2"), tmp_path / "out", Options(group_size=8), "gptq")
-
-
 def log_probabilities(model: Path) -> list[float]:
     """Of a text's tokens after each other."""
     llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1)

@@ -13,7 +13,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import awq
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import AFFINE, Options
+from headrace.quantize.base import AFFINE, LayerShape, Options, refuse_transposed
 from headrace.quantize.packing import packed
 from headrace.quantize.writers.gptq import one_of
 
@@ -25,13 +25,20 @@ def verify(options: Options) -> None:
         raise RequestError("format", "awq", f"another for {shown}: it holds 4 bits in groups of neighbours")
 
 
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    refuse_transposed("awq", layers)
+    for name, shape in layers.items():
+        if shape.num_out % 8:
+            raise CheckpointError(f"{name} has {shape.num_out} outputs; AWQ's layout wants eights of outputs")
+
+
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return torch.float16
 
 
 def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
-    if weight.scales is None or weight.zeros is None or weight.shape[0] % 8:
-        raise CheckpointError(f"{name} has {weight.shape[0]} outputs; AWQ's layout wants scales and eights of outputs")
+    if weight.scales is None or weight.zeros is None:
+        raise CheckpointError(f"{name}: codes without scales and zero points have no place in AWQ's layout")
     return {
         f"{name}.qweight": _words(weight.codes),
         f"{name}.qzeros": _words(weight.zeros.to(torch.uint8)),

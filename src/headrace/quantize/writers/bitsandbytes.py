@@ -14,7 +14,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import bitsandbytes
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import Options
+from headrace.quantize.base import LayerShape, Options
 from headrace.quantize.methods import nf4
 from headrace.quantize.methods.llm_int8 import THRESHOLD, Int8Weight
 from headrace.quantize.methods.nf4 import NF4Weight
@@ -25,6 +25,10 @@ METHODS = ("nf4", "llm_int8")
 def verify(options: Options) -> None:
     if options.method not in METHODS:
         raise RequestError("format", "bitsandbytes", f"another for method {options.method}: it holds nf4 and llm_int8")
+
+
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    """Any: groups of 32 inputs and more come out as whole bytes."""
 
 
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import compressed_tensors
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import Options
+from headrace.quantize.base import LayerShape, Options, refuse_transposed
 from headrace.quantize.packing import packed
 
 PACKED, PLAIN = "pack-quantized", "int-quantized"
@@ -31,6 +31,10 @@ def verify(options: Options) -> None:
     if options.method == "gptq" and options.act_order == "group":
         # compressed-tensors 0.20 reads no g_idx any more.
         raise RequestError("act_order", "group", "static or none for format compressed-tensors")
+
+
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    refuse_transposed("compressed-tensors", layers)
 
 
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import fp8
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import Options
+from headrace.quantize.base import LayerShape, Options, refuse_transposed
 
 METHODS = ("fp8", "fp8_e5m2")
 
@@ -24,6 +24,10 @@ def verify(options: Options) -> None:
         raise RequestError("format", "fp8", f"another for method {options.method}: it holds {' and '.join(METHODS)}")
     if options.group_size > 0:
         raise RequestError("group_size", options.group_size, "-1 (one scale an output) or 0 (one scale) for format fp8")
+
+
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    refuse_transposed("fp8", layers)
 
 
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import gguf_blocks
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import gguf_writer, shards
-from headrace.quantize.base import Options
+from headrace.quantize.base import LayerShape, Options
 
 BLOCK = 32
 
@@ -35,14 +35,21 @@ def verify(options: Options) -> None:
         raise RequestError("act_order", "group", "static or none for format gguf, whose groups are of neighbours")
 
 
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    gguf_writer.verify(gguf_writer.Source(source))
+    for name, shape in layers.items():
+        if shape.num_in % BLOCK:
+            raise CheckpointError(f"{name} has {shape.num_in} inputs; GGUF's blocks want rows of {BLOCK}s")
+
+
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return torch.float16
 
 
 def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     num_out, num_in = weight.shape
-    if weight.scales is None or weight.zeros is None or weight.permutation is not None or num_in % BLOCK:
-        raise CheckpointError(f"{name} has {num_in} inputs; GGUF's blocks want symmetric codes in rows of 32s")
+    if weight.scales is None or weight.zeros is None or weight.permutation is not None:
+        raise CheckpointError(f"{name}: GGUF's blocks want symmetric codes in groups of neighbours")
     middle = 2 ** (options.bits - 1)
     codes = (weight.codes.to(torch.int16) - middle).view(num_out, -1, BLOCK)
     scales = weight.scales.repeat_interleave(min(weight.group, num_in) // BLOCK, 1).half().unsqueeze(-1)

@@ -13,7 +13,7 @@ from headrace.errors import CheckpointError, RequestError
 from headrace.quant import gptq
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import shards
-from headrace.quantize.base import AFFINE, Options
+from headrace.quantize.base import AFFINE, LayerShape, Options
 from headrace.quantize.packing import packed
 
 
@@ -24,18 +24,23 @@ def verify(options: Options) -> None:
         raise RequestError("format", "gptq", f"compressed-tensors for {shown}")
 
 
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    for name, (num_out, num_in, _) in layers.items():
+        bits = chosen[name].bits
+        if num_out * bits % 32 or num_in * bits % 32:
+            raise CheckpointError(
+                f"{name} has {num_out} outputs and {num_in} inputs; GPTQ's layout wants whole words of {bits} bits"
+            )
+
+
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return torch.float16
 
 
 def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
-    num_out, num_in = weight.shape
+    num_in = weight.shape[1]
     if weight.scales is None or weight.zeros is None:
         raise CheckpointError(f"{name}: codes without scales and zero points have no place in GPTQ's layout")
-    if num_out * options.bits % 32 or num_in * options.bits % 32:
-        raise CheckpointError(
-            f"{name} has {num_out} outputs and {num_in} inputs; GPTQ's layout wants whole words of {options.bits} bits"
-        )
     index = torch.arange(num_in) // weight.group
     codes = weight.codes
     if weight.permutation is not None:
