@@ -1,28 +1,34 @@
 """Writes a GGUF file: metadata and a directory of tensors first, then the tensors' bytes as they come, in that order.
 
-Layout: the GGUF specification, version 3, little endian. The file appears under its name when it is whole. Knows no
-model and no tokenizer. Called by `quantize.gguf_writer`; `headrace.gguf` reads what it writes.
+Layout: the GGUF specification, version 3, little endian. The file appears under its name when it is whole; a run that
+was broken off is gone on with. Knows no model and no tokenizer. Called by `quantize.gguf_writer`; `headrace.gguf` reads
+what it writes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import CheckpointError
 from headrace.gguf import TENSOR_TYPES
+from headrace.quantize import shards
 
 U8 = NDArray[np.uint8]
 Value = bool | int | float | str | Sequence[str] | Sequence[int] | Sequence[float]
 
 ALIGNMENT = 32
+NOTED_BYTES = 32 * 2**20
+"""Bytes that a run which is broken off may have to write again, and one tensor."""
 _NUMBERS = {name: (number, elements, size) for number, (name, elements, size) in TENSOR_TYPES.items()}
 _BOOL, _UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 7, 4, 5, 6, 8, 9
 
@@ -55,32 +61,87 @@ def header(fields: Mapping[str, Value], tensors: Sequence[Tensor]) -> bytes:
     return made + bytes(_padded(len(made)) - len(made))
 
 
-def write(path: Path, fields: Mapping[str, Value], tensors: Sequence[Tensor], data: Iterable[tuple[int, U8]]) -> None:
-    """Write `path`. data: (index of the tensor, some of its bytes), in the order of `tensors` and of their bytes.
+def write(
+    path: Path,
+    fields: Mapping[str, Value],
+    tensors: Sequence[Tensor],
+    data: Callable[[int], Iterable[tuple[int, U8]]],
+    stamp: str = "",
+) -> None:
+    """Write `path`. data: (index of the tensor, some of its bytes), in the order of `tensors` and of their bytes, from
+    the tensor on that it is given.
 
-    Raises `CheckpointError` if bytes are missing or too many; then no file is left.
+    What was written by a run that was broken off is gone on with, if header and `stamp` (of all that the bytes depend
+    on) are the same. Raises `CheckpointError` if bytes are missing or too many; then no file is left.
     """
+    begin = header(fields, tensors)
     part = path.with_name(path.name + ".part")
+    notes = Notes(path, hashlib.sha256(begin + stamp.encode()).hexdigest())
+    done = notes.read().get("num_tensors", 0)
+    size = len(begin) + sum(_padded(tensor.num_bytes) for tensor in tensors[:done])
+    if not part.is_file() or part.stat().st_size < size:
+        done, size = 0, len(begin)
     try:
-        with part.open("wb") as file:
-            file.write(header(fields, tensors))
-            _write_data(file, tensors, data)
+        with part.open("r+b" if done else "wb") as file:
+            if not done:
+                file.write(begin)
+            file.truncate(size)
+            file.seek(size)
+            _write_data(file, tensors, data(done), done, notes)
+            _to_disk(file)
         os.replace(part, path)
-    finally:
+    except CheckpointError:
         part.unlink(missing_ok=True)
+        raise
+    finally:
+        if not part.is_file():
+            notes.remove()
 
 
-def _write_data(file: BinaryIO, tensors: Sequence[Tensor], data: Iterable[tuple[int, U8]]) -> None:
-    at, written = 0, 0
+class Notes:
+    """What a run leaves beside the file it makes, for one that goes on: JSON, of use to whoever has the same stamp."""
+
+    def __init__(self, path: Path, stamp: str, ending: str = ".part.json") -> None:
+        self._path, self._stamp = path.with_name(path.name + ending), stamp
+
+    def read(self) -> dict[str, Any]:
+        """Empty if there is nothing of this stamp."""
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) and found.get("stamp") == self._stamp else {}
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        shards.write_json(self._path, {"stamp": self._stamp, **told})
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _write_data(
+    file: BinaryIO, tensors: Sequence[Tensor], data: Iterable[tuple[int, U8]], first: int, notes: Notes
+) -> None:
+    at, written, pending = first, 0, 0
     for index, piece in data:
         while at < index:
             _end(file, tensors[at], written)
             at, written = at + 1, 0
+            if pending >= NOTED_BYTES:
+                _to_disk(file)
+                notes.write({"num_tensors": at})
+                pending = 0
         file.write(np.ascontiguousarray(piece).data)
         written += piece.nbytes
+        pending += piece.nbytes
     for tensor in tensors[at:]:
         _end(file, tensor, written)
         written = 0
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _end(file: BinaryIO, tensor: Tensor, written: int) -> None:

@@ -7,6 +7,7 @@ read some rows at a time, so memory is bounded whatever the size. Called by `cli
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,8 @@ from headrace.runner.loader import Checkpoint
 from headrace.runner.mapped import read_config
 
 SLAB_WEIGHTS = 2**22
+VERSION = 1
+"""Changes when the same weights get other bytes: a run that was broken off then begins anew."""
 FITTING = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types of blocks of 32 for rows that are no whole number of blocks of 256."""
 FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -113,6 +116,12 @@ class Source:
         """Names of the head and of the embedding table."""
         table = [name for name in self.checkpoint.names if name.rpartition("wte" if self.gpt2 else "embed_tokens")[1]]
         return ("lm_head.weight" if "lm_head.weight" in self.checkpoint.names else None, table[0] if table else None)
+
+    @property
+    def stamp(self) -> str:
+        """Of all that the tensors' bytes depend on, but for their types."""
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
+        return json.dumps([VERSION, files, self.config.values], sort_keys=True, default=str)
 
     @property
     def gpt2(self) -> bool:
@@ -261,9 +270,9 @@ def write(
         tensors.append(gguf_file.Tensor("rope_freqs.weight", "F32", said.factors.shape))
     total = sum(math.prod(tensor.shape) for tensor in tensors)
 
-    def data() -> Iterator[tuple[int, U8]]:
-        done = 0
-        for index, plan in enumerate(source.plans):
+    def data(first: int) -> Iterator[tuple[int, U8]]:
+        done = sum(math.prod(tensor.shape) for tensor in tensors[:first])
+        for index, plan in list(enumerate(source.plans))[first:]:
             if source.is_blocks(plan):
                 yield from ((index, piece) for piece in source.raw(plan))
                 done += math.prod(tensors[index].shape)
@@ -273,10 +282,10 @@ def write(
                 done += piece.size
                 if progress is not None:
                     progress(done, total)
-        if said.factors is not None:
+        if said.factors is not None and first <= len(source.plans):
             yield len(source.plans), encode("F32", said.factors[None], "rope_freqs.weight")
         source.checkpoint.release()
 
-    gguf_file.write(path, fields, tensors, data())
+    gguf_file.write(path, fields, tensors, data, source.stamp)
     bits = 8 * sum(tensor.num_bytes for tensor in tensors) / total
     return Written(path.stat().st_size, bits, {tensor.name: tensor.kind for tensor in tensors})

@@ -5,11 +5,14 @@ take them together. For each group the model is run with that group alone quanti
 predictions from the float model's on a calibration text is what the group costs; for other types that is scaled by the
 weights' squared error, since small errors cost in proportion to it. Then bits go where they save most: along each
 group's lower convex hull, the steepest step first (Fox 1966, "Discrete Optimization via Marginal Analysis"). The model
-is held in memory once, in float32. Called by `cli.quantize`.
+is held in memory once, in float32. What was measured is kept beside the file until that is whole, so that a run which
+was broken off goes on. Called by `cli.quantize`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ from headrace.errors import RequestError
 from headrace.quant import gguf_blocks
 from headrace.quantize import gguf_writer
 from headrace.quantize.gguf_encode import bits_per_weight, encode
+from headrace.quantize.gguf_file import Notes
 from headrace.quantize.gguf_model import Planned
 from headrace.quantize.gguf_writer import Progress, Source, Written
 from headrace.runner.loader import Weights
@@ -91,8 +95,17 @@ def write(
     source = Source(directory)
     with torch.inference_mode():
         model = _Measured(source, calibration)
+        stamp = hashlib.sha256(json.dumps([source.stamp, model.pieces, LADDER, SHORT_LADDER]).encode()).hexdigest()
+        notes = Notes(path, stamp, ".steps.json")
+        known: dict[str, Any] = notes.read().get("steps", {})
         for done, group in enumerate(model.groups):
-            model.measure(group)
+            name = group.plans[0].name
+            if name in known:
+                group.steps = [Step(*step) for step in known[name]]
+            else:
+                model.measure(group)
+                known[name] = [tuple(step) for step in group.steps]
+                notes.write({"steps": known})
             if progress is not None:
                 progress(done + 1, len(model.groups))
         chosen = choose(model, bits)
@@ -102,6 +115,7 @@ def write(
             model.apply(group, step.kind)
         measured = model.divergence()
     written = gguf_writer.write(source, path, kinds, None, None)
+    notes.remove()
     return Mixture(written, sum(step.loss for step in chosen), measured)
 
 
