@@ -205,7 +205,11 @@ class Decoder:
 
 
 def through(
-    layers: Sequence[DecoderLayer], x: Array, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None
+    layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]],
+    x: Array,
+    rows: Rows,
+    kv: Sequence[Cache],
+    streams: list[Array] | None = None,
 ) -> Array:
     """x [R, H] through the layers; `streams` gets it before each, and after the last."""
     for layer in layers:

@@ -1,0 +1,233 @@
+"""The private context of a drafter with a model: a small program of its own over a KV cache of its own.
+
+Owns blocks and tables (`Line`, one for each sequence and one for each branch of a tree), and runs all sequences of a
+step in one call. What a line holds is decided by its tokens alone: guesses that were rejected are rewound, and their
+slots are written again before anybody attends to them. Knows token ids and rows of numbers; must not know sequences'
+parameters nor how tokens are chosen. Called by the drafters beside this file.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Backend, Chunks
+from headrace.core.blocks import BlockPool
+from headrace.drafters.base import F32, Target
+from headrace.models import Model
+
+MAX_CACHE_BYTES = 2**30
+CACHE_SHARE = 0.1
+"""Of the memory that is free when the drafter is made."""
+
+MAX_ROWS = 512
+MAX_LINES = 128
+"""Of one call; what is more takes several."""
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """A piece of text in the cache: `tokens` at positions 0 ... of `table`, from token `start` of a sequence on."""
+
+    start: int = 0
+    tokens: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+
+
+class Job(NamedTuple):
+    """Tokens to put behind a line, with the features [len(token_ids), F] of a model that looks at such."""
+
+    line: Line
+    token_ids: list[int]
+    features: F32 | None = None
+
+
+class Computed(NamedTuple):
+    """Of the last row of each job: logits [S, V] (lent until the next call), what the program keeps [S, F] if it was
+    asked for, and whether all is finite."""
+
+    logits: F32
+    features: F32 | None
+    finite: list[bool]
+
+
+class PrivateContext:
+    """A model over its own cache.
+
+    Args:
+        window: positions that a line may have.
+        most_lines: lines (branches of trees included) that there may be at a time.
+        feature_layers: what the program keeps of the rows (`Backend.program`).
+        token_ids: the target's id of each of the model's own, for models with a vocabulary of their own size.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        target: Target,
+        kv_dtype: str,
+        window: int,
+        most_lines: int,
+        feature_layers: Sequence[int] = (),
+        token_ids: NDArray[np.int64] | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        size = target.block_size
+        self.window = window
+        self._per_line = -(-window // size)
+        if num_blocks is None:
+            bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
+            room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
+            wanted = target.max_num_seqs * self._per_line + 2 * most_lines
+            num_blocks = max(min(wanted, room), self._per_line + 2)
+        self.program = backend.program(
+            model,
+            num_blocks=num_blocks,
+            block_size=size,
+            kv_dtype=kv_dtype,
+            max_num_seqs=min(most_lines, MAX_LINES),
+            max_num_batched_tokens=MAX_ROWS,
+            max_blocks_per_seq=self._per_line,
+            num_threads=target.num_threads,
+            feature_layers=feature_layers,
+        )
+        self._most_lines = min(most_lines, MAX_LINES)
+        self.pool = BlockPool(num_blocks, size)
+        self.lines: OrderedDict[int, Line] = OrderedDict()
+        self._token_ids = token_ids
+        self._wide = np.empty((0, target.vocab_size), np.float32)
+
+    def line(self, seq_id: int) -> Line:
+        """The line of a sequence, most recently used from now on; empty if it is unknown."""
+        line = self.lines.setdefault(seq_id, Line())
+        self.lines.move_to_end(seq_id)
+        return line
+
+    def drop(self, seq_id: int) -> None:
+        line = self.lines.pop(seq_id, None)
+        if line is not None:
+            self.empty(line)
+
+    def empty(self, line: Line, start: int = 0) -> None:
+        """Give the line's blocks back; it begins anew, at `start` of its sequence."""
+        self.pool.release(line.table)
+        line.start, line.tokens, line.table = start, [], []
+
+    def rewind(self, line: Line, length: int) -> None:
+        """Forget all but the first `length` tokens; what lies behind them is written anew before it is seen."""
+        del line.tokens[length:]
+
+    def reserve(self, line: Line, num: int, keep: Collection[int] = ()) -> bool:
+        """Blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
+        first. False, and nothing has changed for this line, if that is not enough or the window ends."""
+        length = len(line.tokens) + num
+        if length > self.window:
+            return False
+        missing = self.pool.blocks_for(length) - len(line.table)
+        if missing <= 0:
+            return True
+        while (blocks := self.pool.allocate(missing)) is None:
+            victim = next((i for i, other in self.lines.items() if i not in keep and other.table), None)
+            if victim is None:
+                return False
+            self.drop(victim)
+        line.table += blocks
+        return True
+
+    def fork(self, line: Line) -> Line | None:
+        """A second line that goes on from the same tokens: whole blocks are shared, the last is copied. None without
+        room."""
+        size = self.pool.block_size
+        length = len(line.tokens)
+        num_shared = length // size
+        tail: list[int] = []
+        if length % size:
+            blocks = self.pool.allocate(1)
+            if blocks is None:
+                return None
+            self.program.copy_blocks([(line.table[num_shared], blocks[0])])
+            tail = blocks
+        shared = line.table[:num_shared]
+        self.pool.take(shared)
+        return Line(line.start, list(line.tokens), shared + tail)
+
+    def extend(self, jobs: Sequence[Job], keep_features: bool = False) -> Computed:
+        """Compute the jobs' tokens, for which room is reserved; no two jobs have the same line."""
+        found: list[tuple[F32, F32 | None, list[bool], list[int]]] = []
+        most = self.program.max_rows
+        portion: list[tuple[int, int, int]] = []  # job, first and last of its tokens
+        room = most
+        for i, job in enumerate(jobs):
+            begin = 0
+            while begin < len(job.token_ids):
+                if not room or len(portion) == self._most_lines:
+                    found.append(self._run(jobs, portion, keep_features))
+                    portion, room = [], most
+                end = min(len(job.token_ids), begin + room)
+                portion.append((i, begin, end))
+                room -= end - begin
+                begin = end
+        if portion:
+            found.append(self._run(jobs, portion, keep_features, lent=not found))
+        for job in jobs:
+            job.line.tokens += job.token_ids
+        if len(found) == 1:
+            logits, features, finite, _ = found[0]
+            return Computed(logits, features, finite)
+        sound = [True] * len(jobs)
+        for _, _, finite, owners in found:
+            for i, right in zip(owners, finite, strict=True):
+                sound[i] = sound[i] and right
+        features = np.concatenate([part[1] for part in found if part[1] is not None]) if keep_features else None
+        return Computed(np.concatenate([part[0] for part in found]), features, sound)
+
+    def _run(
+        self, jobs: Sequence[Job], portion: list[tuple[int, int, int]], keep_features: bool, lent: bool = False
+    ) -> tuple[F32, F32 | None, list[bool], list[int]]:
+        """-> logits and features of the jobs that end here, and of each piece whether it is finite and whose it is."""
+        starts, pieces, tables, rows, given = [], [], [], [], []
+        row = 0
+        ended = []
+        for i, begin, end in portion:
+            line, token_ids, features = jobs[i]
+            starts.append(len(line.tokens) + begin)
+            pieces.append(token_ids[begin:end])
+            tables.append(line.table)
+            if features is not None:
+                given.append(features[begin:end])
+            row += end - begin
+            if end == len(token_ids):
+                rows.append(row - 1)
+                ended.append(i)
+        numbers = (given[0] if len(given) == 1 else np.concatenate(given)) if given else None
+        finite, logits = self.program.forward(Chunks(starts, pieces, tables), rows, numbers)
+        if not all(logits.finite):
+            broken = {i for i, right in zip(ended, logits.finite, strict=True) if not right}
+            finite = [right and i not in broken for right, (i, _, _) in zip(finite, portion, strict=True)]
+        kept = self.program.features(rows) if keep_features else None
+        wide = self._widened(logits.rows)
+        return (wide if lent else wide.copy()), kept, finite, [i for i, _, _ in portion]
+
+    def _widened(self, logits: F32) -> F32:
+        """Logits over the target's vocabulary; tokens that the model does not know can not be guessed."""
+        if self._token_ids is None:
+            return logits
+        if len(self._wide) < len(logits):
+            self._wide = np.full((len(logits), self._wide.shape[1]), -np.inf, np.float32)
+        wide = self._wide[: len(logits)]
+        wide[:, self._token_ids] = logits
+        return wide
+
+    def check(self, others: Sequence[Line] = ()) -> None:
+        """Every block that is held is held by a line. Raises `InvariantError`."""
+        self.pool.check([line.table for line in (*self.lines.values(), *others)])
+
+    def close(self) -> None:
+        self.program.close()
+        self.lines.clear()

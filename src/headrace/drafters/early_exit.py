@@ -1,0 +1,47 @@
+"""The target's own first layers guess, through its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
+2309.08168; LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
+
+Nothing is loaded: the matrices are the target's. Good for models that were trained to leave early; of others the first
+layers say little about the last. Called by `drafters.speculator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.backends.base import Array, Cache, Rows
+from headrace.drafters.base import Target
+from headrace.drafters.config import FIELD, SpeculativeConfig
+from headrace.drafters.draft_model import TokenDrafter
+from headrace.errors import RequestError
+from headrace.models import Model
+from headrace.models.decoder import through
+
+
+class FirstLayers:
+    """`Model` of the first `num_layers` layers of another."""
+
+    feature_size = 0
+
+    def __init__(self, model: Model, num_layers: int) -> None:
+        self._model = model
+        self.ops, self.embedding, self.head = model.ops, model.embedding, model.head
+        self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
+        self.layers = model.layers[:num_layers]
+        self.kv_shape = model.kv_shape._replace(num_layers=num_layers)
+        self.enter, self.final, self.logits = model.enter, model.final, model.logits
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        return through(self.layers, self.enter(rows), rows, kv, streams)
+
+
+def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
+    """Raises `RequestError` if `exit_layer` leaves no layer out."""
+    num_layers = spec.exit_layer or max(1, target.num_layers // 4)
+    if not 1 <= num_layers < target.num_layers:
+        raise RequestError(
+            f"{FIELD}.exit_layer", num_layers, f"from 1 to {target.num_layers - 1}, the model has {target.num_layers}"
+        )
+    model = FirstLayers(target.model, num_layers)
+    window = min(spec.max_model_len, target.max_model_len - spec.num_drafts)
+    return TokenDrafter(model, target.backend, spec, target, window)
