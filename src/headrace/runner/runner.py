@@ -215,7 +215,8 @@ class Runner:
     def _draw_some_at_a_time(
         self, batch: ScheduledBatch, trials: list[Trial], rows: list[int], result: StepResult
     ) -> None:
-        """Where a program gives fewer logits at once than are wanted: whole trials in each turn."""
+        """Where a program gives fewer logits at once than are wanted: whole trials in each turn. A program of an engine
+        that guesses has room for one (`runner.build`)."""
         most = self.program.max_logits
         start = 0
         while start < len(trials):
@@ -227,6 +228,8 @@ class Runner:
                 first = len(places) - len(trial.rows)
                 trial.rows = {node: first + k for k, node in enumerate(trial.rows)}
                 stop += 1
+            if not places:
+                raise ValueError(f"{len(trials[start].rows)} rows of logits of one chunk, {most} is all there can be")
             self._draw(batch, trials[start:stop], self.program.logits(places), result)
             start = stop
 
