@@ -15,6 +15,7 @@
 #include "include/limits.h"
 #include "include/tape.h"
 #include "include/team.h"
+#include "isa/k_blocks.h"
 
 namespace nb = nanobind;
 using std::string;
@@ -131,8 +132,9 @@ const HrFormat& format_of(const string& name) {
     if (name == "i4") found = &hr_format_i4;
     if (name == "i6") found = &hr_format_i6;
     if (name == "i8") found = &hr_format_i8;
+    if (name == "k") found = &hr_format_k;
     if (name == "f") found = &hr_format_f;
-    if (!found) throw std::invalid_argument("no format is called '" + name + "': i4, i6, i8 or f, and in this build");
+    if (!found) throw std::invalid_argument("no format is called '" + name + "': i4, i6, i8, k or f, and in this build");
     return *found;
 }
 
@@ -140,7 +142,7 @@ struct Packing {
     const HrFormat* format;
     const char* codes;
     const float *d, *m;
-    int64_t num_in, group, flag, first, last, num_out, code_bytes, scales;
+    int64_t num_in, group, flag, first, last, num_out, row_bytes, scales;
     void* packed;
 };
 
@@ -151,7 +153,7 @@ void pack_panels(void* context, int, int) {
         int64_t first = p.first + __atomic_fetch_add(&hr::team_work()->counter, 1, __ATOMIC_RELAXED) * panel;
         if (first >= p.last) return;
         int64_t last = first + panel < p.last ? first + panel : p.last, offset = first - p.first;
-        p.format->pack(p.codes + offset * p.num_in * p.code_bytes, p.d ? p.d + offset * p.scales : nullptr,
+        p.format->pack(p.codes + offset * p.row_bytes, p.d ? p.d + offset * p.scales : nullptr,
                        p.m ? p.m + offset * p.scales : nullptr, p.num_in, p.group, p.flag, first, last, p.num_out,
                        p.packed);
     }
@@ -164,10 +166,11 @@ void pack(const string& name, uintptr_t codes, uintptr_t d, uintptr_t m, int64_t
         throw std::invalid_argument("rows must be first ... last - 1 of num_out, first a multiple of " +
                                     std::to_string(format.panel));
     if (name != "f" && group < 1) throw std::invalid_argument("group must be 1 or more");
-    int64_t code_bytes = name == "f" ? (flag == HR_F32 ? 4 : 2) : 1;
-    int64_t scales = name == "i8" && flag == 0 ? 1 : name == "f" ? 0 : (num_in + group - 1) / group;
+    if (name == "k" && (num_in % HR_K_BLOCK || flag < HR_K_Q2 || flag > HR_K_Q6))
+        throw std::invalid_argument("K-quants have rows of whole blocks, and types from 12 to 16");
+    int64_t scales = name == "i8" && flag == 0 ? 1 : name == "f" || name == "k" ? 0 : (num_in + group - 1) / group;
     Packing packing = {&format, (const char*)codes, (const float*)d, (const float*)m, num_in, group, flag,
-                       first, last, num_out, code_bytes, scales, (void*)packed};
+                       first, last, num_out, format.row_bytes(num_in, flag), scales, (void*)packed};
     /* Below a quarter of a million weights waking the others takes longer than packing. */
     hr::team_run((last - first) * num_in < 1 << 18 ? 1 : 0, pack_panels, &packing);
 }

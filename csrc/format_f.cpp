@@ -8,6 +8,8 @@
 #endif
 #include "isa/scalar/vec.h"
 
+static int64_t row_bytes(int64_t num_in, int64_t type) { return num_in * hr_size_f(type); }
+
 static size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t, int64_t type) {
     return (size_t)((num_out + HR_LANES - 1) / HR_LANES * HR_LANES * num_in * hr_size_f(type));
 }
@@ -43,4 +45,4 @@ static void unpack_row(const void* packed, int64_t num_out, int64_t num_in, int6
     }
 }
 
-extern "C" const HrFormat hr_format_f = {"f-panel64", HR_PANEL_F, packed_bytes, pack, unpack_row};
+extern "C" const HrFormat hr_format_f = {"f-panel64", HR_PANEL_F, row_bytes, packed_bytes, pack, unpack_row};

@@ -13,6 +13,8 @@ HrLayout layout(int64_t num_in, int64_t group, int64_t form) {
     return bits == 4 ? hr_layout_i4(num_in, group, form) : hr_layout_i6(num_in, group, form);
 }
 
+int64_t row_bytes(int64_t num_in, int64_t) { return num_in; }
+
 template <int bits>
 size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t group, int64_t form) {
     return (size_t)(hr_num_panels(num_out) * layout<bits>(num_in, group, form).panel_bytes);
@@ -73,5 +75,5 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t group, int6
 
 }  // namespace
 
-extern "C" const HrFormat hr_format_i4 = {"i4/panel32/oct8/f16", HR_PANEL, packed_bytes<4>, pack<4>, unpack_row<4>};
-extern "C" const HrFormat hr_format_i6 = {"i6/panel32/oct8/f16", HR_PANEL, packed_bytes<6>, pack<6>, unpack_row<6>};
+extern "C" const HrFormat hr_format_i4 = {"i4/panel32/oct8/f16", HR_PANEL, row_bytes, packed_bytes<4>, pack<4>, unpack_row<4>};
+extern "C" const HrFormat hr_format_i6 = {"i6/panel32/oct8/f16", HR_PANEL, row_bytes, packed_bytes<6>, pack<6>, unpack_row<6>};

@@ -13,6 +13,8 @@ HrLayout layout(int64_t num_in, int64_t weight_group) {
     return hr_layout_i8(num_in, num_in > 8 ? num_in : 8, weight_group);
 }
 
+int64_t row_bytes(int64_t num_in, int64_t) { return num_in; }
+
 size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t, int64_t weight_group) {
     return (size_t)(hr_num_panels(num_out) * layout(num_in, weight_group).panel_bytes);
 }
@@ -55,4 +57,4 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t, int64_t we
 
 }  // namespace
 
-extern "C" const HrFormat hr_format_i8 = {"i8/panel32/quad4/f16", HR_PANEL, packed_bytes, pack, unpack_row};
+extern "C" const HrFormat hr_format_i8 = {"i8/panel32/quad4/f16", HR_PANEL, row_bytes, packed_bytes, pack, unpack_row};

@@ -2,6 +2,7 @@
 #include HR_VEC_H
 #include "generic/ops.h"
 #include "generic/share.h"
+#include "isa/k_blocks.h"
 
 namespace HR_NS {
 
@@ -18,11 +19,36 @@ static void look_up(const HrArgs_embedding* a, HrTask* task) {
     });
 }
 
+/* Rows of blocks as they lie in a GGUF file. */
+static void look_up_k(const HrArgs_embedding* a, HrTask* task) {
+    const float factor = (float)a->scale;
+    const int64_t bytes = hr_k_bytes(a->type), each = hr_k_sub(a->type);
+    share(task, task->dims[a->dim], a->width, HR_K_BLOCK, 1, [&](int64_t row, int64_t begin, int64_t end) {
+        const uint8_t* from = (const uint8_t*)a->table + (a->ids[row] * a->width + begin) / HR_K_BLOCK * bytes;
+        float* out = a->out + row * a->ld_out + begin;
+        for (int64_t at = begin; at < end; at += HR_K_BLOCK, from += bytes, out += HR_K_BLOCK) {
+            HrKBlock b;
+            hr_k_read(a->type, from, &b);
+            alignas(64) float first[16] = {}, tops[2][16];
+            uint16_t halves[16] = {b.d, b.dm};
+            store(first, load_f16(halves));
+            store(tops[0], mul(set1(first[0]), load_i8(b.scale))), store(tops[1], mul(set1(first[1]), load_i8(b.least)));
+            for (int64_t i = 0; i < HR_K_BLOCK; i += 16) {
+                const V code = sub(load_i8((const int8_t*)b.code + i), set1((float)hr_k_middle(a->type)));
+                V x = mul(code, set1(tops[0][i / each]));
+                if (hr_k_has_min(a->type)) x = add(x, set1(tops[1][i / each]));
+                store(out + i, factor == 1.0f ? x : mul(x, set1(factor)));
+            }
+        }
+    });
+}
+
 void embedding(const HrArgs_embedding* a, HrTask* task) {
     switch (a->type) {
         case HR_F32: return look_up<float, load_n>(a, task);
         case HR_F16: return look_up<uint16_t, load_f16_n>(a, task);
-        default: return look_up<uint16_t, load_bf16_n>(a, task);
+        case HR_BF16: return look_up<uint16_t, load_bf16_n>(a, task);
+        default: return look_up_k(a, task);
     }
 }
 

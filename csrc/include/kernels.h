@@ -33,6 +33,8 @@ enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activati
 /* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
  * NF4's levels (QLoRA, arXiv 2305.14314) to the nearest of 127ths, twice E2M1's numbers, IQ4_NL's (isa/linear_layout.h). */
 enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4 };
+/* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
+enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3 }; /* `dims`; experts count from FREE on */
 enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
@@ -68,7 +70,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * only q is written. */
 #define HR_Q_FIELDS(P, I, F) P(int8_t*, q) I(ld_q) P(float*, scales) P(int32_t*, sums) I(ld_s) I(group)
 
-/* out[r] = table[ids[r]] (widened) * scale; the product is left out for scale == 1. */
+/* out[r] = table[ids[r]] (widened) * scale; the product is left out for scale == 1. K-quants widened are code * (d * scale of
+ * the code) + dm * minimum: only the sum is not exact. */
 #define HR_FIELDS_embedding(P, I, F) \
     I(dim) P(const int32_t*, ids) P(const void*, table) I(type) I(width) F(scale) P(float*, out) I(ld_out)
 
@@ -146,11 +149,16 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *     linear_i8, weight_group = 0:  acc = fma((float)isum, sa, acc); at the end y = acc * d[n]
  *   with sa, suma the scale and sum of the row's group. Groups of activations and weights are the same (`group`),
  *   except that weight_group = 0 means one d for each output.
+ *     linear_k:                     as linear_i4, over the groups of the weights, of 16 or 32 inputs, which all lie in one of
+ *                                   the activations' 32 (`group` is 32; suma is the sum of the codes of those 16 or 32);
+ *                                   d = d of the block * scale, m = dm of the block * minimum, both exact. num_in is a
+ *                                   multiple of 256
  * linear_f: y = chain over k = 0, 1, ... of fma(x[k], w[n][k], .) starting from 0; type says how weights are stored. */
 #define HR_FIELDS_linear_i4(P, I, F)                                                                                   \
     I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
     P(const void*, weights) I(num_in) I(num_out) I(form) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 #define HR_FIELDS_linear_i6(P, I, F) HR_FIELDS_linear_i4(P, I, F)
+#define HR_FIELDS_linear_k(P, I, F) HR_FIELDS_linear_i4(P, I, F)
 #define HR_FIELDS_linear_i8(P, I, F)                                                                                   \
     I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
     P(const void*, weights) I(num_in) I(num_out) I(weight_group) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
@@ -203,7 +211,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(scale) X(softcap) X(quantize) X(activation) X(gated)   \
-    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
+    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
     X(zero) X(finite) X(top_k) X(choose)
 
 #define HR_P(type, name) type name;
@@ -246,10 +254,11 @@ const HrKernelTable* hr_kernels_avx512_vnni(void);
  *
  * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, 0 ... 63 for i6, signed -128 ... 127 for i8; d and m: float [num_out][groups] (i8 with
  * weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact).
- * linear_f: codes are the weights themselves, of the stored type. */
+ * k: codes are rows of blocks as they lie in a GGUF file. linear_f: codes are the weights themselves, of the stored type. */
 typedef struct {
     const char* layout; /* changes when the bytes do */
     int64_t panel;
+    int64_t (*row_bytes)(int64_t num_in, int64_t flag); /* of `codes` */
     size_t (*packed_bytes)(int64_t num_out, int64_t num_in, int64_t group, int64_t flag);
     void (*pack)(const void* codes, const float* d, const float* m, int64_t num_in, int64_t group, int64_t flag,
                  int64_t first, int64_t last, int64_t num_out, void* packed);
@@ -257,8 +266,8 @@ typedef struct {
     void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
                        float* out);
 } HrFormat;
-/* flag: form for i4 and i6, weight_group for i8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
-extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f;
+/* flag: form for i4, i6 and k, weight_group for i8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_k, hr_format_f;
 
 #ifdef __cplusplus
 }

@@ -25,7 +25,8 @@
 
 namespace HR_NS {
 
-enum { HR_MODE_GROUP = 0, HR_MODE_MIN = 1, HR_MODE_CHANNEL = 2 };
+/* A scale for each group; a minimum too; one scale for each output; two levels, with 16 or 32 inputs in the last. */
+enum { HR_MODE_GROUP, HR_MODE_MIN, HR_MODE_CHANNEL, HR_MODE_K16, HR_MODE_K16_MIN, HR_MODE_K32_MIN };
 enum { HR_CODES_8, HR_CODES_6, HR_CODES_4, HR_CODES_BOOK }; /* bits of each; or 4 that choose from a book */
 
 /* One tile of rows by one panel of outputs over some groups of inputs. */
@@ -66,8 +67,18 @@ HR_INLINE Linear as_linear(const Args* a, HrTask* task, HrLayout l, int32_t offs
 HR_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 HR_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
+constexpr bool is_k(int mode) { return mode >= HR_MODE_K16; }
+constexpr bool with_min(int mode) { return mode == HR_MODE_MIN || mode == HR_MODE_K16_MIN || mode == HR_MODE_K32_MIN; }
+/* Scales of a group, and octs that share one with two levels. */
+constexpr int64_t subs_of(int mode) { return mode == HR_MODE_K32_MIN ? 8 : is_k(mode) ? 16 : 1; }
+constexpr int64_t sub_octs(int mode) { return HR_K_BLOCK / 8 / subs_of(mode); }
+/* Bytes before the octs of a group: of weights, and of activations for each row. */
+constexpr int64_t weight_header(int mode) {
+    if (is_k(mode)) return with_min(mode) ? 128 + 48 * subs_of(mode) : 64 + 32 * subs_of(mode);
+    return mode == HR_MODE_CHANNEL ? 0 : mode == HR_MODE_MIN ? 128 : 64;
+}
 template <int mode>
-constexpr int64_t activation_header() { return mode == HR_MODE_MIN ? 12 : 8; }
+constexpr int64_t activation_header() { return (with_min(mode) ? 12 : 8) * subs_of(mode); }
 
 /* Where piece i of `panels` begins: each round of as many pieces as there are threads takes three quarters of what is
  * left, in pieces of at least `least`. Taking a piece costs a fence, which empties the pipes of memory; so few, and
@@ -84,20 +95,28 @@ HR_INLINE int64_t begin_of(int64_t i, int64_t panels, int64_t threads, int64_t l
 /* Rows row ... row + n - 1 of groups first ... last - 1, to `to`. Returns the end. */
 template <class Isa, int mode>
 static uint8_t* pack_tile(const Linear& p, int64_t row, int n, int64_t first, int64_t last, uint8_t* to) {
-    for (int64_t g = first; g < last; g++) {
+    constexpr int64_t subs = subs_of(mode);
+    for (int64_t i = first * subs; i < last * subs; i++) {
+        /* With two levels the activations have a scale for each 32. */
+        const int64_t g = mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN ? i / 2 : i;
+        const int8_t* q = p.q + row * p.ld_q + i * (is_k(mode) ? 8 * sub_octs(mode) : p.l.group);
         for (int r = 0; r < n; r++) {
             const float sa = p.scales[(row + r) * p.ld_s + g];
-            const int32_t sum = p.sums[(row + r) * p.ld_s + g];
+            int32_t sum = p.sums[(row + r) * p.ld_s + g];
+            if (mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN) {
+                sum = 0;
+                for (int k = 0; k < 16; k++) sum += q[r * p.ld_q + k];
+            }
             const int32_t from = (int32_t)(0u - (uint32_t)p.offset * (uint32_t)sum);
             memcpy(to + 4 * r, &from, 4), memcpy(to + 4 * (n + r), &sa, 4);
-            if (mode == HR_MODE_MIN) {
+            if (with_min(mode)) {
                 const float product = (float)sum * sa;
                 memcpy(to + 4 * (2 * n + r), &product, 4);
             }
         }
-        to += activation_header<mode>() * n;
-        const int64_t octs = at_most(p.l.group_octs, p.l.octs - g * p.l.group_octs);
-        Isa::pack_codes(p.q + row * p.ld_q + g * p.l.group, p.ld_q, n, 2 * octs, to);
+        to += (with_min(mode) ? 12 : 8) * n;
+        const int64_t octs = is_k(mode) ? sub_octs(mode) : at_most(p.l.group_octs, p.l.octs - g * p.l.group_octs);
+        Isa::pack_codes(q, p.ld_q, n, 2 * octs, to);
         to += 8 * octs * n;
     }
     return to;

@@ -10,12 +10,22 @@
  * i6: the low four bits as i4, then a line of the high two: byte [output % 16][input of the quad], bits 2 * (2 * quad +
  * block) and above. Inputs and outputs that do not exist hold anything: they meet zeros, or are not written. So a line of
  * 64 bytes is 16 outputs by 4 inputs, or several such lines after a few ands and shifts: what the dot product
- * instructions take. Groups are multiples of 8 inputs. */
+ * instructions take. Groups are multiples of 8 inputs.
+ *
+ * Scales in two levels (k): a group is a block of 256 inputs, with a header of
+ *     d     [32] f16                     one line
+ *     dm    [32] f16                     one line (types with minima only)
+ *     scale [scales of the block][32] i8                       (types without)
+ *     or, of every four scales j of the block, three lines (types with minima): scale and minimum are 6 bits, x[j] = [32]
+ *     scales, then [32] minima; the lower six bits of the lines are x[0], x[1] and x[2], their upper two x[3]'s lowest,
+ *     middle and highest two.
+ * and then octs as of i4 or i6. The last level has 16 or 32 inputs. Rows are whole blocks. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 #include "include/kernels.h"
+#include "isa/k_blocks.h"
 
 enum { HR_PANEL = 32, HR_LINE = 64 };
 
@@ -28,6 +38,7 @@ static inline const int8_t* hr_book(int64_t form) { return form >= HR_FORM_NF4 ?
 
 struct HrLayout {
     int64_t num_in, group, groups; /* groups of scales: 1 group of all inputs if there are none */
+    int64_t subs;                  /* scales of a group: more than 1 with two levels */
     int64_t group_octs, octs;      /* of a whole group, of a row */
     int64_t header, oct_bytes;     /* bytes before the octs of a group, and of each oct */
     int64_t group_bytes, panel_bytes;
@@ -35,7 +46,7 @@ struct HrLayout {
 
 static inline HrLayout hr_layout(int64_t num_in, int64_t group, int64_t header, int64_t oct_bytes, int64_t trailer) {
     HrLayout l;
-    l.num_in = num_in, l.group = group, l.groups = (num_in + group - 1) / group;
+    l.num_in = num_in, l.group = group, l.groups = (num_in + group - 1) / group, l.subs = 1;
     l.group_octs = (group + 7) / 8, l.octs = (num_in + 7) / 8;
     l.header = header, l.oct_bytes = oct_bytes;
     l.group_bytes = header + l.group_octs * oct_bytes;
@@ -52,6 +63,12 @@ static inline HrLayout hr_layout_i6(int64_t num_in, int64_t group, int64_t form)
 static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weight_group) {
     return weight_group ? hr_layout(num_in, weight_group, HR_LINE, 4 * HR_LINE, 0)
                         : hr_layout(num_in, group, 0, 4 * HR_LINE, 2 * HR_LINE);
+}
+static inline HrLayout hr_layout_k(int64_t num_in, int64_t type) {
+    const int64_t subs = HR_K_BLOCK / hr_k_sub(type), header = hr_k_has_min(type) ? 128 + subs * 48 : 64 + subs * 32;
+    HrLayout l = hr_layout(num_in, HR_K_BLOCK, header, hr_k_bits(type) * HR_LINE / 2, 0);
+    l.subs = subs;
+    return l;
 }
 static inline int64_t hr_num_panels(int64_t num_out) { return (num_out + HR_PANEL - 1) / HR_PANEL; }
 
@@ -73,6 +90,30 @@ static inline int hr_code(const uint8_t* base, const HrLayout* l, int64_t out, i
     if (l->oct_bytes == 2 * HR_LINE) return low;
     const uint8_t high = at[(2 - block) * HR_LINE];
     return low | (high >> 2 * (2 * quad + block) & 3) << 4;
+}
+/* Scale and minimum number `sub` of a block, k alone. `header` is the block's. */
+static inline void hr_k_scales(const uint8_t* header, int64_t type, int64_t lane, int64_t sub, int* scale, int* least) {
+    if (!hr_k_has_min(type)) {
+        *scale = (int8_t)header[HR_LINE + sub * HR_PANEL + lane], *least = 0;
+        return;
+    }
+    const uint8_t* at = header + 2 * HR_LINE + sub / 4 * 3 * HR_LINE + lane;
+    int* const to[2] = {scale, least};
+    for (int i = 0; i < 2; i++, at += HR_PANEL)
+        *to[i] = sub % 4 < 3 ? at[sub % 4 * HR_LINE] & 63
+                             : at[0] >> 6 | at[HR_LINE] >> 6 << 2 | at[2 * HR_LINE] >> 6 << 4;
+}
+static inline void hr_k_put_scales(uint8_t* header, int64_t type, int64_t lane, int64_t sub, int scale, int least) {
+    if (!hr_k_has_min(type)) {
+        header[HR_LINE + sub * HR_PANEL + lane] = (uint8_t)scale;
+        return;
+    }
+    uint8_t* at = header + 2 * HR_LINE + sub / 4 * 3 * HR_LINE + lane;
+    const int from[2] = {scale, least};
+    for (int i = 0; i < 2; i++, at += HR_PANEL) {
+        if (sub % 4 < 3) at[sub % 4 * HR_LINE] |= (uint8_t)from[i];
+        else for (int j = 0; j < 3; j++) at[j * HR_LINE] |= (uint8_t)((from[i] >> 2 * j & 3) << 6);
+    }
 }
 static inline int64_t hr_at_channel(const HrLayout* l, int64_t out) {
     return (out / HR_PANEL + 1) * l->panel_bytes - 4 * HR_PANEL + out % HR_PANEL * 4;

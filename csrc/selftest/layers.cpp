@@ -83,6 +83,30 @@ void linear_i8(Problem& p) {
     p.take(HR_OP_linear_i8, a);
 }
 
+void linear_k(Problem& p) {
+    HrArgs_linear_k a = {};
+    const int64_t rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
+    a.form = p.random.whole(HR_K_Q2, HR_K_Q6), a.group = 32;
+    a.num_in = HR_K_BLOCK * p.random.whole(1, 4), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
+    a.ld_q = a.num_in + 64 * p.random.coin(), a.ld_s = a.num_in / 32 + p.random.coin();
+    int8_t* q = p.make<int8_t>(rows * a.ld_q);
+    int32_t* sums = p.make<int32_t>(rows * a.ld_s);
+    for (int64_t i = 0; i < rows * a.ld_q; i++) q[i] = (int8_t)p.random.whole(-127, 127);
+    for (int64_t i = 0; i < rows * a.ld_s; i++) {
+        sums[i] = 0;
+        for (int64_t k = 0; i % a.ld_s < a.num_in / 32 && k < 32; k++) sums[i] += q[i / a.ld_s * a.ld_q + i % a.ld_s * 32 + k];
+    }
+    a.q = q, a.sums = sums, a.scales = p.floats(rows * a.ld_s);
+    const int64_t row_bytes = hr_format_k.row_bytes(a.num_in, a.form);
+    std::vector<uint8_t> raw((size_t)(a.num_out * row_bytes));
+    for (uint8_t& byte : raw) byte = (uint8_t)(p.random.next() & 0x7b); /* d that is neither infinite nor NaN */
+    char* packed = p.make<char>((int64_t)hr_format_k.packed_bytes(a.num_out, a.num_in, 32, a.form));
+    hr_format_k.pack(raw.data(), nullptr, nullptr, a.num_in, 32, a.form, 0, a.num_out, a.num_out, packed);
+    a.weights = packed;
+    ends(p, a);
+    p.take(HR_OP_linear_k, a);
+}
+
 void linear_f(Problem& p) {
     HrArgs_linear_f a = {};
     const int64_t rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
@@ -209,5 +233,5 @@ void attention(Problem& p) {
 
 const std::vector<Named> layer_problems = {
 #define LAYER(op) {#op, op},
-    LAYER(linear_i4) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_f) LAYER(rope_store) LAYER(attention)
+    LAYER(linear_i4) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_k) LAYER(linear_f) LAYER(rope_store) LAYER(attention)
 };

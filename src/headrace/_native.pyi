@@ -62,7 +62,7 @@ class Tape:
     def __len__(self) -> int: ...
 
 def layout(format: str) -> str:
-    """Name of a format's packed layout; it changes when the bytes do. Formats: i4, i8, f."""
+    """Name of a format's packed layout; it changes when the bytes do. Formats: i4, i6, i8, k, f."""
 
 def panel(format: str) -> int:
     """Outputs that are packed together."""

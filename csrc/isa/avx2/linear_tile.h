@@ -14,11 +14,27 @@ HR_INLINE __m256i all_quad(const uint8_t* p) { return _mm256_set1_epi32(*(const 
 #define HR_ROWS _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
 #define HR_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
 
+/* Scales and minima of 6 bits as bytes (isa/linear_layout.h). */
+template <int64_t subs>
+HR_INLINE void open_scales(const uint8_t* from, int8_t (*to)[64]) {
+    const __m256i six = _mm256_set1_epi8(63), lowest = _mm256_set1_epi8(3);
+    const __m256i middle = _mm256_set1_epi8(12), highest = _mm256_set1_epi8(48);
+    for (int64_t j = 0; j < subs; j += 4, from += 192) for (int h = 0; h < 64; h += 32) {
+        const __m256i x = half_line(from + h), y = half_line(from + 64 + h), z = half_line(from + 128 + h);
+        const __m256i first = _mm256_and_si256(_mm256_srli_epi16(x, 6), lowest);
+        const __m256i second = _mm256_and_si256(_mm256_srli_epi16(y, 4), middle);
+        const __m256i third = _mm256_and_si256(_mm256_srli_epi16(z, 2), highest);
+        _mm256_store_si256((__m256i*)(to[j] + h), _mm256_and_si256(x, six));
+        _mm256_store_si256((__m256i*)(to[j + 1] + h), _mm256_and_si256(y, six));
+        _mm256_store_si256((__m256i*)(to[j + 2] + h), _mm256_and_si256(z, six));
+        _mm256_store_si256((__m256i*)(to[j + 3] + h), _mm256_or_si256(_mm256_or_si256(first, second), third));
+    }
+}
+
 /* Not inlined: within a caller gcc 12 spills the sums, and a third of the speed is gone. */
 template <int R, int mode, int codes, bool stream>
 __attribute__((noinline)) static void tile_of(const Span& s) {
-    constexpr int64_t header = mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
-    constexpr int64_t lead = activation_header<mode>() * R;
+    constexpr int64_t lead = (with_min(mode) ? 12 : 8) * R;
     constexpr bool small = codes == HR_CODES_4 || codes == HR_CODES_6;
     constexpr int64_t oct = codes == HR_CODES_8 ? 256 : codes == HR_CODES_6 ? 192 : 128;
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
@@ -27,73 +43,87 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                                                 : _mm256_setzero_si256();
     const uint8_t *w = s.w, *a = s.a;
     for (int64_t g = 0; g < s.groups; g++) {
-        const int64_t octs = g + 1 < s.groups ? s.octs : s.last_octs;
-        for (int64_t i = 0; stream && i < header; i += 64) __builtin_prefetch(w + s.ahead + i);
-        for (int b = 0; b < 2; b++) {
-            const uint8_t *x = w + header + 64 * b, *y = a + lead;
-            __m256i c[R][2];
-            HR_ROWS HR_HALVES c[r][h] = small ? all_quad(a + 4 * r) : _mm256_setzero_si256();
-            for (int64_t n = 0; n < octs; n++, y += 8 * R) {
-                if (small) {
-                    if (stream) __builtin_prefetch(x + s.ahead);
-                    __m256i first[2], second[2];
-                    HR_HALVES {
-                        const __m256i both = half_line(x + 32 * h);
-                        first[h] = _mm256_and_si256(both, low);
-                        second[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-                        if (codes == HR_CODES_6) {
-                            const __m256i high = half_line(x + 128 - 64 * b + 32 * h);
-                            const __m256i p = b ? _mm256_slli_epi16(high, 2) : _mm256_slli_epi16(high, 4);
-                            const __m256i q = b ? _mm256_srli_epi16(high, 2) : high;
-                            first[h] = _mm256_or_si256(first[h], _mm256_and_si256(p, two));
-                            second[h] = _mm256_or_si256(second[h], _mm256_and_si256(q, two));
-                        }
-                    }
-                    HR_ROWS {
-                        const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
-                        HR_HALVES {
-                            const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(first[h], p),
-                                                                 _mm256_maddubs_epi16(second[h], q));
-                            c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
-                        }
-                    }
-                    x += oct;
-                } else {
-                    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++, x += oct / 2) {
+        const int64_t octs = is_k(mode) ? sub_octs(mode) : g + 1 < s.groups ? s.octs : s.last_octs;
+        const uint8_t* const header = w;
+        w += weight_header(mode);
+        alignas(32) int8_t scales[with_min(mode) && is_k(mode) ? subs_of(mode) : 1][64];
+        if (is_k(mode) && with_min(mode)) open_scales<subs_of(mode)>(header + 128, scales);
+        for (int64_t i = 0; stream && i < weight_header(mode); i += 64) __builtin_prefetch(header + s.ahead + i);
+        for (int64_t sub = 0; sub < subs_of(mode); sub++) {
+            for (int b = 0; b < 2; b++) {
+                const uint8_t *x = w + 64 * b, *y = a + lead;
+                __m256i c[R][2];
+                HR_ROWS HR_HALVES c[r][h] = small ? all_quad(a + 4 * r) : _mm256_setzero_si256();
+                for (int64_t n = 0; n < octs; n++, y += 8 * R) {
+                    if (small) {
                         if (stream) __builtin_prefetch(x + s.ahead);
-                        __m256i code[2], size[2];
+                        __m256i first[2], second[2];
                         HR_HALVES {
-                            if (codes == HR_CODES_BOOK) {
-                                const __m256i both = half_line(x - 64 * i + 32 * h);
-                                const __m256i nibble = i ? _mm256_srli_epi16(both, 4) : both;
-                                code[h] = _mm256_shuffle_epi8(book, _mm256_and_si256(nibble, low));
-                            } else {
-                                code[h] = _mm256_xor_si256(half_line(x + 32 * h), flip);
+                            const __m256i both = half_line(x + 32 * h);
+                            first[h] = _mm256_and_si256(both, low);
+                            second[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                            if (codes == HR_CODES_6) {
+                                const __m256i high = half_line(x + 128 - 64 * b + 32 * h);
+                                const __m256i p = b ? _mm256_slli_epi16(high, 2) : _mm256_slli_epi16(high, 4);
+                                const __m256i q = b ? _mm256_srli_epi16(high, 2) : high;
+                                first[h] = _mm256_or_si256(first[h], _mm256_and_si256(p, two));
+                                second[h] = _mm256_or_si256(second[h], _mm256_and_si256(q, two));
                             }
-                            size[h] = _mm256_abs_epi8(code[h]);
                         }
                         HR_ROWS {
-                            const __m256i p = all_quad(y + 4 * (R * i + r));
+                            const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
                             HR_HALVES {
-                                const __m256i sum = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(p, code[h]));
+                                const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(first[h], p),
+                                                                     _mm256_maddubs_epi16(second[h], q));
                                 c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
+                            }
+                        }
+                        x += oct;
+                    } else {
+                        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++, x += oct / 2) {
+                            if (stream) __builtin_prefetch(x + s.ahead);
+                            __m256i code[2], size[2];
+                            HR_HALVES {
+                                if (codes == HR_CODES_BOOK) {
+                                    const __m256i both = half_line(x - 64 * i + 32 * h);
+                                    const __m256i nibble = i ? _mm256_srli_epi16(both, 4) : both;
+                                    code[h] = _mm256_shuffle_epi8(book, _mm256_and_si256(nibble, low));
+                                } else {
+                                    code[h] = _mm256_xor_si256(half_line(x + 32 * h), flip);
+                                }
+                                size[h] = _mm256_abs_epi8(code[h]);
+                            }
+                            HR_ROWS {
+                                const __m256i p = all_quad(y + 4 * (R * i + r));
+                                HR_HALVES {
+                                    const __m256i sum = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(p, code[h]));
+                                    c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
+                                }
                             }
                         }
                     }
                 }
+                V d, m;
+                if (is_k(mode)) {
+                    const int8_t* at = with_min(mode) ? scales[sub] : (const int8_t*)header + 64 + 32 * sub;
+                    d = mul(load_f16((const uint16_t*)header + 16 * b), load_i8(at + 16 * b));
+                    if (with_min(mode)) m = mul(load_f16((const uint16_t*)header + 32 + 16 * b), load_i8(at + 32 + 16 * b));
+                } else if (mode != HR_MODE_CHANNEL) {
+                    d = load_f16((const uint16_t*)header + 16 * b);
+                    if (mode == HR_MODE_MIN) m = load_f16((const uint16_t*)header + 32 + 16 * b);
+                }
+                HR_ROWS {
+                    float* at = s.acc + r * HR_PANEL + 16 * b;
+                    const V isum = to_f32(I{c[r][0], c[r][1]}), sa = set1(*(const float*)(a + 4 * (R + r)));
+                    V f = load(at);
+                    f = mode == HR_MODE_CHANNEL ? fma(isum, sa, f) : fma(mul(isum, sa), d, f);
+                    if (with_min(mode)) f = fma(set1(*(const float*)(a + 4 * (2 * R + r))), m, f);
+                    store(at, f);
+                }
             }
-            const uint16_t* d = (const uint16_t*)w + 16 * b;
-            HR_ROWS {
-                float* at = s.acc + r * HR_PANEL + 16 * b;
-                const V isum = to_f32(I{c[r][0], c[r][1]}), sa = set1(*(const float*)(a + 4 * (R + r)));
-                V f = load(at);
-                f = mode == HR_MODE_CHANNEL ? fma(isum, sa, f) : fma(mul(isum, sa), load_f16(d), f);
-                if (mode == HR_MODE_MIN) f = fma(set1(*(const float*)(a + 4 * (2 * R + r))), load_f16(d + 32), f);
-                store(at, f);
-            }
+            w += octs * oct;
+            a += lead + octs * 8 * R;
         }
-        w += header + octs * oct;
-        a += lead + octs * 8 * R;
     }
 }
 

@@ -30,6 +30,9 @@ enum { HELD = 4 }; /* rows whose float sums fit the registers beside the integer
 #define HR_ROWS _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
 #define HR_BLOCKS _Pragma("GCC unroll 2") for (int b = 0; b < 2; b++)
 
+#define HR_FETCH(lines) \
+    for (int64_t i = 0; i < (lines); i++, fetch += 64) __builtin_prefetch(fetch, 0, level);
+
 /* A book of 16 codes in every quarter, greater by 128. */
 HR_INLINE __m512i book_of(const int8_t* book) {
     const __m128i codes = _mm_loadu_si128((const __m128i*)book);
@@ -55,6 +58,23 @@ HR_INLINE void wide(const uint8_t* w, __m512i book, __m512i* x) {
     }
 }
 
+/* Scales and minima of 6 bits as bytes (isa/linear_layout.h). */
+template <int64_t subs>
+HR_INLINE void open_scales(const uint8_t* from, int8_t (*to)[64]) {
+    const __m512i six = _mm512_set1_epi8(63), lowest = _mm512_set1_epi8(3);
+    const __m512i middle = _mm512_set1_epi8(12), highest = _mm512_set1_epi8(48);
+    _Pragma("GCC unroll 4") for (int64_t j = 0; j < subs; j += 4, from += 192) {
+        const __m512i x = line(from), y = line(from + 64), z = line(from + 128);
+        const __m512i first = _mm512_and_si512(_mm512_srli_epi16(x, 6), lowest);
+        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(y, 4), middle);
+        const __m512i third = _mm512_and_si512(_mm512_srli_epi16(z, 2), highest);
+        _mm512_store_si512(to[j], _mm512_and_si512(x, six));
+        _mm512_store_si512(to[j + 1], _mm512_and_si512(y, six));
+        _mm512_store_si512(to[j + 2], _mm512_and_si512(z, six));
+        _mm512_store_si512(to[j + 3], _mm512_or_si512(_mm512_or_si512(first, second), third));
+    }
+}
+
 /* Not inlined: within a caller gcc 12 spills the sums, and a third of the speed is gone. */
 template <int R, int mode, int codes, bool stream>
 __attribute__((noinline)) static void tile_of(const Span& s) {
@@ -67,67 +87,77 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
     __m512 f[R][2];
     if (held) HR_ROWS HR_BLOCKS f[r][b] = _mm512_load_ps(acc + r * 32 + b * 16);
     for (int64_t g = 0; g < s.groups; g++) {
-        const uint8_t *header = w, *rows = a;
-        if (!held) asm volatile("" ::: "memory"); /* else gcc carries all sums in registers, and spills */
-        w += mode == HR_MODE_GROUP ? 64 : mode == HR_MODE_MIN ? 128 : 0;
-        a += (mode == HR_MODE_MIN ? 12 : 8) * R;
-        __m512i c[R][2];
-        HR_ROWS HR_BLOCKS c[r][b] = start(rows + 4 * r);
-        if (stream && mode != HR_MODE_CHANNEL) {
-            __builtin_prefetch(header + ahead, 0, level);
-            if (mode == HR_MODE_MIN) __builtin_prefetch(header + ahead + 64, 0, level);
+        const uint8_t *const header = w, *fetch = w + ahead;
+        w += weight_header(mode);
+        __m512 d[2], m[2], top[2], top_m[2];
+        alignas(64) int8_t scales[with_min(mode) && is_k(mode) ? subs_of(mode) : 1][64];
+        if (is_k(mode)) {
+            HR_BLOCKS top[b] = load_f16((const uint16_t*)header + b * 16).v;
+            if (with_min(mode)) HR_BLOCKS top_m[b] = load_f16((const uint16_t*)header + 32 + b * 16).v;
+            if (with_min(mode)) open_scales<subs_of(mode)>(header + 128, scales);
         }
-        int64_t n = g + 1 < s.groups ? s.octs : s.last_octs;
-        do {
-            if (codes != HR_CODES_8) {
-                __m512i x[4];
-                wide<codes>(w, book, x);
-                if (stream) {
-                    __builtin_prefetch(w + ahead, 0, level);
-                    __builtin_prefetch(w + ahead + 64, 0, level);
-                    if (codes == HR_CODES_6) __builtin_prefetch(w + ahead + 128, 0, level);
-                }
-                HR_ROWS {
-                    const __m512i q = all_quad(a + 4 * r);
-                    dot4(c[r][0], x[0], q), dot4(c[r][1], x[1], q);
-                }
-                HR_ROWS {
-                    const __m512i q = all_quad(a + 4 * (R + r));
-                    dot4(c[r][0], x[2], q), dot4(c[r][1], x[3], q);
-                }
-                w += codes == HR_CODES_6 ? 192 : 128;
-            } else {
-                _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
-                    const __m512i x = line(w + 128 * i), y = line(w + 128 * i + 64);
-                    if (stream) {
-                        __builtin_prefetch(w + ahead + 128 * i, 0, level);
-                        __builtin_prefetch(w + ahead + 128 * i + 64, 0, level);
+        for (int64_t sub = 0; sub < subs_of(mode); sub++) {
+            const uint8_t* const rows = a;
+            if (stream) {
+                /* In the order in which they lie, the lines of a long header a few at a time. */
+                constexpr int64_t lines = weight_header(mode) / 64, each = lines / subs_of(mode);
+                HR_FETCH(each)
+                if (lines % subs_of(mode) && sub < lines % subs_of(mode)) HR_FETCH(1)
+            }
+            if (!held) asm volatile("" ::: "memory"); /* else gcc carries all sums in registers, and spills */
+            a += (with_min(mode) ? 12 : 8) * R;
+            __m512i c[R][2];
+            HR_ROWS HR_BLOCKS c[r][b] = start(rows + 4 * r);
+            int64_t n = is_k(mode) ? sub_octs(mode) : g + 1 < s.groups ? s.octs : s.last_octs;
+            do {
+                if (codes != HR_CODES_8) {
+                    __m512i x[4];
+                    wide<codes>(w, book, x);
+                    if (stream) HR_FETCH(codes == HR_CODES_6 ? 3 : 2)
+                    HR_ROWS {
+                        const __m512i q = all_quad(a + 4 * r);
+                        dot4(c[r][0], x[0], q), dot4(c[r][1], x[1], q);
                     }
                     HR_ROWS {
-                        const __m512i q = all_quad(a + 4 * (R * i + r));
-                        dot4(c[r][0], x, q), dot4(c[r][1], y, q);
+                        const __m512i q = all_quad(a + 4 * (R + r));
+                        dot4(c[r][0], x[2], q), dot4(c[r][1], x[3], q);
                     }
+                    w += codes == HR_CODES_6 ? 192 : 128;
+                } else {
+                    _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
+                        const __m512i x = line(w + 128 * i), y = line(w + 128 * i + 64);
+                        if (stream) HR_FETCH(2)
+                        HR_ROWS {
+                            const __m512i q = all_quad(a + 4 * (R * i + r));
+                            dot4(c[r][0], x, q), dot4(c[r][1], y, q);
+                        }
+                    }
+                    w += 256;
                 }
-                w += 256;
-            }
-            a += 8 * R;
-        } while (--n);
-        __m512 d[2], m[2];
-        HR_BLOCKS {
-            if (mode != HR_MODE_CHANNEL) d[b] = load_f16((const uint16_t*)header + b * 16).v;
-            if (mode == HR_MODE_MIN) m[b] = load_f16((const uint16_t*)header + 32 + b * 16).v;
-        }
-        HR_ROWS {
-            const __m512 sa = all_float(rows + 4 * (R + r));
+                a += 8 * R;
+            } while (--n);
             HR_BLOCKS {
-                float* at = acc + r * 32 + b * 16;
-                __m512 y = held ? f[r][b] : _mm512_load_ps(at);
-                const __m512 isum = _mm512_cvtepi32_ps(c[r][b]);
-                if (mode == HR_MODE_CHANNEL) y = _mm512_fmadd_ps(isum, sa, y);
-                else y = _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[b], y);
-                if (mode == HR_MODE_MIN) y = _mm512_fmadd_ps(all_float(rows + 4 * (2 * R + r)), m[b], y);
-                if (held) f[r][b] = y;
-                else _mm512_store_ps(at, y);
+                if (is_k(mode)) {
+                    const int8_t* at = with_min(mode) ? scales[sub] : (const int8_t*)header + 64 + 32 * sub;
+                    d[b] = _mm512_mul_ps(top[b], load_i8(at + 16 * b).v);
+                    if (with_min(mode)) m[b] = _mm512_mul_ps(top_m[b], load_i8(at + 32 + 16 * b).v);
+                } else if (mode != HR_MODE_CHANNEL) {
+                    d[b] = load_f16((const uint16_t*)header + b * 16).v;
+                    if (mode == HR_MODE_MIN) m[b] = load_f16((const uint16_t*)header + 32 + b * 16).v;
+                }
+            }
+            HR_ROWS {
+                const __m512 sa = all_float(rows + 4 * (R + r));
+                HR_BLOCKS {
+                    float* at = acc + r * 32 + b * 16;
+                    __m512 y = held ? f[r][b] : _mm512_load_ps(at);
+                    const __m512 isum = _mm512_cvtepi32_ps(c[r][b]);
+                    if (mode == HR_MODE_CHANNEL) y = _mm512_fmadd_ps(isum, sa, y);
+                    else y = _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[b], y);
+                    if (with_min(mode)) y = _mm512_fmadd_ps(all_float(rows + 4 * (2 * R + r)), m[b], y);
+                    if (held) f[r][b] = y;
+                    else _mm512_store_ps(at, y);
+                }
             }
         }
     }

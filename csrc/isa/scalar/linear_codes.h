@@ -46,19 +46,48 @@ static float dot(const Args* a, const Codes& c, int64_t out, int64_t row) {
     return acc * d;
 }
 
-template <class Args>
-static void linear(const Args* a, HrTask* task, const Codes& c) {
+/* With two levels of scales. */
+static inline float dot_k(const HrArgs_linear_k* a, const HrLayout* l, int64_t out, int64_t row) {
+    const int64_t sub = hr_k_sub(a->form), lane = out % HR_PANEL;
+    const int8_t* q = a->q + row * a->ld_q;
+    float acc = 0.0f;
+    for (int64_t first = 0; first < l->num_in; first += sub) {
+        const uint8_t* header = (const uint8_t*)a->weights + out / HR_PANEL * l->panel_bytes +
+                                first / HR_K_BLOCK * l->group_bytes;
+        const float sa = a->scales[row * a->ld_s + first / 32];
+        int32_t isum = 0, sum = 0;
+        for (int64_t k = first; k < first + sub; k++) {
+            sum += q[k], isum += q[k] * (hr_code((const uint8_t*)a->weights, l, out, k) - hr_k_middle(a->form));
+        }
+        int scale, least;
+        uint16_t d, dm;
+        hr_k_scales(header, a->form, lane, first % HR_K_BLOCK / sub, &scale, &least);
+        memcpy(&d, header + 2 * lane, 2), memcpy(&dm, header + HR_LINE + 2 * lane, 2);
+        acc = fmaf((float)isum * sa, widen_f16(d) * (float)scale, acc);
+        if (hr_k_has_min(a->form)) acc = fmaf((float)sum * sa, widen_f16(dm) * (float)least, acc);
+    }
+    return acc;
+}
+
+/* dot(out, row) of all outputs and rows, with what is added to it. */
+template <class Args, class F>
+static void each_output(const Args* a, HrTask* task, F dot_of) {
     const int64_t rows = task->dims[a->dim];
     for (int64_t p = hr_next(task); p < hr_num_panels(a->num_out); p = hr_next(task)) {
         for (int64_t n = p * HR_PANEL; n < (p + 1) * HR_PANEL && n < a->num_out; n++) {
             for (int64_t r = 0; r < rows; r++) {
-                float y = dot(a, c, n, r);
+                float y = dot_of(n, r);
                 if (a->bias) y += a->bias[n];
                 if (a->residual) y += a->residual[r * a->ld_res + n];
                 a->out[r * a->ld_out + n] = y;
             }
         }
     }
+}
+
+template <class Args>
+static void linear(const Args* a, HrTask* task, const Codes& c) {
+    each_output(a, task, [&](int64_t out, int64_t row) { return dot(a, c, out, row); });
 }
 
 }  // namespace HR_NS
