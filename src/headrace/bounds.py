@@ -94,6 +94,7 @@ BOUNDS: dict[str, Bound] = _table(
     Bound("watermark_delta", "float", 0.0, 100.0, 2.0, "added to green tokens' logits"),
     Bound("watermark_hashing_key", "int", 0, MAX_INT, 15485863, "key of the green tokens"),
     Bound("token_id", "int", 0, 2**31 - 1, None, "a token id, below the model's vocabulary size"),
+    Bound("timeout", "float", 0.001, 86400.0, None, "seconds that the whole call may take; then it fails"),
     Bound("priority", "int", -(2**31), 2**31 - 1, 0, "lower is sooner, under --scheduling-policy priority"),
     Bound("truncate_prompt_tokens", "int", -1, 2**31 - 1, None, "last tokens of the prompt kept; -1: all that fit"),
     Bound("beam_width", "int", 1, 64, None, "beams that a beam search keeps"),

@@ -38,7 +38,7 @@ def is_idle(live: Live) -> bool:
 
 
 def head(path: str, body: bytes) -> bytes:
-    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)) + body
 
 
 def events(text: str) -> tuple[str, list[str]]:

@@ -81,6 +81,7 @@ class EngineClient:
         self._proven = False
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
+        self._heard = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self.admission = Admission(max_num_queued_reqs, max_num_queued_tokens)
         self.watchdog = Watchdog(watchdog_timeout)
@@ -89,6 +90,7 @@ class EngineClient:
         self.num_restarts = 0
         self.num_expired = 0
         self.is_proven_once = False
+        self.is_draining = False
         self.dead = asyncio.Event()
 
     # -- life
@@ -162,6 +164,23 @@ class EngineClient:
         self._alive = True
         self.watchdog.starts_anew()
 
+    async def answers(self, seconds: float = 1.0) -> bool:
+        """Whether the engine is heard of within a second, or computes."""
+        if not self.is_alive:
+            return False
+        self._heard.clear()
+        self._ping()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._heard.wait()
+            return True
+        except TimeoutError:
+            return self.is_alive and self.watchdog.frozen < seconds
+
+    def _ping(self) -> None:
+        """Whatever an idle engine is told, it answers with its gauges."""
+        self._link.post(transport.Abort(""))
+
     def _probe(self) -> RequestStream:
         """One real token, asked for past all others. A new engine is asked for one that the last one owed."""
         for entry in [entry for entry in self._open.values() if entry.is_probe]:
@@ -187,8 +206,7 @@ class EngineClient:
                 dog.tick(time.monotonic(), self._link.cpu_seconds())
                 continue
             if not self._open:
-                # Whatever it is told, it answers with its gauges.
-                self._link.post(transport.Abort(""))
+                self._ping()
             if dog.tick(time.monotonic(), self._link.cpu_seconds()) and not self._link.in_process:
                 reason = f"frozen: no step for {dog.silent:.1f} s, no processor time for {dog.frozen:.1f} s of them"
                 logger.error("the engine is %s; its stacks follow, then it is killed", reason)
@@ -209,7 +227,7 @@ class EngineClient:
         """
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
-        if self._closing:
+        if self._closing or self.is_draining:
             raise EngineDeadError("the server is shutting down")
         for request in requests:
             if len(request.prompt_token_ids) >= max_context(self.info):
@@ -282,6 +300,7 @@ class EngineClient:
 
     def _on_message(self, message: transport.FromEngine) -> None:
         self.watchdog.heard()
+        self._heard.set()
         match message:
             case transport.Output(output):
                 self._on_output(output)

@@ -22,7 +22,9 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
+    504: "timeout_error",
 }
 
 

@@ -16,6 +16,7 @@ from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
 from headrace.server.beams import make_search, parts_of
 from headrace.server.client import EngineClient, RequestStream
+from headrace.server.deadlines import current as current_deadline
 from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
 from headrace.server.outputs import Delta, Piece, RequestState, best
@@ -112,8 +113,8 @@ class Front:
         """Ask for `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` each is asked
         for its hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
 
-        Raises `RequestError`, `QueueFullError` (a `RateLimitError` too) or `EngineDeadError`. The caller must close
-        what it gets.
+        Raises `RequestError`, `QueueFullError` (a `RateLimitError` too), `DeadlineError` or `EngineDeadError`. The
+        caller must close what it gets.
         """
         if params.structured_outputs is not None:
             self.grammars.require(params)
@@ -155,7 +156,7 @@ class Front:
             )
             for token_ids in prompts
         ]
-        stream = self.client.submit([request for group in groups for request in group], arrival)
+        stream = self.client.submit([request for group in groups for request in group], arrival, current_deadline())
         states = [
             RequestState(request, self.tokenizer, index, arrival)
             for group in groups
@@ -174,7 +175,7 @@ class Front:
     ) -> Generation:
         known = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
         requests = [make_search(ids, beam, params, self.info, **known) for ids in prompts]  # type: ignore[arg-type]
-        stream = self.client.submit(requests, arrival)
+        stream = self.client.submit(requests, arrival, current_deadline())
         num = beam.num_answers
         states = [RequestState(r, self.tokenizer, index, arrival) for r in requests for index in range(num)]
         return Generation(stream, states, num, self.observer, per_request=num)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from headrace.server import anthropic, llama_server, logs, ollama, ollama_replie
 from headrace.server.auth import ApiKeyGate, refusal
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
+from headrace.server.deadlines import DeadlineGate
 from headrace.server.dialect import Dialect
 from headrace.server.doors import Doors, allowed_hosts, allowed_origins, is_loopback
 from headrace.server.errors import error_response, json_response
@@ -48,8 +50,8 @@ logger = logging.getLogger("headrace.server")
 # Whose clients look for errors in another shape than OpenAI's.
 REFUSALS = {"/v1/messages": anthropic.refuse, "/api/": ollama_replies.refuse}
 REFUSALS |= dict.fromkeys(llama_server.UNDER, llama_server.refuse)
-# How long open streams may go on after SIGTERM.
-DRAIN_S = 30.0
+# What a client gets to read the error that ends its stream when the time for draining is over.
+LAST_WORDS_S = 5.0
 
 
 class RouteError(HeadraceError):
@@ -118,6 +120,7 @@ def create_app(
         return response
 
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_middleware(DeadlineGate, most=server.max_request_timeout, refusals=REFUSALS)
     app.add_middleware(ApiKeyGate, ring=ring, rates=rates, refusals=REFUSALS)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
     app.add_middleware(Doors, hosts=hosts, origins=origins, refusals=REFUSALS)
@@ -213,6 +216,13 @@ def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, 
         status = life.status()
         return json_response({"status": status}, 200 if status == "ready" else 503)
 
+    async def serving(request: Request) -> Response:
+        """The engine makes steps, or answers at once if it has nothing to do."""
+        status = life.status()
+        if status == "ready":
+            status = "serving" if await client.answers() else "silent"
+        return json_response({"status": status}, 200 if status == "serving" else 503)
+
     async def ping(request: Request) -> Response:
         """The engine makes tokens."""
         return await ready(request)
@@ -230,6 +240,7 @@ def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, 
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     routing.get(app, "/health/live", live, gives=reply_forms.Status)
+    routing.get(app, "/health/serving", serving, gives=reply_forms.Status)
     routing.get(app, "/health/ready", ready, gives=reply_forms.Status)
     routing.get(app, "/health", ready, gives=reply_forms.Status)
     routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"), gives=reply_forms.Status)
@@ -268,6 +279,13 @@ class Life:
         if not client.is_alive:
             return "restarting" if client.num_restarts or client.is_proven_once else "loading"
         return "stalled" if client.watchdog.is_stalled else "ready"
+
+    def drain(self, seconds: float) -> None:
+        """Take nothing new; let what is open go on for so long, and then tell it that it ends here."""
+        self.draining = True
+        self.client.is_draining = True
+        told = EngineDeadError("the server is shutting down and could wait no longer")
+        asyncio.get_running_loop().call_later(seconds, self.client.fail_all, told)
 
     @contextlib.asynccontextmanager
     async def run(self, app: FastAPI) -> AsyncIterator[None]:
@@ -345,6 +363,11 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
 class _Uvicorn(uvicorn.Server):
     """uvicorn, but a SIGTERM that was obeyed is a success: it would raise it again after the drain."""
 
+    def __init__(self, config: uvicorn.Config, life: Life, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._life = life
+        self._drain_seconds = drain_seconds
+
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -356,7 +379,7 @@ class _Uvicorn(uvicorn.Server):
         # A second one means: now.
         self.force_exit = self.should_exit
         self.should_exit = True
-        self.config.app.state.life.draining = True  # type: ignore[union-attr]
+        self._life.drain(self._drain_seconds)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -409,9 +432,10 @@ def run(app: FastAPI, server: ServerConfig) -> int:
         server_header=False,
         ws="none",
         lifespan="on",
-        timeout_graceful_shutdown=int(DRAIN_S),
+        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + LAST_WORDS_S),
     )
-    return asyncio.run(_run(_Uvicorn(config), app.state.life))
+    life = app.state.life
+    return asyncio.run(_run(_Uvicorn(config, life, server.shutdown_timeout), life))
 
 
 async def _run(server: uvicorn.Server, life: Life) -> int:

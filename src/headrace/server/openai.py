@@ -20,7 +20,7 @@ from headrace import bounds
 from headrace.errors import ContextLengthError, ModelNotFoundError, RequestError
 from headrace.sampling.beam import KEPT
 from headrace.sampling.params import SamplingParams
-from headrace.server import replies
+from headrace.server import deadlines, replies
 from headrace.server.answers import CompletionAnswer
 from headrace.server.beams import beam_params
 from headrace.server.chat import ChatTemplate
@@ -257,6 +257,8 @@ class OpenAI:
         arrival: float,
         field: str = "max_tokens",
     ) -> Generation:
+        if request.timeout is not None:
+            deadlines.tighten(arrival + request.timeout)
         if max_tokens is not None:
             for token_ids in prompts:
                 room = max_context(self.front.info) - len(token_ids)

@@ -87,6 +87,7 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
+    timeout: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     cache_salt: str | None = None
@@ -194,7 +195,7 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Which row of the bounds table holds for a number, where the names differ.
 ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
-CHECKED_HERE = ("truncate_prompt_tokens", "priority", "max_completion_tokens", "top_logprobs")
+CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 PASSED_ON = frozenset(SamplingParams.__struct_fields__) & frozenset(Sampled.__struct_fields__)
 
