@@ -215,6 +215,8 @@ def held_bits(matrix: Any) -> float:
     if kind == "f":
         return float({0: 32}.get(flag, 16))
     bits = Scheme(kind, group).bits
+    if getattr(matrix, "outliers", None) is not None:
+        bits += 16 * len(matrix.outliers.columns) / matrix.num_in
     return bits + (16 * (2 if flag == 1 and kind != "i8" else 1) / group if group else 32 / matrix.num_in)
 
 
@@ -251,17 +253,17 @@ def _part_bytes(part: gguf_config.Part) -> int:
     return count * size // elements
 
 
-def decode_speed(program: Program) -> float:
+def decode_speed(program: Program, num_tokens: int = SPEED_TOKENS) -> float:
     """Tokens a second of one sequence that is decoded greedily: the best of some short runs."""
     best = 0.0
-    table = list(range(-(-(SPEED_TOKENS + 1) // program.block_size)))
+    table = list(range(-(-(num_tokens + 1) // program.block_size)))
     for _ in range(SPEED_RUNS):
         token_id = 0
         start = time.perf_counter()
-        for position in range(SPEED_TOKENS):
+        for position in range(num_tokens):
             _, logits = program.forward(Chunks([position], [[token_id]], [table]), [0])
             token_id = logits.best[0]
-        best = max(best, SPEED_TOKENS / (time.perf_counter() - start))
+        best = max(best, num_tokens / (time.perf_counter() - start))
     return best
 
 

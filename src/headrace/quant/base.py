@@ -144,6 +144,11 @@ class MatrixSource(Protocol):
         """The form of what `slab` gives."""
         ...
 
+    @property
+    def columns(self) -> Tensor | None:
+        """int64 [n]: inputs whose weights have 16 bits beside the codes of all (`SplitWeight`); None for none."""
+        ...
+
     def slab(self, first: int, last: int) -> QWeight:
         """Rows first ... last - 1. Raises `CheckpointError` for weights that can not be given in that form."""
         ...
@@ -158,6 +163,8 @@ def slabs(source: MatrixSource) -> Iterator[tuple[int, int]]:
 
 class Stacked:
     """The rows of several weights [out, in], one after the other. All must be of one form, unless `scheme` is given."""
+
+    columns: Tensor | None = None
 
     def __init__(self, name: str, parts: Sequence[QWeight], scheme: Scheme | None = None) -> None:
         self.name = name
@@ -222,6 +229,8 @@ def concatenated(weights: Sequence[QWeight]) -> QWeight:
         parts = [getattr(weight, name) for weight in weights]
         if parts[0] is not None:
             made[name] = torch.cat(parts)
+    if isinstance(first, SplitWeight):
+        made["kept"] = torch.cat([weight.kept for weight in weights])  # type: ignore[attr-defined]
     return replace(first, **made)
 
 

@@ -32,15 +32,19 @@ SMALL = 2.0**-12
 
 
 class Fit(NamedTuple):
-    """scheme: of the kernel, or None, and then why. rounding: the largest change of a weight, in steps of its code."""
+    """scheme: of the kernel, or None, and then why. rounding: the largest change of a weight, in steps of its code.
+    columns: inputs whose weights have 16 bits beside the kernel's."""
 
     scheme: Scheme | None
     why: str = ""
     rounding: float = 0.0
+    columns: Tensor | None = None
 
 
 def fit_of(weights: Sequence[QWeight]) -> Fit:
     """How weights that are stacked to one matrix run: on one kernel, or on none."""
+    if any(isinstance(weight, SplitWeight) for weight in weights):
+        return _fit_split(weights)
     fits = [_fit(weight) for weight in weights]
     schemes = [fit.scheme for fit in fits if fit.scheme is not None]
     if len(schemes) < len(fits):
@@ -55,10 +59,22 @@ def fit_of(weights: Sequence[QWeight]) -> Fit:
     return Fit(Scheme(schemes[0].kind, group, has_min, book=schemes[0].book), "", rounding)
 
 
+def _fit_split(weights: Sequence[QWeight]) -> Fit:
+    """LLM.int8(): all of the int8 kernel's codes as they are, and the same outliers in all parts."""
+    columns = [weight.columns for weight in weights if isinstance(weight, SplitWeight) and weight.columns is not None]
+    if len(columns) < len(weights) or not all(torch.equal(columns[0], other) for other in columns[1:]):
+        return Fit(None, "its parts have outliers of their own, whose weights have 16 bits")
+    if any(weight.scales is None or weight.scales.shape[1] > 1 or weight.bits != 8 for weight in weights):
+        return Fit(None, "some of its inputs are outliers beside codes in groups")
+    return Fit(Scheme("i8"), "with outliers in 16 bits", 0.0, columns[0])
+
+
 def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
     """The same weights as codes of `scheme`, which `fit_of` gave for them; for some rows or all."""
     if weight.scales is None:
         raise ValueError("plain weights have no codes to be fitted")
+    if isinstance(weight, SplitWeight):
+        return weight
     num_in, codes = weight.shape[1], weight.codes
     if scheme.book:
         scales = _regrouped(_book_scales(weight, scheme.book), weight, scheme.group).half().float()
@@ -135,8 +151,6 @@ def _why_not(weight: QWeight) -> str:
         return "it is not quantised"
     if weight.codes.is_floating_point():
         return "8-bit floats have no kernel"
-    if isinstance(weight, SplitWeight):
-        return "some of its inputs are outliers, whose weights have 16 bits"
     if weight.permutation is not None:
         return "its groups are of inputs that do not lie side by side (act-order)"
     if weight.scales.shape[1] > 1 and all(weight.group % size for size in GROUPS):

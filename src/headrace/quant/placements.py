@@ -40,6 +40,7 @@ class Placements:
         placed.names.append(source.name)
         placed.stored += stored
         placed.held += num_bytes(source.scheme, source.num_out, source.num_in)
+        placed.held += 0 if source.columns is None else 2 * len(source.columns) * (source.num_out + 2 * source.num_in)
         placed.rounding = max(placed.rounding, fit.rounding)
 
     def lines(self) -> list[str]:
@@ -52,7 +53,8 @@ class Placements:
                 shown = ", ".join(placed.names[:SHOWN]) + (", ..." if len(placed.names) > SHOWN else "")
                 made.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {shown}")
                 continue
-            text = f"{self._method}: {count} on the {kernel_name(scheme)} kernels ({sizes})"
+            own = f" {why}" if why else ""
+            text = f"{self._method}: {count} on the {kernel_name(scheme)} kernels{own} ({sizes})"
             if placed.rounding:
                 text += f"; rounding to float16 moves a weight by at most {placed.rounding:.2g} of a step"
             made.append(text)

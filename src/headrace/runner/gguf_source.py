@@ -40,6 +40,8 @@ class GGUFMatrix:
     `exact`: blocks are dequantised into `dtype` instead. `quantization`: what to do with parts that are floats.
     """
 
+    columns: Tensor | None = None
+
     def __init__(
         self, name: str, parts: Sequence[Rows], dtype: str, quantization: Scheme | None = None, exact: bool = False
     ) -> None:

@@ -91,6 +91,7 @@ class CheckpointMatrix(Stacked):
             self.fit = Fit(None, "this layer is kept plain") if plain else fit_of(parts)
             scheme = self.fit.scheme or Scheme("f", dtype=dtype)
         super().__init__(name, parts, scheme)
+        self.columns = None if self.fit is None else self.fit.columns
         self._checkpoint = checkpoint
 
     def slab(self, first: int, last: int) -> QWeight:
@@ -253,7 +254,9 @@ class Weights:
             self._placements.add(source, source.fit, self._new_bytes)
         own = None if bias is None else self._backend.constant(bias)
         matrix: Matrix = self._backend.ops.matrix(source, own)
-        if self._writer is not None:
+        if self._writer is not None and source.columns is not None:
+            self._writer.give_up(f"{name} has outliers, which a packed file has no place for")
+        elif self._writer is not None:
             self._writer.matrix(name, cast("Packable", matrix), None if bias is None else bias.float().numpy())
         return matrix
 

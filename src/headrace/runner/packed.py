@@ -376,6 +376,12 @@ class PackedWriter:
         if bias is not None:
             self._guarded(lambda: self._put(f"bias/{name}", "F32", np.asarray(bias, np.float32), LINE))
 
+    def give_up(self, why: str) -> None:
+        """Leave no file: the model has something that can not be in it."""
+        if self._file is not None:
+            logger.warning("the packed weights are not saved: %s", why)
+            self._drop()
+
     def tensor(self, name: str, values: NDArray[np.float32]) -> None:
         """Add a small tensor under its own name."""
         if self._file is not None and f"tensor/{name}" not in self._header:

@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, SplitWeight
 from headrace.quant.fit import fit_of
+from headrace.quant.schemes import Scheme
 from headrace.quantize import grid
 from headrace.quantize.base import Options, Statistics, find_method, find_writer
 from headrace.quantize.methods import hqq, llm_int8, mxfp4, nf4
@@ -200,7 +201,11 @@ def test_llm_int8_is_below_naive_int8_where_outliers_are_planted() -> None:
     rest[:, columns] = 0
     split = by_rows(rest) @ back.dequantize().t() + x[:, columns] @ back.dequantize()[:, columns].t()
     assert (split - exact).norm() < 0.2 * (naive - exact).norm()
-    assert "outliers" in fit_of([back]).why
+    fit = fit_of([back])
+    assert fit.scheme == Scheme("i8")
+    assert fit.columns is not None
+    assert torch.equal(fit.columns, columns)
+    assert "outliers of their own" in fit_of([back, QWeight(back.codes, back.scales, group=512, bits=8)]).why
     rows = back.rows(10, 20)
     assert torch.equal(rows.dequantize(), back.dequantize()[10:20])
 

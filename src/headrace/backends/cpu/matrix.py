@@ -35,6 +35,20 @@ NUM_FORMS = {"i4": 5, "i6": 2}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Outliers:
+    """Inputs that are multiplied in float, with weights of 16 bits (LLM.int8(), Dettmers et al. 2022, section 3.2).
+
+    columns: int64 [n]. pick [n, in]: takes them out of a row. back [in, n]: their negatives, which added to the row
+    leave zeros. kept [out, n]: their weights. All three are plain matrices; ones and zeros lose nothing.
+    """
+
+    columns: NDArray[np.int64]
+    pick: CpuMatrix
+    back: CpuMatrix
+    kept: CpuMatrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CpuMatrix:
     """A linear layer: `data` uint8 as the format's pack wrote it. `flag`: see HrFormat in csrc/include/kernels.h."""
 
@@ -46,6 +60,15 @@ class CpuMatrix:
     group: int
     flag: int
     bias: NDArray[np.float32] | None = None
+    outliers: Outliers | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that a row is multiplied with."""
+        own = self.outliers
+        return self.data.nbytes + (
+            0 if own is None else sum(part.data.nbytes for part in (own.pick, own.back, own.kept))
+        )
 
     def __post_init__(self) -> None:
         # The kernels trust both, wherever the matrix came from: quantised rows must fit their scratch.
@@ -74,6 +97,8 @@ class CpuMatrix:
                 self.kind, self.data.ctypes.data, self.num_out, self.num_in, self.act_group, self.flag, row,
                 out[row].ctypes.data,
             )  # fmt: skip
+        if self.outliers is not None:
+            out[:, self.outliers.columns] = self.outliers.kept.dense()
         return out
 
 
@@ -119,7 +144,30 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
             kind, codes.ctypes.data, _address(scales), _address(mins), num_in, act_group, flag, first, last, num_out,
             data.ctypes.data,
         )  # fmt: skip
-    return CpuMatrix(source.name, kind, data, num_in, num_out, group, flag, bias)
+    return CpuMatrix(source.name, kind, data, num_in, num_out, group, flag, bias, _outliers(source, pool))
+
+
+def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:
+    if source.columns is None:
+        return None
+    import torch
+
+    from headrace.quant.base import QWeight, SplitWeight, slabs, source_of
+
+    columns, parts = source.columns, []
+    for first, last in slabs(source):
+        part = source.slab(first, last)
+        if not isinstance(part, SplitWeight) or part.kept is None:
+            raise ValueError(f"{source.name}: outliers without their weights")
+        parts.append(part.kept)
+    pick = torch.zeros(len(columns), source.num_in, dtype=torch.bfloat16)
+    pick[torch.arange(len(columns)), columns] = 1
+    plain = (pick, -pick.t().contiguous(), torch.cat(parts))
+    made = [
+        make_matrix(source_of([QWeight(weight)], f"{source.name}/{name}"), None, pool)
+        for name, weight in zip(("pick", "back", "kept"), plain, strict=True)
+    ]
+    return Outliers(columns.numpy(), *made)
 
 
 def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]:

@@ -64,7 +64,7 @@ class CpuOps:
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
         made = make_matrix(source, bias, self.pool)
         self.matrices.append(made)
-        self.weight_bytes += made.data.nbytes
+        self.weight_bytes += made.num_bytes
         return made
 
     def packed(self, record: PackedRecord) -> CpuMatrix:
@@ -120,7 +120,13 @@ class CpuOps:
 
     def linear(self, x: Value, matrix: Matrix) -> Value:
         own = own_matrix(matrix)
-        return self._linear(x, self.graph.quantised(x, own.act_group) if own.kind != "f" else None, own)
+        if own.outliers is None:
+            return self._linear(x, self.graph.quantised(x, own.act_group) if own.kind != "f" else None, own)
+        # Outliers go through in float; what is quantised has zeros in their place, exactly.
+        picked = self._linear(x, None, own.outliers.pick)
+        rest = x + self._linear(picked, None, own.outliers.back)
+        main = self._linear(rest, self.graph.quantised(rest, own.act_group), own)
+        return main + self._linear(picked, None, own.outliers.kept)
 
     def rope_store(
         self,
@@ -193,7 +199,8 @@ class CpuOps:
     ) -> Value:
         graph, num_experts = self.graph, router.num_out
         first = own_matrix(gate_up[0])
-        source = graph.quantised(x, first.act_group) if first.kind != "f" else None
+        split = any(own_matrix(matrix).outliers is not None for matrix in gate_up)
+        source = graph.quantised(x, first.act_group) if first.kind != "f" and not split else None
         logits = self.linear(x, router)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
         fields: dict[str, Any] = {"x": graph.read(logits), "ld_x": logits.ld, "num_experts": num_experts}
@@ -248,7 +255,8 @@ class CpuOps:
             taken.quantised[source.group] = own
             graph.buffers.remove(taken.buffer)
             taken.buffer.offset = 0
-        made = self.linear(self.gated(self._linear(taken, own, gate_up), kind), down)
+        inner = self.linear(taken, gate_up) if own is None else self._linear(taken, own, gate_up)
+        made = self.linear(self.gated(inner, kind), down)
         fields = {
             "list": rows,
             "list_weights": ("row_of", list_weights, rows[2]),
