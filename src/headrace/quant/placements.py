@@ -40,7 +40,7 @@ class Placements:
         placed.names.append(source.name)
         placed.stored += stored
         placed.held += num_bytes(source.scheme, source.num_out, source.num_in)
-        placed.held += 0 if source.columns is None else 2 * len(source.columns) * (source.num_out + 2 * source.num_in)
+        placed.held += 0 if fit.columns is None else 2 * len(fit.columns) * (source.num_out + 2 * source.num_in)
         placed.rounding = max(placed.rounding, fit.rounding)
 
     def lines(self) -> list[str]:
