@@ -210,3 +210,101 @@ def test_R_25_memory_errors_in_a_step_end_only_what_never_fits(
     assert reasons == {name: "length" if len(prompt) <= most else "error" for name, prompt in prompts.items()}
     assert found == {name: wanted[name] for name, prompt in prompts.items() if len(prompt) <= most}
     core.close()
+
+
+class PanicException(BaseException):
+    """The name of what a panic in a library written in Rust becomes; it is no Exception."""
+
+
+def spoil(core: EngineCore, monkeypatch: pytest.MonkeyPatch, sick: set[int], error: BaseException) -> None:
+    """Make the sampler raise for requests of certain seeds."""
+    sampler: Any = core.executor.sampler  # type: ignore[attr-defined]
+    real = sampler.sample_rows
+
+    def sample_rows(numbers: Any, rows: list[Any]) -> Any:
+        if any(row.params.seed in sick for row in rows):
+            raise error
+        return real(numbers, rows)
+
+    monkeypatch.setattr(sampler, "sample_rows", sample_rows)
+
+
+SEEDS = range(7)
+
+
+def seeded(seed: int) -> Request:
+    params = SamplingParams(temperature=0.8, seed=seed, max_tokens=6, ignore_eos=True, logprobs=1)
+    return ask(str(seed), [*PROMPT, seed], params=params)
+
+
+@pytest.mark.parametrize("error", [IndexError("out of range"), RuntimeError("bad"), PanicException("explicit panic")])
+@pytest.mark.parametrize("sick", [{0}, {3, 6}])
+def test_R_17_an_exception_ends_whose_it_is_and_nobody_else(
+    sick: set[int], error: BaseException, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine(directory)
+    for seed in SEEDS:
+        core.add(seeded(seed))
+    wanted, _ = drain(core)
+    core.reset_prefix_cache()
+    spoil(core, monkeypatch, sick, error)
+    for seed in SEEDS:
+        core.add(seeded(seed))
+    found, reasons = drain(core)
+    assert reasons == {str(seed): "error" if seed in sick else "length" for seed in SEEDS}
+    assert found == {str(seed): wanted[str(seed)] for seed in SEEDS if seed not in sick}
+    core.close()
+
+
+def test_R_17_what_the_failing_request_had_computed_is_not_published(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine(directory, max_num_batched_tokens=32)
+    spoil(core, monkeypatch, {0}, IndexError())
+    core.add(seeded(0))
+    assert drain(core)[1] == {"0": "error"}
+    assert core.stats().num_blocks_cached == 0
+    core.close()
+
+
+def test_an_exception_that_all_run_into_has_no_owner(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is the engine's, and whoever drives it hears of it: at once, or when single requests fail in a row."""
+    core = engine(directory)
+    spoil(core, monkeypatch, set(SEEDS), RuntimeError("the device is gone"))
+    core.add(seeded(0))
+    core.add(seeded(1))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.step()
+    for seed in (0, 1):
+        core.abort(str(seed))
+    drain(core)
+    for seed in (2, 3):
+        core.add(seeded(seed))
+        assert drain(core)[1] == {str(seed): "error"}
+    core.add(seeded(4))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        drain(core)
+    core.close()
+
+
+def test_control_a_runner_that_blames_everybody_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.runner import faults
+
+    monkeypatch.setattr(faults.Blame, "reason", lambda self, error: "")
+    core = engine(directory)
+    spoil(core, monkeypatch, {3}, IndexError())
+    for seed in SEEDS:
+        core.add(seeded(seed))
+    with pytest.raises(IndexError):
+        drain(core)
+    core.close()
+
+
+def test_an_interrupt_is_nobodys_fault(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = engine(directory)
+    spoil(core, monkeypatch, {0}, KeyboardInterrupt())
+    core.add(seeded(0))
+    core.add(seeded(1))
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.close()

@@ -13,6 +13,7 @@ from headrace.backends.base import Chunks, Logits, Program
 from headrace.drafters.base import Context
 from headrace.drafters.speculator import Speculator
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
+from headrace.runner.faults import Blame
 from headrace.runner.pieces import Piece, make_pieces, make_portions, num_rows
 from headrace.runner.verification import Trial, draw_rejecting, rejects
 from headrace.sampling.sampler import Drawn, Row, Sampler
@@ -43,6 +44,7 @@ class Runner:
         self.matchers = matchers
         self.speculator = speculator
         self.block_size = program.block_size
+        self._blame = Blame()
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """One step: copies, forward, logits of the rows that are asked for, tokens.
@@ -61,6 +63,7 @@ class Runner:
             if result.errors:
                 pieces = [piece for piece in pieces if piece.chunk_id not in result.errors]
             self._compute_what_fits(batch, pieces, result)
+        self._blame.settle(result, len(batch))
         for i in result.errors:
             result.token_ids[i] = -1
             result.forced.pop(i, None)
@@ -135,20 +138,20 @@ class Runner:
         return ""
 
     def _compute_what_fits(self, batch: ScheduledBatch, pieces: list[Piece], result: StepResult) -> None:
-        """Compute the pieces, in halves where memory runs out; one that does not fit alone fails (R-25).
-
-        To compute a piece again, in other company, writes the same bits again.
+        """Compute the pieces, in halves where that fails; one that fails alone, for want of memory (R-25) or otherwise,
+        ends its chunk. To compute a piece again, in other company, writes the same bits again.
         """
         if not pieces:
             return
         try:
             self._compute(batch, pieces, result)
             return
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+        except BaseException as error:
+            reason = self._blame.reason(error)
+            if not reason:
                 raise
             if len(pieces) == 1 and not pieces[0].nodes:
-                result.errors[pieces[0].chunk_id] = f"out_of_memory: {error}"
+                result.errors[pieces[0].chunk_id] = reason
                 return
         # Not in the except clause, whose traceback holds the tensors of the failed attempt.
         chunk_ids = list(dict.fromkeys(piece.chunk_id for piece in pieces))
@@ -490,9 +493,3 @@ class Runner:
             state=trial.state if known else batch.states.get(i),
             mask=mask,
         )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Python's and numpy's kind, a GPU's kind, and the words by which torch tells it of a CPU."""
-    kind = type(error).__name__
-    return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error)
