@@ -74,7 +74,7 @@ def quantize(
         typer.Option(
             "--format",
             metavar="F",
-            help="compressed-tensors, gptq, awq, bitsandbytes, fp8 or gguf; by default the method's own.",
+            help="compressed-tensors, gptq, awq, bitsandbytes, fp8, mxfp4 or gguf; by default the method's own.",
         ),
     ] = None,
     calibration: Annotated[

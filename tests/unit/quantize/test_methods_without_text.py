@@ -30,9 +30,18 @@ FORMS = {
     "fp8 of transformers": (Options("fp8", 8, 0), "fp8"),
     "fp8_e5m2": (Options("fp8_e5m2", 8, -1), "fp8"),
     "mxfp4": (Options("mxfp4", 4, 32), "compressed-tensors"),
+    "mxfp4 in blocks": (Options("mxfp4", 4, 32), "mxfp4"),
 }
 # Root mean square error of Gaussian weights, as a share of their size.
-MOST = {"hqq": 0.1, "hqq g128 3 bits": 0.22, "nf4": 0.1, "llm_int8": 0.01, "mxfp4": 0.13, "fp8_e5m2": 0.056}
+MOST = {
+    "hqq": 0.1,
+    "hqq g128 3 bits": 0.22,
+    "nf4": 0.1,
+    "llm_int8": 0.01,
+    "mxfp4": 0.13,
+    "mxfp4 in blocks": 0.13,
+    "fp8_e5m2": 0.056,
+}
 
 
 class Store(dict[str, Tensor]):
@@ -160,6 +169,15 @@ def test_compressed_tensors_reads_fp8_and_mxfp4() -> None:
         reader: Any = BaseCompressor.get_value_from_registry(scheme.format)
         theirs = reader.decompress({name.removeprefix("a.b."): part for name, part in stored.items()}, scheme)
         assert torch.allclose(theirs["weight"].float(), given.dequantize(), rtol=8e-3, atol=1e-6), form
+
+
+def test_transformers_reads_mxfp4_in_blocks() -> None:
+    reader = pytest.importorskip("transformers.integrations.mxfp4")
+    weight = gaussian()
+    given, _, stored = made("mxfp4 in blocks", weight)
+    parts = [stored[f"a.b.weight_{part}"].unsqueeze(0) for part in ("blocks", "scales")]
+    theirs = reader.convert_moe_packed_tensors(*parts, dtype=torch.float32)
+    assert torch.equal(theirs[0].t(), given.dequantize())
 
 
 def test_mxfp4_is_no_worse_than_the_specifications_scale() -> None:

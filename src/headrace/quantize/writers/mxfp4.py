@@ -1,0 +1,54 @@
+"""MXFP4 as GPT-OSS's checkpoints have it and `quant.mxfp4` reads it: `<name>.weight_blocks` uint8 [out, in / 32, 16],
+two codes a byte with the lower half first, and `<name>.weight_scales`, exponents of two with a bias of 127."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import CheckpointError, RequestError
+from headrace.quant import mxfp4
+from headrace.quant.base import QWeight, Tensors
+from headrace.quantize import shards
+from headrace.quantize.base import LayerShape, Options, refuse_transposed
+
+BIAS = 127
+
+
+def verify(options: Options) -> None:
+    if options.method != "mxfp4":
+        raise RequestError("format", "mxfp4", f"another for method {options.method}: it holds mxfp4 alone")
+
+
+def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    refuse_transposed("mxfp4", layers)
+
+
+def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32
+
+
+def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
+    if weight.scales is None or weight.codebook is None or weight.group != mxfp4.GROUP:
+        raise CheckpointError(f"{name}: the format mxfp4 holds codes of E2M1 in groups of {mxfp4.GROUP}")
+    pairs = weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4
+    return {
+        f"{name}.weight_blocks": pairs.view(len(pairs), -1, mxfp4.GROUP // 2),
+        f"{name}.weight_scales": (torch.log2(weight.scales) + BIAS).to(torch.uint8),
+    }
+
+
+def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": list(left)}
+
+
+def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    return mxfp4.read(source, name, config)
+
+
+def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
+    shards.finish(directory, files, config)
