@@ -1,4 +1,4 @@
-"""Rejection sampling keeps the distribution: draws of each kind (20,000; 200,000 among the slow tests) against the exact
+"""Rejection sampling keeps the distribution: draws of each kind (20,000; 200,000 among the slow tests) against exact
 probabilities, and planted faults, among them streams of noise that are shared between draft, coin and recovery."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_bias_of_two_percent_is_caught():
 
 @pytest.mark.parametrize("shared", ["RECOVER", "ACCEPT"])
 def test_shared_noise_is_caught(shared):
-    """Speculation elsewhere was biased so: the draft's draw and the recovery's, or the coin's, took the same numbers."""
+    """Engines have been biased so: the draft's draw and the recovery's, or the coin's, took the same numbers."""
     assert chance_of(counts_of("drawn", FEW, purpose=getattr(noise, shared)), TARGET) < 0.01
 
 
