@@ -33,8 +33,10 @@ class Model(Protocol):
     feature_size: int
     """Width of `Rows.features`, which drafters look at beside token ids; 0 for models that are no drafters."""
 
-    layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
-    """x [R, H] -> x [R, H] each; layer i owns cache i."""
+    @property
+    def layers(self) -> Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]:
+        """x [R, H] -> x [R, H] each; layer i owns cache i."""
+        ...
 
     def enter(self, rows: Rows) -> Array:
         """Rows -> what the first layer takes [R, H]."""

@@ -1,0 +1,229 @@
+"""EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2's trees (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840).
+
+One decoder layer goes on from the target's own features. The first kind takes the state after the target's final norm
+and foretells the next one; the third takes residual streams of three layers, and has a norm, a head and often a
+vocabulary of its own. Which one a checkpoint is, its tensors tell; layouts in docs/drafter-layouts.md. Files of
+`speculators` are read too. Called by `drafters.build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.backends.base import Array, Cache, Matrix, Rows
+from headrace.drafters.base import Target
+from headrace.drafters.config import SpeculativeConfig
+from headrace.drafters.features import FeatureDrafter, Fusing, RowProgram
+from headrace.drafters.files import directory_of, integers, load
+from headrace.errors import CheckpointError
+from headrace.hub import read_json
+from headrace.models import Model
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.runner.mapped import MappedCheckpoint
+
+if TYPE_CHECKING:
+    from headrace.runner.loader import Weights
+
+NUM_FEATURES = 3
+
+
+class Frame(Decoder):
+    """Sizes of config.json, the embedding and the head: the checkpoint's own, or else the target's."""
+
+    def __init__(
+        self, values: dict[str, Any], weights: Weights, target: Target, max_positions: int, head_size: int
+    ) -> None:
+        self.measure(ModelConfig(values), weights, target.backend.ops, max_positions)
+        self.feature_size = self.hidden_size
+        shape = (target.vocab_size, self.hidden_size)
+        self.embedding = target.model.embedding
+        if weights.has("embed_tokens.weight"):
+            self.embedding = weights.table("embed_tokens.weight", shape)
+        elif self.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"config.json: hidden_size is {self.hidden_size}, the model's is {target.hidden_size}, and the "
+                "checkpoint has no embed_tokens.weight of its own"
+            )
+        self.head = target.model.head
+        self.vocab_size = head_size
+        if weights.has("lm_head.weight"):
+            self.head = weights.linear(["lm_head"], self.hidden_size, [head_size])
+        elif (head_size, self.hidden_size) != (target.vocab_size, target.hidden_size):
+            raise CheckpointError("lm_head.weight is missing from the checkpoint, and the model's head does not fit")
+
+    def attention_bias(self) -> bool:
+        return self.config.flag("attention_bias", False)
+
+
+class PlainLayer:
+    """A decoder layer of Llama; without a norm before the attention if `first`."""
+
+    def __init__(self, frame: Frame, name: str, layer_id: int, first: bool) -> None:
+        bias = frame.attention_bias()
+        self.attention_norm = None if first else frame.make_norm(f"{name}.input_layernorm")
+        self.attention = Attention(frame, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias)
+        self.mlp_norm = frame.make_norm(f"{name}.post_attention_layernorm")
+        self.mlp = GatedMLP(frame, f"{name}.mlp", bias=frame.config.flag("mlp_bias", False))
+
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = x + self.attention(normed, rows, kv)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Eagle1(Frame):
+    """x = fc [embedding, feature]; layers; the output is a feature, which the target's head takes as it is."""
+
+    def __init__(self, values: dict[str, Any], weights: Weights, target: Target, max_positions: int) -> None:
+        super().__init__(values, weights, target, max_positions, target.vocab_size)
+        size = self.hidden_size
+        # A matrix over two vectors side by side is two matrices, whose results are added.
+        biased = weights.has("fc.bias")
+        self.of_embedding = weights.linear(["fc"], size, [size], bias=biased, within=(0, 2 * size))
+        self.of_feature = weights.linear(["fc"], size, [size], within=(size, 2 * size))
+        self.layers = [PlainLayer(self, f"layers.{i}", i, first=not i) for i in range(self.num_layers)]
+
+    def enter(self, rows: Rows) -> Array:
+        own = self.ops.linear(self.ops.embedding(rows.token_ids, self.embedding), self.of_embedding)
+        return own + self.ops.linear(rows.features, self.of_feature)
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.select(hidden, rows)
+
+
+class WideAttention(Attention):
+    """Attention whose queries, keys and values are made of two vectors: the embedding's, then the feature's."""
+
+    of_embedding: Matrix
+
+    def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
+        self.of_embedding = weights.linear(names, num_in, outs, bias=bias, within=(0, 2 * num_in))
+        return weights.linear(names, num_in, outs, within=(num_in, 2 * num_in))
+
+    def of_both(self, embedding: Array, feature: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        qkv = self.ops.linear(embedding, self.of_embedding) + self.ops.linear(feature, self.qkv)
+        return self.mix(qkv, rows, kv)
+
+
+class Eagle3(Frame):
+    """g + attention [norm(embedding), norm(g)], then an MLP; further layers are Llama's; a norm before the head."""
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        weights: Weights,
+        target: Target,
+        max_positions: int,
+        head_size: int,
+    ) -> None:
+        super().__init__(values, weights, target, max_positions, head_size)
+        name = "midlayer" if weights.has_prefix("midlayer.") else "layers.0"
+        bias = self.attention_bias()
+        self.embedding_norm = self.make_norm(f"{name}.input_layernorm")
+        self.feature_norm = self.make_norm(f"{name}.hidden_norm")
+        self.attention = WideAttention(self, f"{name}.self_attn", 0, qkv_bias=bias, out_bias=bias)
+        self.mlp_norm = self.make_norm(f"{name}.post_attention_layernorm")
+        self.mlp = GatedMLP(self, f"{name}.mlp", bias=self.config.flag("mlp_bias", False))
+        self.normed_residual = self.config.flag("norm_before_residual", False)
+        self.layers = [PlainLayer(self, f"layers.{i}", i, first=False) for i in range(1, self.num_layers)]
+        self.norm = self.make_norm("norm")
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        embedding = self.embedding_norm(self.ops.embedding(rows.token_ids, self.embedding))
+        normed = self.feature_norm(rows.features)
+        x = normed if self.normed_residual else rows.features
+        x = x + self.attention.of_both(embedding, normed, rows, kv)
+        x = x + self.mlp(self.mlp_norm(x))
+        for layer in self.layers:
+            x = layer(x, rows, kv)
+        if streams is not None:
+            streams.append(x)
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a checkpoint is: EAGLE-3 or not, the config in Llama's words, layers of the target that it looks at."""
+
+    third: bool
+    values: dict[str, Any]
+    layers: tuple[int, ...]
+
+
+def form_of(directory: Path, target: Target) -> Form:
+    """Raises `CheckpointError` for what is no EAGLE, or not one of this target's shape."""
+    values = read_json(directory / "config.json")
+    inner = values.get("transformer_layer_config")
+    if isinstance(inner, dict):
+        # `speculators` keeps Llama's words apart from its own.
+        values = inner | {name: value for name, value in values.items() if name != "transformer_layer_config"}
+    if values.get("layernorms"):
+        raise CheckpointError("config.json: layernorms is true; extra norms around the head are not supported")
+    checkpoint = MappedCheckpoint(directory)
+    names = set(checkpoint.names)
+    if "fc.weight" not in names:
+        found = "fusion_fc.weight" in names
+        hint = "; fusion_fc.weight is an older form of `speculators`, convert it with a newer one" if found else ""
+        raise CheckpointError(f"{directory} has no fc.weight: it is no EAGLE checkpoint{hint}")
+    if not any(name.endswith(".hidden_norm.weight") for name in names):
+        return Form(False, {"num_hidden_layers": 1, **values}, ())
+    width = checkpoint.entry("fc.weight").shape[-1]
+    own = values.get("eagle_config")
+    told = values.get("eagle_aux_hidden_state_layer_ids")
+    if told is None and isinstance(own, dict):
+        told = own.get("eagle_aux_hidden_state_layer_ids")
+    if told is None:
+        told = [2, target.num_layers // 2, target.num_layers - 3]
+    right = isinstance(told, list) and all(type(i) is int and 0 <= i <= target.num_layers for i in told)
+    if not right or not told:
+        raise CheckpointError(
+            f"config.json: eagle_aux_hidden_state_layer_ids is {told!r}, the model has layers 0 to {target.num_layers}"
+        )
+    if width != len(told) * target.hidden_size:
+        raise CheckpointError(
+            f"fc.weight takes {width} features; the model gives {len(told)} layers of {target.hidden_size}"
+        )
+    return Form(True, {"num_hidden_layers": 1, **values}, tuple(told))
+
+
+def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
+    """Raises `CheckpointError` for a checkpoint that is no EAGLE, or that was trained for another model."""
+    directory = directory_of(spec, target, "eagle")
+    form = form_of(directory, target)
+    quantization = spec.quantization or target.quantization
+    quantized = form.values.get("quantization_config")
+    window = min(spec.max_model_len, target.max_model_len)
+    vocab_size = ModelConfig(form.values).integer("vocab_size", target.vocab_size)
+    if vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{directory} was trained for a vocabulary of {vocab_size}, the model has {target.vocab_size}"
+        )
+    if not form.third:
+        first: Model = load(
+            directory, target, quantization, quantized,
+            lambda weights: Eagle1(form.values, weights, target, window + spec.num_drafts),
+        )  # fmt: skip
+        return FeatureDrafter(first, spec, target, (), (len(first.layers),), window)
+    size = ModelConfig(form.values).integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
+    token_ids = integers(directory, "d2t", size)
+    if token_ids is not None:
+        token_ids = np.arange(size) + token_ids
+        if len(np.unique(token_ids)) != size or token_ids.min() < 0 or token_ids.max() >= target.vocab_size:
+            raise CheckpointError(f"{directory}: d2t does not lead to {size} tokens of {target.vocab_size}")
+    elif size != target.vocab_size:
+        raise CheckpointError(f"{directory}: draft_vocab_size is {size} of {target.vocab_size}, and there is no d2t")
+
+    def build(weights: Weights) -> tuple[Model, Matrix]:
+        model = Eagle3(form.values, weights, target, window + spec.num_drafts, size)
+        width = len(form.layers) * target.hidden_size
+        return model, weights.linear(["fc"], width, [model.hidden_size], bias=weights.has("fc.bias"))
+
+    third, matrix = load(directory, target, quantization, quantized, build, spare="d2t|t2d")
+    fuse = RowProgram(Fusing(target.backend, matrix), target.backend, target.num_threads, (0,))
+    return FeatureDrafter(third, spec, target, form.layers, (0,), window, token_ids, fuse)

@@ -1,0 +1,232 @@
+"""Drafters that look at what the target has computed: shared by `eagle` and `mtp`.
+
+Row i of such a model pairs the target's features of position i with token i + 1, and foretells token i + 2. What the
+target has shown waits here until the token after it is known; on its own guesses the model looks at its own features.
+A sequence that was not watched from its beginning starts where the watching did. Knows features and tokens; must not
+know how a model uses them. Called by `drafters.speculator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.base import Array, Backend, Cache, Chunks, KVShape, Rows
+from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.config import SpeculativeConfig
+from headrace.drafters.context import MAX_LINES, MAX_ROWS, Job, Line, PrivateContext
+from headrace.drafters.grow import Grower
+from headrace.models import Model
+
+MAX_WAITING = 256
+"""Rows that wait to be computed, at most; of a long prompt they are computed as they come."""
+
+STATELESS = KVShape(0, 1, 1)
+
+
+class RowsOnly:
+    """The frame of a `Model` that looks at features alone and keeps nothing between calls."""
+
+    kv_shape = STATELESS
+    layers: Sequence[Any] = ()
+    embedding: Array = None
+    head: Any = None
+
+    def __init__(self, backend: Backend, feature_size: int, hidden_size: int, vocab_size: int) -> None:
+        self.ops = backend.ops
+        self.feature_size, self.hidden_size, self.vocab_size = feature_size, hidden_size, vocab_size
+
+    def enter(self, rows: Rows) -> Array:
+        return rows.features
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.select(hidden, rows)
+
+
+class RowProgram:
+    """A program for such a model. `feature_layers` as in `Backend.program`."""
+
+    def __init__(self, model: Model, backend: Backend, num_threads: int, feature_layers: Sequence[int] = ()) -> None:
+        self._program = backend.program(
+            model,
+            num_blocks=1,
+            block_size=MAX_ROWS,
+            kv_dtype=backend.dtype,
+            max_num_seqs=MAX_LINES,
+            max_num_batched_tokens=MAX_ROWS,
+            max_blocks_per_seq=1,
+            num_threads=num_threads,
+            feature_layers=feature_layers,
+        )
+
+    def features(self, given: F32) -> F32:
+        """given [N, F] -> what the program keeps [N, G]."""
+        parts = []
+        for i in range(0, len(given), MAX_ROWS):
+            own = given[i : i + MAX_ROWS]
+            self._program.forward(Chunks([0], [[0] * len(own)], [[0]]), [], own)
+            parts.append(self._program.features(list(range(len(own)))))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def logits(self, given: F32) -> tuple[F32, list[bool]]:
+        """given [N, F] -> logits [N, V], lent until the next call, and whether each row is finite."""
+        parts, finite = [], []
+        for i in range(0, len(given), MAX_LINES):
+            own = given[i : i + MAX_LINES]
+            _, logits = self._program.forward(Chunks([0], [[0] * len(own)], [[0]]), list(range(len(own))), own)
+            parts.append(logits.rows if len(given) <= MAX_LINES else logits.rows.copy())
+            finite += logits.finite
+        return parts[0] if len(parts) == 1 else np.concatenate(parts), finite
+
+    def close(self) -> None:
+        self._program.close()
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Features of positions begin ... of a sequence, whose tokens are `ids`, which no line holds yet."""
+
+    begin: int = 0
+    ids: list[int] = field(default_factory=list)
+    rows: list[F32] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.ids)
+
+    def put(self, ids: list[int], rows: F32) -> None:
+        self.ids = self.ids + ids
+        self.rows.append(rows.copy())
+
+    def take(self, num: int) -> F32:
+        """The first `num` rows, which wait no longer."""
+        rows = self.rows[0] if len(self.rows) == 1 else np.concatenate(self.rows)
+        self.begin, self.ids, self.rows = self.begin + num, self.ids[num:], [rows[num:]] if num < len(rows) else []
+        return rows[:num]
+
+
+class FeatureDrafter:
+    """`Drafter` over a model with `feature_size` features.
+
+    Args:
+        feature_layers: see `Drafter`.
+        own_layers: what the model's own program keeps for the next guess, as `Backend.program` takes it.
+        window: rows of a sequence that are seen at most; a longer one starts over.
+        token_ids: the target's id of each of the model's own; None if they are the same.
+        fuse: makes the model's features of the target's, where these are not the same.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: SpeculativeConfig,
+        target: Target,
+        feature_layers: tuple[int, ...],
+        own_layers: tuple[int, ...],
+        window: int,
+        token_ids: Any = None,
+        fuse: RowProgram | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        width = spec.tree_width if spec.num_nodes > spec.num_drafts else 1
+        self.feature_layers: tuple[int, ...] | None = feature_layers
+        self.private = PrivateContext(
+            model,
+            target.backend,
+            target,
+            target.kv_dtype,
+            window + spec.num_drafts,
+            target.max_num_seqs * width,
+            own_layers,
+            token_ids,
+            num_blocks,
+        )
+        self._window = window
+        self._fuse = fuse
+        self._grower = Grower(self.private, target.guide, width, feeds=True)
+        self._waiting: dict[int, Waiting] = {}
+
+    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
+        waiting = self._waiting.setdefault(seq_id, Waiting(start))
+        if start > waiting.end:
+            # What lies between was not shown.
+            self._waiting[seq_id] = waiting = Waiting(start)
+        known = waiting.end - start
+        if known >= len(token_ids):
+            return
+        most = max(self._window // 2, 1)
+        fresh = len(token_ids) - known
+        if fresh > most:
+            known = len(token_ids) - most
+            self._waiting[seq_id] = waiting = Waiting(start + known)
+        waiting.put(token_ids[known:], features[known:])
+        if len(waiting.ids) > MAX_WAITING:
+            job = self._job(seq_id, waiting, waiting.ids[1:], ())
+            if job is None:
+                del self._waiting[seq_id]
+            else:
+                self.private.extend([job])
+
+    def propose(self, contexts: Sequence[Context]) -> list[Draft]:
+        keep = {context.seq_id for context in contexts}
+        jobs, asked = [], []
+        for i, context in enumerate(contexts):
+            waiting = self._waiting.get(context.seq_id)
+            # The features before the last token must be there, and their logits still be wanted.
+            if waiting is None or not waiting.ids or waiting.end != len(context.tokens) - 1 or not context.num_drafts:
+                continue
+            job = self._job(context.seq_id, waiting, [*waiting.ids[1:], context.tokens[-1]], keep)
+            if job is not None:
+                jobs.append(job)
+                asked.append(i)
+        drafts = [Draft([]) for _ in contexts]
+        if jobs:
+            first = self.private.extend(jobs, keep_features=True)
+            made = self._grower.grow([contexts[i] for i in asked], [job.line for job in jobs], first)
+            for i, draft in zip(asked, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _job(self, seq_id: int, waiting: Waiting, token_ids: list[int], keep: Any) -> Job | None:
+        """What waits, with the tokens after each row, behind the sequence's line; None without room."""
+        line: Line = self.private.line(seq_id)
+        if line.start + len(line.tokens) != waiting.begin or len(line.tokens) + len(token_ids) > self._window:
+            # The line was given away, or began elsewhere, or is full.
+            self.private.empty(line, waiting.begin)
+        if not self.private.reserve(line, len(token_ids), {seq_id, *keep}):
+            return None
+        rows = waiting.take(len(token_ids))
+        return Job(line, token_ids, rows if self._fuse is None else self._fuse.features(rows))
+
+    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
+        return None
+
+    def drop(self, seq_id: int) -> None:
+        self._waiting.pop(seq_id, None)
+        self.private.drop(seq_id)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self.private.close()
+        if self._fuse is not None:
+            self._fuse.close()
+
+
+class Fusing(RowsOnly):
+    """`matrix` over features of several layers side by side (EAGLE-3's `fc`)."""
+
+    def __init__(self, backend: Backend, matrix: Any) -> None:
+        super().__init__(backend, matrix.num_in, matrix.num_out, matrix.num_out)
+        self._matrix = matrix
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        made = self.ops.linear(rows.features, self._matrix)
+        if streams is not None:
+            streams.append(made)
+        return made
+
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        return self.final(hidden, rows)
