@@ -13,6 +13,7 @@ from headrace.types import StepResult
 logger = logging.getLogger("headrace.engine")
 
 INTERNAL = "internal_error: "
+NO_MEMORY = "out_of_memory: "
 MOST_ALONE = 3
 """So many steps in a row in which nobody but single, failing requests were computed are the engine's fault."""
 
@@ -27,7 +28,9 @@ class Blame:
     def reason(self, error: BaseException) -> str:
         """Why a chunk fails that `error` was raised for; "" for what nobody's request can be blamed for."""
         if is_out_of_memory(error):
-            return f"out_of_memory: {error}"
+            # Not itself, whose traceback holds what filled the memory.
+            self._error = MemoryError(str(error))
+            return f"{NO_MEMORY}{error}"
         # The grammars' library is Rust, whose panics are no Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return ""
@@ -38,11 +41,12 @@ class Blame:
     def settle(self, result: StepResult, num_chunks: int) -> None:
         """The step of so many chunks is over. Raises the error that all of them ran into."""
         error, self._error = self._error, None
-        num_failed = sum(reason.startswith(INTERNAL) for reason in result.errors.values())
+        num_failed = sum(reason.startswith((INTERNAL, NO_MEMORY)) for reason in result.errors.values())
         if not num_failed or num_failed < num_chunks or error is None:
             self._num_in_row = 0
             return
-        self._num_in_row += 1
+        # One request may be too large for the memory, and another after it; that is no fault of the engine's.
+        self._num_in_row += not isinstance(error, MemoryError)
         if num_chunks > 1 or self._num_in_row >= MOST_ALONE:
             raise error
 

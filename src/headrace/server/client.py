@@ -203,11 +203,11 @@ class EngineClient:
                 continue
             if not self._open and dog.silent < max(1.0, dog.timeout / 4):
                 # Owes nothing, and was heard of lately.
-                dog.tick(time.monotonic(), self._link.cpu_seconds())
+                dog.tick(time.monotonic(), self._link.usage())
                 continue
             if not self._open:
                 self._ping()
-            if dog.tick(time.monotonic(), self._link.cpu_seconds()) and not self._link.in_process:
+            if dog.tick(time.monotonic(), self._link.usage()) and not self._link.in_process:
                 reason = f"frozen: no step for {dog.silent:.1f} s, no processor time for {dog.frozen:.1f} s of them"
                 logger.error("the engine is %s; its stacks follow, then it is killed", reason)
                 self._alive = False

@@ -32,10 +32,19 @@ LARGE_TEXT = 4096
 T = TypeVar("T")
 
 
-class NumericalError(HeadraceError):
-    """The engine failed one request, and only that (HTTP 500)."""
+FAULTS = frozenset(
+    "numerical_error out_of_memory structured_output_error sampling_error invalid_chunk internal_error".split()
+)
+"""What the engine may fail one request for; its message begins with one of these and a colon."""
 
-    code = "numerical_error"
+
+class RequestFailedError(HeadraceError):
+    """The engine failed one request, and only that (HTTP 500). `code` says for what."""
+
+    def __init__(self, message: str) -> None:
+        code = message.partition(":")[0]
+        self.code = code if code in FAULTS else "numerical_error"
+        super().__init__(message or "the model gave no usable numbers for this request")
 
 
 class FinishObserver(Protocol):
@@ -235,7 +244,7 @@ class Generation:
             if self._observer is not None:
                 self._observer.on_finish(state, state.finish.reason)
             if state.finish.reason == "error":
-                raise NumericalError(state.finish.message or "the model gave no usable numbers for this request")
+                raise RequestFailedError(state.finish.message)
             pieces.append((place, piece))
         return pieces
 

@@ -51,8 +51,9 @@ class Link(Protocol):
         """Send, without waiting. To a peer that is gone: dropped, for `on_lost` tells of it."""
         ...
 
-    def cpu_seconds(self) -> float | None:
-        """Processor time of the engine so far, or None where that is not known."""
+    def usage(self) -> tuple[float, bool] | None:
+        """Processor time of the engine so far, in seconds, and whether it waits for a processor or a disk just now.
+        None where that is not known."""
         ...
 
     async def kill(self) -> None:
@@ -121,7 +122,7 @@ class ProcessLink:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(transport.encode(message))
 
-    def cpu_seconds(self) -> float | None:
+    def usage(self) -> tuple[float, bool] | None:
         if self._process is None or sys.platform != "linux":
             return None
         try:
@@ -130,7 +131,7 @@ class ProcessLink:
             return None
         # After the name, which may hold anything: state is field 3, utime and stime are 14 and 15.
         fields = stat.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] in ("R", "D")
 
     async def kill(self) -> None:
         self._stop_listening()
@@ -260,7 +261,7 @@ class InprocLink:
     def post(self, message: transport.ToEngine) -> None:
         self._inbox.put(message)
 
-    def cpu_seconds(self) -> float | None:
+    def usage(self) -> tuple[float, bool] | None:
         return None
 
     async def kill(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 PATIENCE = 10
 """How much longer an engine that computes may be silent."""
-BUSY = 0.1
-"""Share of one processor above which it computes."""
+BUSY = 0.02
+"""Share of one processor above which it computes: on a machine that is full it may get no more."""
 
 
 class Watchdog:
@@ -31,17 +31,18 @@ class Watchdog:
         """A message came."""
         self.frozen = self.silent = 0.0
 
-    def tick(self, now: float, cpu_seconds: float | None) -> bool:
+    def tick(self, now: float, usage: tuple[float, bool] | None) -> bool:
         """To be called each `interval` seconds. Returns whether the engine is to be ended.
 
         Args:
             now: monotonic seconds.
-            cpu_seconds: processor time of the engine since its start; None if not known.
+            usage: processor time of the engine since its start, and whether it waits for a processor or a disk just
+                now; None if not known.
         """
         passed = 0.0 if self._last is None else now - self._last
-        used = None if cpu_seconds is None or self._cpu is None else cpu_seconds - self._cpu
-        self._last, self._cpu = now, cpu_seconds
-        computes = used is not None and used >= BUSY * passed
+        cpu, waits = usage or (None, False)
+        computes = waits or (cpu is not None and self._cpu is not None and cpu - self._cpu >= BUSY * passed)
+        self._last, self._cpu = now, cpu
         # Late ticks are the watcher's own standstill, which says nothing of the engine.
         passed = min(passed, 2 * self.interval)
         self.silent += passed
