@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from typing import NamedTuple
 from headrace import hub
 from headrace.cli.quantize import calibration_text
 
-FOLDER = Path(__file__).parents[1] / "build" / "quality"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "quality"
+FINE_TUNE = ROOT / "training" / "finetune_quantised.py"
 
 
 class Recipe(NamedTuple):
@@ -39,8 +42,9 @@ BLOCKS = 256
 """Inputs of a block of the K-quants: rows that are no multiple of it get other types, under the same name."""
 
 
-def recipes(group: int, num_in: int) -> Iterator[Recipe]:
-    """group: inputs that share a scale, where there is a choice. num_in: the least inputs of the model's layers."""
+def recipes(group: int, num_in: int, minutes: float) -> Iterator[Recipe]:
+    """group: inputs that share a scale, where there is a choice. num_in: the least inputs of the model's layers.
+    minutes: of fine-tuning, 0 for none."""
     for method in ("rtn", "gptq", "awq", "hqq"):
         for bits in (4, 3, 2):
             layout = " --format compressed-tensors" if bits != 4 else ""
@@ -59,6 +63,7 @@ def recipes(group: int, num_in: int) -> Iterator[Recipe]:
     yield Recipe("fp8 E4M3", "--method fp8")
     yield Recipe("fp8 E5M2", "--method fp8_e5m2")
     yield Recipe("MXFP4 (compressed-tensors)", "--method mxfp4")
+    yield Recipe("MXFP4 (blocks)", "--method mxfp4 --format mxfp4")
     yield Recipe("gptq as Q4_0 (GGUF)", "--method gptq --bits 4 --group-size 32 --format gguf")
     for level in LEVELS:
         if "K" not in level or num_in % BLOCKS == 0:
@@ -66,10 +71,13 @@ def recipes(group: int, num_in: int) -> Iterator[Recipe]:
     for budget in ("4.5", "3.5"):
         if num_in % BLOCKS == 0:
             yield Recipe(f"mixed {budget} (GGUF)", f"--method mixed --bits {budget}", ".gguf")
+    if minutes:
+        yield Recipe(f"fine-tuned int4-g{group}", f"--minutes {minutes:g} --bits 4 --group-size {group}")
 
 
-def make(model: str, num_tokens: int) -> Iterator[tuple[str, Path]]:
-    """(name of the row, what `headrace serve` takes) of every recipe, made if it is not there yet."""
+def make(model: str, num_tokens: int, minutes: float = 0, wanted: str = "") -> Iterator[tuple[str, Path]]:
+    """(name of the row, what `headrace serve` takes) of every recipe whose name has `wanted` (a regular expression) in
+    it, made if it is not there yet. minutes: of fine-tuning rounded weights, 0 for none."""
     directory = hub.resolve(model)
     config = hub.read_json(directory / "config.json")
     hidden = int(config["hidden_size"])
@@ -79,22 +87,27 @@ def make(model: str, num_tokens: int) -> Iterator[tuple[str, Path]]:
     folder = FOLDER / f"{directory.name}-{stamp}"
     folder.mkdir(parents=True, exist_ok=True)
     words = folder / f"words-{num_tokens}.jsonl"
-    if not words.is_file():
-        pieces = calibration_text(model, directory, None, num_tokens, PIECE)
-        words.write_text("".join(json.dumps({"token_ids": piece}) + "\n" for piece in pieces))
-    for recipe in recipes(64, num_in):
+    for recipe in recipes(64, num_in, minutes):
+        if not re.search(wanted, recipe.name):
+            continue
         stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in recipe.name).strip("-")
         path = folder / (stem + recipe.suffix)
-        command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
-        command += recipe.options.split()
+        done, key = folder / f"{stem}.options", recipe.options
+        if recipe.options.startswith("--minutes"):
+            command = [sys.executable, str(FINE_TUNE), "--model", model, "--out", str(path)]
+        else:
+            command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
         if any(word in recipe.options for word in CALIBRATED):
+            if not words.is_file():
+                pieces = calibration_text(model, directory, None, num_tokens, PIECE)
+                words.write_text("".join(json.dumps({"token_ids": piece}) + "\n" for piece in pieces))
             command += ["--calibration", str(words), "--num-calibration-tokens", str(num_tokens)]
-        done, key = folder / f"{stem}.options", f"{recipe.options} ({num_tokens} tokens)"
+            key += f" ({num_tokens} tokens)"
         if not done.is_file() or done.read_text() != key:
             print("making", recipe.name, file=sys.stderr, flush=True)
             if path.is_dir():
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*command, *recipe.options.split()], check=True, stdout=subprocess.DEVNULL)
             done.write_text(key)
         yield recipe.name, path

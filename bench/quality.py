@@ -66,7 +66,7 @@ def told_forms(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
     for path in args.checkpoints:
         yield short_name(path, args.model), {"model": path}
     if args.made:
-        for name, own in made.make(args.model, args.num_calibration_tokens):
+        for name, own in made.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms):
             yield name, {"model": str(own)}
 
 
@@ -290,6 +290,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--made", action="store_true", help="make and judge one of every way of headrace quantize")
     parser.add_argument("--num-calibration-tokens", type=int, default=32768, help="of what is made")
+    parser.add_argument("--fine-tune", type=float, default=0, help="with --made: minutes to fine-tune rounded weights")
     parser.add_argument("--forms", default="", help="regular expression: the rows that are measured; by default all")
     parser.add_argument("--reference-dtype", default="float32", help="of MODEL as the reference")
     parser.add_argument("--speed", action="store_true", help="time decoding as well")

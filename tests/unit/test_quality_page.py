@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import quality
+from bench import formats, quality
+from bench.made import LEVELS
 from tests.laws import rules
 
+from headrace.quantize.base import method_names
+
+ROW_OF = {"fp8": "fp8 E4M3", "fp8_e5m2": "fp8 E5M2", "llm_int8": "LLM.int8()"}
 KEPT = sorted(path.stem.removeprefix("quality-") for path in quality.RESULTS.glob("quality-*.json"))
 
 
@@ -63,3 +69,47 @@ def test_the_page_says_what_was_measured(name: str) -> None:
 
 def test_something_was_measured() -> None:
     assert "builtin" in KEPT
+
+
+@pytest.mark.parametrize("path", sorted(quality.RESULTS.glob("formats-*.json")), ids=lambda path: path.stem)
+def test_the_page_says_how_fast_formats_are(path: Path) -> None:
+    page = quality.PAGE.read_text(encoding="utf-8")
+    assert quality.marked(page, path.stem, formats.section(path.stem)) == page, "run: python -m bench.formats --render"
+    assert not rules.workplace_violations(path.stem, path.read_text())
+
+
+def kept(name: str, option: str = "--made") -> dict[str, dict[str, Any]]:
+    """The rows by name; skips where there is no table of that kind yet."""
+    path = quality.RESULTS / f"quality-{name}.json"
+    found = json.loads(path.read_text()) if path.is_file() else {"command": ""}
+    if option not in found["command"]:
+        pytest.skip(f"no table by python -m bench.quality {option} --name {name}")
+    return {one["name"]: one for one in found["result"]}
+
+
+def test_every_way_of_quantising_has_a_row() -> None:
+    found = " ".join(kept("builtin"))
+    for word in ("bf16", "fp16", "KV int8", *method_names(), *LEVELS, "mixed", "int3", "int2", "fine-tuned"):
+        assert ROW_OF.get(word, word).lower() in found.lower(), word
+
+
+def test_the_order_of_the_rows() -> None:
+    """GPTQ and AWQ lose less than rounding at each number of bits; more bits lose less; int8 is within 0.1% of bf16."""
+    rows = kept("builtin")
+    kl = {name: one["mean_kl"] for name, one in rows.items()}
+    for bits in (4, 3):
+        least = kl[f"rtn int{bits}-g64"] - 3 * rows[f"rtn int{bits}-g64"]["mean_kl_stderr"]
+        assert kl[f"gptq int{bits}-g64"] < least
+        assert kl[f"awq int{bits}-g64-asym"] < least
+    assert kl["fine-tuned int4-g64"] < kl["rtn int4-g64"]
+    assert kl["bf16"] < kl["int8"] < kl["int6"] < kl["int4"] < kl["rtn int3-g64"] < kl["rtn int2-g64-asym"]
+    assert kl["Q8_0 (GGUF)"] < kl["Q6_K (GGUF)"] < kl["Q5_K_M (GGUF)"] < kl["Q4_K_M (GGUF)"] < kl["Q3_K_M (GGUF)"]
+    change = rows["int8"]["perplexity"] / rows["bf16"]["perplexity"] - 1
+    assert abs(change) < 1e-3
+
+
+def test_int8_on_a_long_text() -> None:
+    """Beside bf16, token by token: what is said of 0.1% is more than two standard errors away from it."""
+    for name in ("int8", "int8-g128"):
+        row = kept("builtin-int8")[name]
+        assert abs(row["loss_change"]) + 2 * row["loss_change_stderr"] < 1e-3, name
