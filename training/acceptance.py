@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from model import Llama, load_model
 from samples import STOPS, continued
-from speculators import NUM_HEADS, Eagle, Medusa, Mtp, Whole, view_of
+from speculators import NUM_HEADS, Eagle, Medusa, Mtp, Whole, kept_of, view_of
 
 PROMPT, LENGTH = 24, 224
 
@@ -56,12 +56,17 @@ def right_drafts(target: Llama, drafter: nn.Module, ids: Tensor) -> Tensor:
     """[N, LENGTH, 4]: whether the d-th token drafted at each anchor is the target's, whatever came before."""
     result = torch.zeros(*ids.shape, NUM_HEADS, dtype=torch.bool)
 
-    def chosen(depth: int, logits: Tensor) -> Tensor:
-        return torch.cat([ids[:, 1:], ids[:, :1]], 1) if depth < 0 else logits.argmax(-1)
+    kept = kept_of(drafter)
 
-    for depth, logits in enumerate(drafter.draft(view_of(target, ids), chosen)):
+    def likeliest(logits: Tensor) -> Tensor:
+        return logits.argmax(-1) if kept is None else kept[logits.argmax(-1)]
+
+    def chosen(depth: int, logits: Tensor) -> Tensor:
+        return torch.cat([ids[:, 1:], ids[:, :1]], 1) if depth < 0 else likeliest(logits)
+
+    for depth, logits in enumerate(drafter.draft(view_of(target, ids), chosen, torch.arange(ids.shape[1]))):
         ends = ids.shape[1] - 2 - depth
-        result[:, :ends, depth] = logits[:, :ends].argmax(-1) == ids[:, 2 + depth :]
+        result[:, :ends, depth] = likeliest(logits[:, :ends]) == ids[:, 2 + depth :]
     return result
 
 

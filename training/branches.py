@@ -17,17 +17,22 @@ from model import MLP, Attention, Layer, LlamaShape, RMSNorm, causal_attention, 
 
 @dataclass
 class Memory:
-    """Keys and values of one layer [rows, heads, length, dim], by depth."""
+    """Keys and values of one layer [rows, heads, length, dim], by depth; and the anchors that go on after depth 0."""
 
+    anchors: Tensor
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
 
 def attend(attention: Attention, x: Tensor, cos: Tensor, sin: Tensor, memory: Memory) -> Tensor:
-    """x [rows, length, inputs] are the rows of the next depth; row i belongs to anchor i, at position i + depth."""
+    """x [rows, length, inputs] are the rows of the next depth: of depth 0 all, then those of `memory.anchors`.
+
+    The row of anchor i and depth d is at position i + d.
+    """
     rows, length, _ = x.shape
     shape, depth = attention.shape, len(memory.keys)
-    cos, sin = cos[depth : depth + length].to(x.dtype), sin[depth : depth + length].to(x.dtype)
+    at = memory.anchors + depth if depth else torch.arange(length)
+    cos, sin = cos[at].to(x.dtype), sin[at].to(x.dtype)
     q, k, v = (
         p(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
         for p in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -41,13 +46,14 @@ def attend(attention: Attention, x: Tensor, cos: Tensor, sin: Tensor, memory: Me
         y = causal_attention(q, k, v)
     else:
         q = q * shape.head_dim**-0.5
-        future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
-        scores = [q @ memory.keys[0].transpose(-1, -2) + future]
+        of_text = memory.keys[0].shape[2]
+        later = torch.arange(of_text) > memory.anchors[:, None]
+        scores = [(q @ memory.keys[0].transpose(-1, -2)).masked_fill(later, float("-inf"))]
         scores += [(q * other).sum(-1, keepdim=True) for other in memory.keys[1:]]
         weights = torch.cat(scores, -1).softmax(-1)
-        y = weights[..., :length] @ memory.values[0]
+        y = weights[..., :of_text] @ memory.values[0]
         for i, other in enumerate(memory.values[1:]):
-            y = y + weights[..., length + i, None] * other
+            y = y + weights[..., of_text + i, None] * other
     return attention.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
 
 

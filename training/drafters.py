@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from export import write_json
 from model import Llama, load_model, save_model
 from samples import Samples
-from speculators import Eagle, Medusa, Mtp, base_config, draft_config, draft_shape, view_of
+from speculators import Eagle, Medusa, Mtp, base_config, draft_config, draft_shape, kept_of, view_of
 from train import make_optimizers
 
 METHODS = ("draft_model", "eagle", "mtp", "medusa")
-ROWS, WARMUP, DECAY_FROM = 8, 0.03, 0.4
+ROWS, STRIDE, WARMUP, DECAY_FROM = 8, 3, 0.03, 0.4  # beyond the first token, drafts at every third position
 HARD, FADE = 0.5, 0.85  # weight of the likeliest token; of each depth against the one before
 RATES = {"draft_model": 6e-3, "eagle": 2e-3, "mtp": 2e-3, "medusa": 2e-3}
 
@@ -51,26 +51,38 @@ def batches(samples: Samples, num_rows: int, seed: int) -> Callable[[], np.ndarr
     return draw
 
 
-def loss_of_drafter(target: Llama, drafter: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[float]]:
-    """The mean loss over depths, and at each depth the share of drafted tokens that are the target's likeliest."""
+def loss_of_drafter(
+    target: Llama, drafter: nn.Module, ids: Tensor, lengths: Tensor, anchors: Tensor
+) -> tuple[Tensor, list[float]]:
+    """The mean loss over depths, and at each depth the share of drafted tokens that are the target's likeliest.
+
+    Beyond the first token only what is drafted at `anchors` counts.
+    """
     with torch.no_grad():
         view = view_of(target, ids)
         shares = view.logits.float().softmax(-1)
         likeliest = shares.argmax(-1)
+        if (kept := kept_of(drafter)) is not None:  # in numbers of the draft vocabulary; -1: can not be drafted
+            there = torch.full((shares.shape[-1],), -1)
+            there[kept] = torch.arange(len(kept))
+            shares, likeliest = shares[..., kept], there[likeliest]
     length = ids.shape[1]
 
+    padded = F.pad(ids, (0, 8))
+    every = torch.arange(length)
+
     def of_text(depth: int, logits: Tensor) -> Tensor:
-        return F.pad(ids[:, depth + 2 :], (0, depth + 2))
+        return padded[:, (anchors if depth > 0 else every) + depth + 2]
 
     total, weight, right = torch.zeros(()), 0.0, []
-    for depth, logits in enumerate(drafter.draft(view, of_text)):
+    for depth, logits in enumerate(drafter.draft(view, of_text, anchors)):
         # At anchor i the token after i + 1 + depth is drafted.
-        logprobs = logits[:, : length - 1 - depth].float().log_softmax(-1)
-        wanted, best = shares[:, depth + 1 :], likeliest[:, depth + 1 :]
-        counts = torch.arange(depth + 1, length)[None] < lengths[:, None] - 1
-        known = torch.ones_like(shares[0, 0]) if not hasattr(drafter, "t2d") else drafter.t2d.float()
-        soft = -(wanted * known * logprobs).sum(-1)
-        hard = -logprobs.gather(-1, best[..., None])[..., 0] * known[best]
+        at = (anchors if depth else every) + depth + 1
+        counts = at[None] < lengths[:, None] - 1
+        at = at.clamp(max=length - 1)
+        logprobs, wanted, best = logits.float().log_softmax(-1), shares[:, at], likeliest[:, at]
+        soft = -(wanted * logprobs).sum(-1)
+        hard = -logprobs.gather(-1, best.clamp(min=0)[..., None])[..., 0] * (best >= 0)
         loss = (soft + HARD * hard)[counts].mean()
         total, weight = total + FADE**depth * loss, weight + FADE**depth
         right.append((logprobs.argmax(-1) == best)[counts].float().mean().item())
@@ -158,7 +170,8 @@ def make(method: str, target_path: Path, target: Llama, samples: Samples, out: P
         rows = draw()
         lengths = torch.from_numpy(samples.lengths[rows])
         ids = torch.from_numpy(samples.tokens[rows, : int(lengths.max())].astype(np.int64))
-        return loss_of_drafter(target, drafter, ids, lengths)
+        offset = int(torch.randint(0, STRIDE, ()))
+        return loss_of_drafter(target, drafter, ids, lengths, torch.arange(offset, ids.shape[1], STRIDE))
 
     train(drafter, step_loss, rate, args.minutes, method)
     drafter.save(directory, config)

@@ -116,7 +116,7 @@ def main() -> None:
         file.with_suffix(".tmp").replace(file)
 
     def judge(window: int) -> None:
-        bits = {n: round(bits_per_byte(average, tokenizer, t[:30_000], window), 4) for n, t in validation.items()}
+        bits = {n: round(bits_per_byte(average, tokenizer, t[:12_000], window), 4) for n, t in validation.items()}
         record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2), "bits_per_byte": bits}
         log.write(json.dumps(record) + "\n")
 
@@ -153,7 +153,7 @@ def main() -> None:
                 f"step {step} progress {progress:.3f} loss {last_mean:.4f} early {early_mean:.4f} tokens/s {rate:.0f}\n"
             )
             losses, last_log = [], elapsed
-        if elapsed - last_judged > 900:
+        if elapsed - last_judged > 2400:
             judge(length)
             last_judged = elapsed
         if elapsed - last_save > 180:

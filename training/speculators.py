@@ -1,8 +1,9 @@
 """Medusa heads, an EAGLE-3 drafter and an MTP layer in plain PyTorch, stored as docs/drafter-layouts.md says.
 
-Each has `draft(view, token_of)`: logits for the tokens that follow every anchor of a text, depth by depth. `View` is
-what the target made of the text. `token_of(depth, logits)` names the token each anchor goes on with: the text's own
-while training, the likeliest when judged.
+Each has `draft(view, token_of, anchors)`: logits for the tokens that follow the anchors of a text, depth by depth (at
+depth 0 for every position). `View` is what the target made of the text. `token_of(depth, logits)` names the tokens that
+drafting goes on with: the text's own while training, the likeliest when judged. Logits are over the target's
+vocabulary, or over the tokens `kept` of it.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ def write(directory: Path, config: dict[str, object], tensors: dict[str, Tensor]
     (directory / "model.safetensors").chmod(0o644)
 
 
+def kept_of(drafter: nn.Module) -> Tensor | None:
+    """Target ids of the tokens that it can draft, or None: all."""
+    return drafter.kept if isinstance(drafter, Eagle) else None
+
+
 def trained(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in module.named_parameters()}
 
@@ -83,9 +89,9 @@ class Medusa(nn.Module):
             nn.init.zeros_(block["layers"][0].weight)
             nn.init.zeros_(block["layers"][0].bias)
 
-    def draft(self, view: View, token_of: TokenOf) -> Iterator[Tensor]:
-        for block in self.blocks:
-            x = view.final
+    def draft(self, view: View, token_of: TokenOf, anchors: Tensor) -> Iterator[Tensor]:
+        for depth, block in enumerate(self.blocks):
+            x = view.final[:, anchors] if depth else view.final
             for layer in block["layers"]:
                 x = x + F.silu(layer(x))
             yield F.linear(x, view.embedding)
@@ -152,18 +158,17 @@ class Eagle(nn.Module):
         """Target ids of the draft vocabulary [D]."""
         return self.d2t + torch.arange(len(self.d2t))
 
-    def draft(self, view: View, token_of: TokenOf) -> Iterator[Tensor]:
+    def draft(self, view: View, token_of: TokenOf, anchors: Tensor) -> Iterator[Tensor]:
         feature = self.fc(torch.cat([view.streams[i] for i in self.layers], -1))
-        memory, tokens = Memory(), token_of(-1, view.logits)
+        memory, tokens = Memory(anchors), token_of(-1, view.logits)
         for depth in range(NUM_HEADS):
             embedded = F.embedding(tokens, view.embedding)
             feature = self.midlayer(embedded, feature, self.places.cos, self.places.sin, memory)
-            small = self.lm_head(self.norm(feature))
-            logits = small.new_full((*small.shape[:-1], self.shape.vocab_size), -1e9)
-            logits[..., self.kept] = small
+            logits = self.lm_head(self.norm(feature))
             yield logits
-            if depth + 1 < NUM_HEADS:
-                tokens = token_of(depth, logits)
+            tokens = token_of(depth, logits)
+            if depth == 0:
+                feature, tokens = feature[:, anchors], tokens[:, anchors]
 
     def save(self, directory: Path, config: dict[str, object]) -> None:
         own = config | {
@@ -205,16 +210,17 @@ class Mtp(nn.Module):
             model.eh_proj.weight += torch.cat([torch.eye(target.shape.hidden_size)] * 2, 1)
         return model
 
-    def draft(self, view: View, token_of: TokenOf) -> Iterator[Tensor]:
-        state, memory, tokens = view.final, Memory(), token_of(-1, view.logits)
+    def draft(self, view: View, token_of: TokenOf, anchors: Tensor) -> Iterator[Tensor]:
+        state, memory, tokens = view.final, Memory(anchors), token_of(-1, view.logits)
         for depth in range(NUM_HEADS):
             embedded = F.embedding(tokens, view.embedding)
             x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(state)], -1))
             state = advance(self.layer, x, self.places.cos, self.places.sin, memory)
             logits = F.linear(self.head_norm(state), view.embedding)
             yield logits
-            if depth + 1 < NUM_HEADS:
-                tokens = token_of(depth, logits)
+            tokens = token_of(depth, logits)
+            if depth == 0:
+                state, tokens = state[:, anchors], tokens[:, anchors]
 
     def names(self) -> dict[str, str]:
         """Stored name of each parameter."""
@@ -244,8 +250,8 @@ class Whole(nn.Module):
         self.model, self.num_layers = model, num_layers
         self.places = Positions(replace(model.shape, max_position_embeddings=model.shape.max_position_embeddings + 64))
 
-    def draft(self, view: View, token_of: TokenOf) -> Iterator[Tensor]:
-        model, memories = self.model, [Memory() for _ in range(self.num_layers)]
+    def draft(self, view: View, token_of: TokenOf, anchors: Tensor) -> Iterator[Tensor]:
+        model, memories = self.model, [Memory(anchors) for _ in range(self.num_layers)]
         tokens = view.ids
         for depth in range(NUM_HEADS + 1):
             x = model.embed_tokens(tokens)
@@ -254,8 +260,9 @@ class Whole(nn.Module):
             logits = F.linear(model.norm(x), model.embed_tokens.weight)
             if depth:
                 yield logits
-            # The first token is the target's own; the draft model reads it as it reads its own guesses.
-            tokens = token_of(depth - 1, view.logits if depth == 0 else logits)
+            # The first token is the target's own; the draft model reads it as it reads its own guesses. What it makes
+            # of the text comes before the first draft, so here all depths but that are of the anchors.
+            tokens = token_of(-1, view.logits)[:, anchors] if depth == 0 else token_of(depth - 1, logits)
 
 
 def draft_shape(shape: LlamaShape, num_parameters: int) -> LlamaShape:
