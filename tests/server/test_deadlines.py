@@ -71,7 +71,11 @@ def test_R_13_time_that_runs_out_in_the_queue_is_a_408_without_a_step(slow: Live
 
 
 def test_R_13_the_body_says_it_too_and_the_shorter_counts(slow: Live) -> None:
-    for said, header in (({"timeout": 0.5}, {}), ({"timeout": 2.5}, {HEADER: "0.5"}), ({"timeout": 0.5}, {HEADER: "2"})):
+    for said, header in (
+        ({"timeout": 0.5}, {}),
+        ({"timeout": 2.5}, {HEADER: "0.5"}),
+        ({"timeout": 0.5}, {HEADER: "2"}),
+    ):
         start = time.monotonic()
         reply = slow.post("/v1/completions", LONG | said, headers=header)
         assert reply.status_code == 504

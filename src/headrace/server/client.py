@@ -386,9 +386,10 @@ class EngineClient:
 
     async def _restart(self, reason: str) -> None:
         now = time.monotonic()
+        self._deaths.append(now)
         self._convict(reason, now)
         while True:
-            self._deaths = [death for death in self._deaths if death > now - RESTART_WINDOW_S] + [now]
+            self._deaths = [death for death in self._deaths if death > now - RESTART_WINDOW_S]
             if len(self._deaths) > self._max_restarts:
                 self._give_up(f"the engine died ({reason}) and was restarted {len(self._deaths) - 1} times")
                 return
@@ -396,6 +397,7 @@ class EngineClient:
                 await self._launch()
             except (HeadraceError, OSError) as error:
                 reason, now = str(error), time.monotonic()
+                self._deaths.append(now)
                 logger.error("the engine did not start again: %s", reason)
                 continue
             break
