@@ -4,7 +4,8 @@
 
 Documents of the training mixture are begun as they stand and gone on with by the target: half of them with its
 likeliest tokens, the rest at temperatures 0.7 and 1. Beside each token lie the target's likeliest next tokens and the
-logarithms of their shares, so that a draft model can be trained without the target.
+logarithms of their shares, so that a draft model can be trained without the target. `--texts OTHER.npz` takes the rows
+of another target besides, as text that this one judges: much cheaper than writing, and of use if both are of a family.
 """
 
 from __future__ import annotations
@@ -110,6 +111,20 @@ def continued(model: Llama, prompts: Tensor, temperatures: Tensor, length: int, 
     )  # fmt: skip
 
 
+@torch.inference_mode()
+def judged(model: Llama, other: Samples, num_rows: int = 32) -> Samples:
+    """Another target's rows with this one's likeliest next tokens."""
+    best, logprobs = np.zeros_like(other.best), np.full_like(other.logprobs, -100)
+    order = np.argsort(other.lengths, kind="stable")
+    for at in range(0, len(order), num_rows):
+        rows = order[at : at + num_rows]
+        length = int(other.lengths[rows].max())
+        ids = torch.from_numpy(other.tokens[rows, :length].astype(np.int64))
+        values, names = model(ids).float().log_softmax(-1).topk(BEST)
+        best[rows, :length], logprobs[rows, :length] = names.numpy(), values.numpy()
+    return Samples(other.tokens, other.lengths, best, logprobs)
+
+
 def prompts_of(arrays: dict[str, np.ndarray], name: str, count: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Beginnings of documents; of a conversation, up to where the assistant speaks."""
     tokens, starts = arrays[f"{name}.tokens"], arrays[f"{name}.starts"]
@@ -132,6 +147,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--texts", type=Path, help="samples of another target with the same tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -146,7 +162,7 @@ def main() -> None:
                 groups.setdefault(len(prompt), []).append(prompt)
     batches = [np.stack(g[i : i + BATCH]) for g in groups.values() for i in range(0, len(g), BATCH)]
     batches = [b for b in batches if len(b) >= 16]
-    parts, began = [], time.perf_counter()
+    parts, began = [judged(model, Samples.load(args.texts))] if args.texts else [], time.perf_counter()
     for i in rng.permutation(len(batches)):
         prompts = torch.from_numpy(batches[i].astype(np.int64))
         temperatures = torch.tensor(TEMPERATURES)[torch.arange(len(prompts)) % len(TEMPERATURES)]

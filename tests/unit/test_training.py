@@ -123,6 +123,10 @@ def test_samples_are_the_targets_own(t: Any) -> None:
         assert follows == (row < 2)
         top = torch.from_numpy(made.logprobs[row, : n - 1, 0].astype("float32"))
         torch.testing.assert_close(top, logprobs[row, : n - 1].max(-1).values, atol=5e-3, rtol=1e-3)
+    again, other = t.samples.judged(target, made), t.samples.judged(tiny(t, num_hidden_layers=2), made)
+    same = [(again.best[i, : n - 1] == made.best[i, : n - 1]).mean() for i, n in enumerate(made.lengths)]
+    differ = [(other.best[i, : n - 1] == made.best[i, : n - 1]).mean() for i, n in enumerate(made.lengths)]
+    assert min(same) > 0.95 > 0.5 > max(differ)
 
 
 def test_walk_counts_tokens_and_passes(t: Any) -> None:
