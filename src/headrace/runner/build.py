@@ -10,11 +10,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend, KVShape
 from headrace.config import DEQUANTIZE, EngineConfig
+from headrace.drafters.base import Drafter, Target
+from headrace.drafters.build import make_drafter, make_speculator
+from headrace.drafters.guide import SamplerGuide
 from headrace.errors import CheckpointError, RequestError
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
@@ -53,8 +59,18 @@ def build_runner(
             backend, model, model_config = load_model(config, directory, show)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
-    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend, kv_dtype)
     eos_token_ids = hub.eos_token_ids(directory)
+    selecting = choose_select(backend, model.vocab_size, config.num_threads)
+    sampler = Sampler(model.vocab_size, eos_token_ids, selecting)
+    spec = config.speculative_config
+    target: Target | None = None
+    drafter: Drafter | None = None
+    if spec is not None:
+        # Before the cache is sized: it takes what memory the drafter leaves.
+        guide = SamplerGuide(sampler, rejects=spec.mode == "rejection")
+        target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
+        drafter = make_drafter(spec, target)
+    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend, kv_dtype)
     program = backend.program(
         model,
         num_blocks=num_blocks,
@@ -64,12 +80,15 @@ def build_runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
         num_threads=config.num_threads,
+        feature_layers=(drafter.feature_layers or ()) if drafter is not None else (),
     )
     matchers = None
     if vocabulary is not None:
         matchers = Matchers(vocabulary, model.vocab_size, eos_token_ids, capacity=config.max_num_seqs)
-    selecting = choose_select(backend, model.vocab_size, config.num_threads)
-    runner = Runner(program, Sampler(model.vocab_size, eos_token_ids, selecting), matchers)
+    speculator = None
+    if spec is not None and drafter is not None and target is not None:
+        speculator = make_speculator(spec, drafter, target, eos_token_ids)
+    runner = Runner(program, sampler, matchers, speculator)
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,
@@ -90,6 +109,50 @@ def build_runner(
         version=__version__,
     )
     return runner, info
+
+
+def make_target(
+    config: EngineConfig,
+    directory: Path,
+    backend: Backend,
+    model: models.Model,
+    model_config: ModelConfig,
+    max_model_len: int,
+    kv_dtype: str,
+    guide: SamplerGuide,
+) -> Target:
+    """What a drafter may use of the engine."""
+
+    def load(path: Path, quantization: str | None, length: int) -> tuple[Backend, models.Model, dict[str, Any]]:
+        own = msgspec.structs.replace(
+            config,
+            model=str(path),
+            quantization=quantization,
+            max_model_len=length,
+            save_packed=False,
+            speculative_config=None,
+        )
+        with progress_bar(f"loading {path}") as show:
+            made = load_model(own, path, show)
+        return made[0], made[1], made[2].values
+
+    return Target(
+        model=model,
+        backend=backend,
+        directory=directory,
+        config=model_config.values,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.kv_shape.num_layers,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        num_threads=config.num_threads,
+        kv_dtype=kv_dtype,
+        quantization=config.quantization,
+        guide=guide,
+        load=load,
+    )
 
 
 def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:

@@ -1,0 +1,358 @@
+"""`Pace`: how deep to draft for each sequence in each step, by what it measures: how many guesses are kept, what a step
+of so many rows costs, and what the drafter costs. Not at all is an answer too.
+
+The aim is tokens per second: (sequences + guesses kept) / (seconds of a step with their rows + seconds of drafting),
+after SmartSpec (Liu et al. 2024, arXiv 2406.14066). A guess is worth a row if its chance of being kept is above a bar,
+which is set where the aim is highest. Now and then a step is taken otherwise, to see whether that has become better;
+what that costs is bounded by a share of all time. Is told seconds, and reads no clock. Called by
+`drafters.speculator`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+NEVER = 2.0
+"""A bar that no chance reaches."""
+
+MAX_POSITIONS = 16
+"""Chances are told apart by position up to here."""
+FADE = 0.85
+"""Of a sequence's own counts, with each of its drafts."""
+GLOBAL_FADE = 0.995
+WEIGHT = 3.0
+"""Drafts' worth of what is known of all others, in what is thought of one sequence."""
+FIRST_CHANCE = 0.7
+PROBE_SHARE = 0.008
+"""Of all time, for trying what does not look best."""
+PROBE_DEPTH = 3
+LEAST_LOSS = 0.05
+"""What trying is taken to cost at least, in steps."""
+MAX_CREDIT_STEPS = 3.0
+EVERY = 8
+"""Steps between two looks at the whole, unless the load changes."""
+MARGIN = 1.03
+"""How much better drafting must look than none."""
+
+
+class Costs:
+    """Seconds of a step by its number of rows: averages that newer values displace, the faster the older they are, and
+    straight lines between, never falling."""
+
+    def __init__(self) -> None:
+        # By bucket: seconds, how many were seen, and when the last was.
+        self._seen: dict[int, tuple[float, int, int]] = {}
+        self._now = 0
+        self._rows: list[int] = []
+        self._seconds: list[float] = []
+        self._stale = True
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        self._now += 1
+        bucket = _bucket(num_rows)
+        before, count, last = self._seen.get(bucket, (seconds, 0, self._now))
+        # One slow step is an accident, several are news.
+        told = min(max(seconds, 0.4 * before), 2.5 * before)
+        share = max(1.0 / (count + 1), min(0.6, 1.0 - 0.9 ** (self._now - last)), 0.1)
+        self._seen[bucket] = before + share * (told - before), count + 1, self._now
+        self._stale = True
+
+    def known(self, num_rows: int) -> bool:
+        return _bucket(num_rows) in self._seen
+
+    def of(self, num_rows: float) -> float:
+        """Seconds of a step of so many rows; 0 while nothing is known."""
+        if self._stale:
+            self._draw()
+        rows, seconds = self._rows, self._seconds
+        if not rows:
+            return 0.0
+        at = bisect_left(rows, num_rows)
+        if at == 0:
+            return seconds[0]
+        if at < len(rows):
+            share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
+            return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+        # Beyond what was seen: as steep as lately, or as little as is usual where weights are read anyway.
+        slope = seconds[-1] * min(0.05, 0.6 / rows[-1])
+        if len(rows) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        return seconds[-1] + slope * (num_rows - rows[-1])
+
+    def _draw(self) -> None:
+        """Make it rise: neighbours that fall are averaged (pool adjacent violators), the oftener seen counting more."""
+        pools: list[tuple[float, float, list[int]]] = []
+        for rows in sorted(self._seen):
+            seconds, count, _ = self._seen[rows]
+            pool = seconds, float(min(count, 10)), [rows]
+            while pools and pools[-1][0] > pool[0]:
+                low, weight, members = pools.pop()
+                total = weight + pool[1]
+                pool = (low * weight + pool[0] * pool[1]) / total, total, [*members, *pool[2]]
+            pools.append(pool)
+        self._rows = [rows for _, _, members in pools for rows in members]
+        self._seconds = [seconds for seconds, _, members in pools for _ in members]
+        self._stale = False
+
+
+class Chances:
+    """How often a guess at each position was kept, given that those before it were."""
+
+    __slots__ = ("kept", "tried")
+
+    def __init__(self) -> None:
+        self.kept = [0.0] * MAX_POSITIONS
+        self.tried = [0.0] * MAX_POSITIONS
+
+    def add(self, num_drafted: int, num_accepted: int, fade: float) -> None:
+        kept, tried = self.kept, self.tried
+        for place in range(min(num_drafted, num_accepted + 1, MAX_POSITIONS)):
+            kept[place] = kept[place] * fade + (place < num_accepted)
+            tried[place] = tried[place] * fade + 1.0
+
+
+class Runs:
+    """What is known of one sequence: its chances, and how deep it is worth drafting below the present bar."""
+
+    __slots__ = ("chances", "depth", "last_told", "rates")
+
+    def __init__(self) -> None:
+        self.chances = Chances()
+        self.rates: list[float] | None = None
+        self.depth: int | None = None
+        self.last_told = 0
+
+
+class Pace:
+    """A `Plan` by measurement.
+
+    Args:
+        num_drafts, num_nodes: the deepest draft, and its tokens over all branches.
+        whole: a draft is made in full or not at all (its rows are no guesses alone).
+    """
+
+    def __init__(self, num_drafts: int, num_nodes: int, whole: bool = False) -> None:
+        self.num_drafts = num_drafts
+        self.num_nodes = max(num_nodes, num_drafts)
+        self.whole = whole
+        self.costs = Costs()
+        self._drafting: dict[int, float] = {}
+        self._all = Chances()
+        self._runs: dict[int, Runs] = {}
+        self._bar = 0.0
+        self._gain = 1.0
+        self._credit = 0.0
+        self._base = 0
+        self._last_base = 1
+        self._step = 0
+        self._looked = -EVERY
+        self._rested = 0
+        self._num_planned = 0
+        # The sequence that is tried out (its id + 1), and what that costs; what a token is worth.
+        self._probing = 0
+        self._probe_loss = 0.0
+        self._token_seconds = 0.0
+
+    def nodes(self, depth: int) -> int:
+        """Tokens of a draft of some depth, over all branches."""
+        return self.num_nodes if self.whole else max(depth, -(-self.num_nodes * depth // self.num_drafts))
+
+    def plan(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
+        """For each (sequence id, the deepest that is of use) how deep to draft; 0: not at all."""
+        self._step += 1
+        base = max(self._base, len(wanted))
+        if self._step - self._looked >= EVERY or abs(base - self._last_base) > 0.2 * self._last_base:
+            self._look(wanted, base)
+        self._probing = 0
+        depths = [0] * len(wanted)
+        if self._bar < NEVER and not self._rests(base):
+            depths = [min(most, self._depth(seq_id)) for seq_id, most in wanted]
+        self._probe(wanted, depths, base)
+        self._num_planned = sum(self.nodes(depth) for depth in depths if depth)
+        return depths
+
+    def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
+        """Of a draft of so many tokens (in depth), so many were kept."""
+        if num_drafted < 1:
+            return
+        runs = self._runs.get(seq_id)
+        if runs is None:
+            runs = self._runs[seq_id] = Runs()
+        runs.chances.add(num_drafted, num_accepted, FADE)
+        runs.rates = runs.depth = None
+        runs.last_told = self._step
+        self._all.add(num_drafted, num_accepted, GLOBAL_FADE)
+        if self._probing == seq_id + 1:
+            # What it earned is given back: where things have changed, the next try need not wait.
+            self._credit += min(self._probe_loss, num_accepted * self._token_seconds)
+            self._probing = 0
+
+    def stepped(self, num_rows: int, num_seqs: int, seconds: float) -> None:
+        """A step of so many rows and sequences took as long."""
+        if num_rows < 1 or not 0.0 < seconds < math.inf:
+            return
+        self.costs.add(num_rows, seconds)
+        # What is there without drafts: sequences, and the prompts that are computed beside them.
+        self._base = max(num_seqs, num_rows - self._num_planned)
+        self._num_planned = 0
+        self._credit = min(self._credit + PROBE_SHARE * seconds, MAX_CREDIT_STEPS * seconds)
+
+    def drafted(self, num_seqs: int, depth: int, seconds: float) -> None:
+        """Drafts for so many sequences, of this depth at most, took as long."""
+        if depth < 1 or num_seqs < 1 or not 0.0 <= seconds < math.inf:
+            return
+        bucket = num_seqs.bit_length()
+        before = self._drafting.get(bucket, seconds / depth)
+        told = min(seconds / depth, 4.0 * before + 1e-6)
+        self._drafting[bucket] = before + 0.15 * (told - before)
+
+    def drop(self, seq_id: int) -> None:
+        """The sequence is no more."""
+        self._runs.pop(seq_id, None)
+
+    # -- the bar
+
+    def _look(self, wanted: Sequence[tuple[int, int]], base: int) -> None:
+        """Set the bar where tokens per second are most."""
+        self._looked = self._step
+        self._last_base = base
+        plain = self.costs.of(base)
+        if not plain:
+            self._set(0.0, 1.0)
+            return
+        # (chance for each row, rows, guesses kept, depth), the most useful first.
+        offers: list[tuple[float, int, float, int]] = []
+        for seq_id, most in wanted:
+            kept, chance = 0.0, 1.0
+            rates = self._rates(seq_id)
+            before = 0
+            for depth in range(1, min(most, self.num_drafts) + 1):
+                chance *= rates[min(depth, MAX_POSITIONS) - 1]
+                kept += chance
+                if self.whole:
+                    continue
+                rows = self.nodes(depth)
+                offers.append((chance / (rows - before), rows - before, chance, depth))
+                before = rows
+            if self.whole:
+                offers.append((kept / self.num_nodes, self.num_nodes, kept, most))
+        offers.sort(key=lambda offer: -offer[0])
+        costs = self.costs
+        num_tokens, rows, deepest = float(len(wanted)), base, 0
+        per_depth = self._drafting_seconds(len(wanted))
+        best, bar, gain = MARGIN * num_tokens / plain, NEVER, 1.0
+        for place, (worth, more, kept, depth) in enumerate(offers):
+            num_tokens += kept
+            rows += more
+            deepest = max(deepest, depth)
+            if place + 1 < len(offers) and offers[place + 1][0] == worth:
+                continue
+            rate = num_tokens / (costs.of(rows) + deepest * per_depth)
+            if rate > best:
+                best, bar, gain = rate, worth, rate * plain / len(wanted)
+        self._set(bar, gain)
+
+    def _set(self, bar: float, gain: float) -> None:
+        if bar != self._bar:
+            for runs in self._runs.values():
+                runs.depth = None
+        self._bar, self._gain = bar, gain
+
+    def _depth(self, seq_id: int) -> int:
+        """How deep the guesses of a sequence are above the bar."""
+        runs = self._runs.get(seq_id)
+        if runs is None:
+            runs = self._runs[seq_id] = Runs()
+        if runs.depth is None:
+            chance, found, before, kept = 1.0, 0, 0, 0.0
+            rates = self._rates(seq_id)
+            for depth in range(1, self.num_drafts + 1):
+                chance *= rates[min(depth, MAX_POSITIONS) - 1]
+                kept += chance
+                rows = self.nodes(depth)
+                if not self.whole and chance / (rows - before) < self._bar * 0.999:
+                    break
+                found, before = depth, rows
+            if self.whole and kept / self.num_nodes < self._bar * 0.999:
+                found = 0
+            runs.depth = found
+        return runs.depth
+
+    def _rates(self, seq_id: int) -> list[float]:
+        """The chance at each position, given those before: the sequence's own, leaning on that of all."""
+        runs = self._runs.get(seq_id)
+        if runs is not None and runs.rates is not None:
+            return runs.rates
+        every = self._all
+        overall = (sum(every.kept) + WEIGHT * FIRST_CHANCE) / (sum(every.tried) + WEIGHT)
+        own = overall
+        if runs is not None:
+            chances = runs.chances
+            own = (sum(chances.kept) + WEIGHT * overall) / (sum(chances.tried) + WEIGHT)
+        rates = []
+        for place in range(min(self.num_drafts, MAX_POSITIONS)):
+            usual = (every.kept[place] + WEIGHT * overall) / (every.tried[place] + WEIGHT)
+            rate = min(0.995, usual * own / max(overall, 1e-3))
+            if runs is not None:
+                rate = (chances.kept[place] + WEIGHT * rate) / (chances.tried[place] + WEIGHT)
+            rates.append(rate)
+        if runs is not None:
+            runs.rates = rates
+        return rates
+
+    # -- what drafting costs, and looking whether it has become worth it
+
+    def _drafting_seconds(self, num_seqs: int) -> float:
+        """Of a token's depth; of the number of sequences known that is nearest."""
+        if not self._drafting:
+            return 0.0
+        bucket = num_seqs.bit_length()
+        nearest = min(self._drafting, key=lambda known: abs(known - bucket))
+        return self._drafting[nearest] * 2.0 ** max(0, bucket - nearest)
+
+    def _rests(self, base: int) -> bool:
+        """Whether this is to be a plain step, so that it is known what drafting is better than."""
+        since = self._step - self._rested
+        loss = self.costs.of(base) * max(0.0, 1.0 - 1.0 / self._gain)
+        if self.costs.known(base):
+            if since <= EVERY or self._credit < loss:
+                return False
+            self._credit -= loss
+        elif since <= 2:
+            return False
+        self._rested = self._step
+        return True
+
+    def _probe(self, wanted: Sequence[tuple[int, int]], depths: list[int], base: int) -> None:
+        """Of those who do not draft, that one who has not for the longest time may if there is credit for it."""
+        plain = self.costs.of(base)
+        if not wanted or self._credit < LEAST_LOSS * plain or all(depths):
+            return
+        depth = self.num_drafts if self.whole else min(PROBE_DEPTH, self.num_drafts)
+        rows = base + sum(self.nodes(each) for each in depths if each)
+        seconds = depth * self._drafting_seconds(1) if self._bar >= NEVER else 0.0
+        loss = max(self.costs.of(rows + self.nodes(depth)) - self.costs.of(rows) + seconds, LEAST_LOSS * plain)
+        if self._credit < loss:
+            return
+        place = min((i for i, each in enumerate(depths) if not each), key=lambda i: self._told(wanted[i][0]))
+        seq_id, most = wanted[place]
+        depths[place] = min(most, depth)
+        self._credit -= loss
+        self._probe_loss = loss
+        self._probing = seq_id + 1
+        self._token_seconds = plain / len(wanted)
+        self._runs.setdefault(seq_id, Runs()).last_told = self._step
+
+    def _told(self, seq_id: int) -> int:
+        runs = self._runs.get(seq_id)
+        return runs.last_told if runs is not None else 0
+
+
+def _bucket(num_rows: int) -> int:
+    """Exact up to 32 rows, eighths of a power of two beyond."""
+    if num_rows <= 32:
+        return num_rows
+    unit = 2 ** (num_rows.bit_length() - 4)
+    return (num_rows + unit // 2) // unit * unit
