@@ -1,4 +1,4 @@
-"""`headrace serve` with the fake engine for a child: `serve_fake.py TOKENIZER_DIR PORT DELAY MAX_RESTARTS`."""
+"""`headrace serve` with the fake engine for a child: `serve_fake.py TOKENIZER_DIR PORT DELAY MAX_RESTARTS [DRAIN]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from headrace.server.text import Tokenizer
 
 if __name__ == "__main__":
     tokenizer = Tokenizer.load(sys.argv[1])
-    server = ServerConfig(port=int(sys.argv[2]), log_stats_interval=0.05)
+    server = ServerConfig(
+        port=int(sys.argv[2]), log_stats_interval=0.05, shutdown_timeout=float((sys.argv + ["30"])[5])
+    )
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")

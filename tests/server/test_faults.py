@@ -278,14 +278,14 @@ def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.Mon
 class Served:
     """A server process, and the process of its engine."""
 
-    def __init__(self, directory: Path, delay: float, max_restarts: int = 3) -> None:
+    def __init__(self, directory: Path, delay: float, max_restarts: int = 3, drain: float = 30.0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, str(Path(__file__).with_name("serve_fake.py")), str(write_tokenizer(directory))]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = subprocess.Popen(
-            [*command, str(self.port), str(delay), str(max_restarts)],
+            [*command, str(self.port), str(delay), str(max_restarts), str(drain)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -293,6 +293,7 @@ class Served:
         Live.wait(lambda: HTTP.get(self.url + "/health").status_code == 200, 30)
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+        self.children = list(commands)
         (self.engine,) = [pid for pid, command in commands.items() if "fake.py" in command]
 
     def end(self) -> tuple[int, str]:
@@ -326,3 +327,66 @@ def test_R_01_a_server_whose_engine_is_dead_for_good_exits_non_zero(tmp_path: Pa
     status, log = served.end()
     assert status == 1
     assert "giving up" in log
+
+
+def test_R_23_streams_that_outlast_the_drain_end_with_an_error(tmp_path: Path) -> None:
+    served = Served(tmp_path, delay=0.02, drain=0.5)
+    with HTTP.stream("POST", served.url + "/v1/completions", json=dict(LONG, stream=True), timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        found = [line for line in lines if line]
+    assert "data: [DONE]" not in found
+    assert "shutting down" in json.loads(found[-1].removeprefix("data: "))["error"]["message"]
+    assert served.end()[0] == 0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_R_23_a_killed_server_leaves_no_process_and_no_port(tmp_path: Path, frozen: bool) -> None:
+    """All children are gone within five seconds, an engine that is stopped too, and another may listen at once."""
+    served = Served(tmp_path, delay=0.005)
+    with HTTP.stream("POST", served.url + "/v1/completions", json=dict(LONG, stream=True), timeout=30) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        if frozen:
+            os.kill(served.engine, signal.SIGSTOP)
+        served.process.kill()
+        served.process.communicate(timeout=20)
+        with socket.create_server(("127.0.0.1", served.port)):
+            pass
+        end = time.monotonic() + 5
+        while left := [pid for pid in served.children if is_running(pid)]:
+            assert time.monotonic() < end, left
+            time.sleep(0.02)
+        with pytest.raises(httpx.TransportError):
+            list(lines)
+
+
+def test_I_24_serving_is_true_both_ways(mortal: Live) -> None:
+    """An idle engine that was stopped is not serving, though nobody has missed it yet."""
+
+    def serving() -> bool:
+        return HTTP.get(mortal.url + "/health/serving", timeout=10).status_code == 200
+
+    pid = pid_of(mortal.client)
+    assert serving()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert HTTP.get(mortal.url + "/health/ready").status_code == 200
+        mortal.wait(lambda: not serving(), 10)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    mortal.wait(serving, 10)
+    os.kill(pid, signal.SIGKILL)
+    mortal.wait(lambda: not serving(), 5)
+    mortal.wait(serving, 20)
+
+
+def test_a_server_that_drains_takes_nothing_new(tokenizer: Tokenizer) -> None:
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        live.client.is_draining = True
+        live.app.state.life.draining = True
+        reply = live.post("/v1/completions", LONG)
+        assert reply.status_code == 503
+        assert "shutting down" in reply.json()["error"]["message"]
+        assert HTTP.get(live.url + "/health/ready").json()["status"] == "draining"
