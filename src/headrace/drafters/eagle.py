@@ -165,6 +165,8 @@ def form_of(directory: Path, target: Target) -> Form:
         values = inner | {name: value for name, value in values.items() if name != "transformer_layer_config"}
     if values.get("layernorms"):
         raise CheckpointError("config.json: layernorms is true; extra norms around the head are not supported")
+    # Files for the oldest models leave these out.
+    values = {"num_hidden_layers": 1, "max_position_embeddings": target.max_model_len} | values
     checkpoint = MappedCheckpoint(directory)
     names = set(checkpoint.names)
     if "fc.weight" not in names:
@@ -172,7 +174,7 @@ def form_of(directory: Path, target: Target) -> Form:
         hint = "; fusion_fc.weight is an older form of `speculators`, convert it with a newer one" if found else ""
         raise CheckpointError(f"{directory} has no fc.weight: it is no EAGLE checkpoint{hint}")
     if not any(name.endswith(".hidden_norm.weight") for name in names):
-        return Form(False, {"num_hidden_layers": 1, **values}, ())
+        return Form(False, values, ())
     width = checkpoint.entry("fc.weight").shape[-1]
     own = values.get("eagle_config")
     told = values.get("eagle_aux_hidden_state_layer_ids")
@@ -189,7 +191,7 @@ def form_of(directory: Path, target: Target) -> Form:
         raise CheckpointError(
             f"fc.weight takes {width} features; the model gives {len(told)} layers of {target.hidden_size}"
         )
-    return Form(True, {"num_hidden_layers": 1, **values}, tuple(told))
+    return Form(True, values, tuple(told))
 
 
 def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:

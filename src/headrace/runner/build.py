@@ -28,7 +28,7 @@ from headrace.quant.schemes import parse
 from headrace.runner import gguf_config
 from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.runner.runner import Runner
-from headrace.runner.source import with_weights
+from headrace.runner.source import foretelling, with_weights
 from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler
 from headrace.types import EngineInfo
@@ -175,6 +175,7 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
         None if config.quantization == DEQUANTIZE else config.quantization,
         config.save_packed,
         progress,
+        foretelling(values),
     )
     return backend, model, model_config
 

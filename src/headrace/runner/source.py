@@ -6,6 +6,7 @@ Torch is imported only if the checkpoint must be read, which is why this is not 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from headrace.runner.packed import Form, PackedWeights, PackedWriter, find
 
 logger = logging.getLogger(__name__)
 
+MAX_FORETELLING = 64
+
 T = TypeVar("T")
 
 
@@ -29,12 +32,13 @@ def with_weights(
     quantization: str | None,
     save_packed: bool,
     on_tensor: Callable[[int, int], None],
+    spare: re.Pattern[str] | None = None,
 ) -> T:
     """`build` given the weights of `checkpoint`, quantised on the way if `quantization` says so.
 
     A packed file beside the model is used where it fits; one is written if `save_packed` says so and none fits. `build`
-    gets something with the methods of `loader.Weights`, and takes all of it. Raises `CheckpointError`, or
-    `RequestError` for a quantization that does not exist.
+    gets something with the methods of `loader.Weights`, and takes all of it but for names that match `spare`. Raises
+    `CheckpointError`, or `RequestError` for a quantization that does not exist.
     """
     wanted = None if quantization is None else parse(quantization)
     layouts = backend.layouts()
@@ -53,7 +57,16 @@ def with_weights(
     from headrace.runner.loader import Checkpoint, Weights
 
     with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
-        read = Weights(Checkpoint(checkpoint.directory), backend, quantization_config, on_tensor, wanted, writer)
+        read = Weights(Checkpoint(checkpoint.directory), backend, quantization_config, on_tensor, wanted, writer, spare)
         made = build(read)
         read.finish()
     return made
+
+
+def foretelling(values: dict[str, Any]) -> re.Pattern[str] | None:
+    """Names of the layers for multi-token prediction that config.json's `values` tell of: a drafter reads them."""
+    first, num = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
+    if type(first) is not int or type(num) is not int or not 0 < num <= MAX_FORETELLING:
+        return None
+    layers = "|".join(str(layer) for layer in range(first, first + num))
+    return re.compile(rf"model\.(mtp_layers\.\d+|layers\.({layers}))\..*|mtp\..*")

@@ -1,5 +1,5 @@
-"""Plays the target and the runner for drafters: what the target says of a few prompts is worked out once, greedily, with
-the features of every position; then drafters are asked, shown and told, as the runner does it."""
+"""Plays the target and the runner for drafters: what the target says of a few prompts is worked out once, greedily,
+with the features of every position; then drafters are asked, shown and told, as the runner does it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from headrace.drafters.base import F32, Context, Draft, Drafter, Target
 from headrace.runner.build import load_model
 from headrace.sampling.params import SamplingParams
 
-PROMPTS = ["Once upon a time, there was a little", "The dog ran to the park and", "def add(a, b):\n    return", "Tim had a"]
+PROMPTS = [
+    "Once upon a time, there was a little",
+    "The dog ran to the park and",
+    "def add(a, b):\n    return",
+    "Tim had a",
+]
 NUM_TOKENS = 96
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000, seed=1)
 
@@ -71,9 +76,7 @@ def target_of(
     own, model, config = loaded(directory, backend)
 
     def load(path: Path, quantization: str | None, max_model_len: int) -> Any:
-        wanted = EngineConfig(
-            model=str(path), backend=backend, quantization=quantization, max_model_len=max_model_len
-        )
+        wanted = EngineConfig(model=str(path), backend=backend, quantization=quantization, max_model_len=max_model_len)
         made, other, values = load_model(wanted, path, lambda done, total: None)
         return made, other, values.values
 

@@ -1,0 +1,424 @@
+"""Checkpoints in published layouts, made by hand with random weights: what the drafter foretells at every depth is what
+the published forward pass in plain torch says. One fault in each layout is planted, and seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.models.harness import save_random
+from tests.unit.drafters import plain
+from tests.unit.drafters.play import GREEDY, Greedy, spec_of, target_of
+from torch import Tensor
+
+from headrace.drafters import eagle, medusa, mtp
+from headrace.drafters.base import F32, Context, Drafter
+from headrace.errors import CheckpointError, RequestError
+
+HIDDEN, VOCAB, LAYERS = 48, 199, 6
+TARGET: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+BLOCK: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "hidden_act": "silu",
+}
+NUM_TOKENS, DEPTH = 41, 3
+TOLERANCE = 1e-4
+
+
+class Recording(Greedy):
+    """Keeps the logits that it was asked to choose from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[F32] = []
+
+    def choose(self, logits: F32, contexts: Any, tails: Any) -> list[int]:
+        self.seen.append(logits.copy())
+        return super().choose(logits, contexts, tails)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Tensor]:
+    """A target: its directory, embedding and head."""
+    directory = tmp_path_factory.mktemp("target")
+    model = save_random(TARGET, directory)
+    return directory, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+
+
+def save(directory: Path, config: dict[str, Any], weights: plain.Weights) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(directory / "model.safetensors"))
+    return directory
+
+
+def foretold(drafter: Drafter, guide: Recording, width: int, chunk: int = 17) -> tuple[list[int], Tensor, list[int]]:
+    """Play a random sequence; -> its tokens, its features, the draft. The guide has the logits."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, VOCAB, NUM_TOKENS).tolist()
+    features = random.normal(size=(NUM_TOKENS - 1, width)).astype(np.float32)
+    for start in range(0, NUM_TOKENS - 1, chunk):
+        drafter.observe(7, start, tokens[start : NUM_TOKENS - 1][:chunk], features[start : start + chunk])
+    (draft,) = drafter.propose([Context(7, tokens, 5, GREEDY, DEPTH, DEPTH)])
+    assert len(draft.token_ids) == DEPTH
+    drafter.close()
+    return tokens, torch.from_numpy(features), draft.token_ids
+
+
+def followed(step: Callable[[Tensor, Tensor], Any], features: Tensor, embedded: Callable[[list[int]], Tensor],
+             tokens: list[int], drafted: list[int]) -> list[Tensor]:  # fmt: skip
+    """Logits at each depth: after the target's features the drafter's own."""
+    ids, found = tokens[1:], []
+    for depth in range(DEPTH):
+        own, logits = step(features, embedded(ids))
+        found.append(logits[-1])
+        features = torch.cat([features, own[-1:]])
+        ids = [*ids, drafted[depth]]
+    return found
+
+
+def agree(seen: list[F32], wanted: list[Tensor], token_ids: Tensor | None = None) -> bool:
+    for row, logits in zip(seen, wanted, strict=True):
+        own = row[0] if token_ids is None else row[0][token_ids.numpy()]
+        if np.abs(own - logits.numpy()).max() > TOLERANCE:
+            return False
+        if token_ids is not None:
+            others = np.delete(row[0], token_ids.numpy())
+            assert (others == -np.inf).all()
+    return True
+
+
+EAGLE1 = [{}, {"bias": True}, {"num_hidden_layers": 2}]
+
+
+def eagle1_files(directory: Path, config: dict[str, Any]) -> plain.Weights:
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+    if config.get("bias"):
+        shapes["fc.bias"] = (HIDDEN,)
+    for i in range(config["num_hidden_layers"]):
+        shapes |= plain.layer_tensors(f"layers.{i}", config)
+    del shapes["layers.0.input_layernorm.weight"]
+    weights = plain.random_weights(shapes)
+    save(directory, config, weights)
+    return weights
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
+@pytest.mark.parametrize("change", EAGLE1, ids=["plain", "bias", "two layers"])
+def test_eagle_1(change: dict[str, Any], backend: str, base: Any, tmp_path: Path) -> None:
+    directory, table, head = base
+    config = BLOCK | change
+    weights = eagle1_files(tmp_path, config)
+    guide = Recording()
+    drafter = eagle.make(spec_of(method="eagle", model=str(tmp_path)), target_of(directory, backend, guide))
+    assert drafter.feature_layers == ()
+    tokens, features, drafted = foretold(drafter, guide, HIDDEN)
+    wanted = followed(lambda x, e: plain.eagle1(x, e, weights, config, head), features, lambda ids: table[ids],
+                      tokens, drafted)  # fmt: skip
+    assert agree(guide.seen, wanted)
+    assert not agree(guide.seen, [logits.roll(1) for logits in wanted])  # control
+
+
+EAGLE3: dict[str, dict[str, Any]] = {
+    "published": {"draft_vocab_size": 64},
+    "layers told": {"draft_vocab_size": 64, "eagle_aux_hidden_state_layer_ids": [1, 3, 6]},
+    "layers told inside": {"draft_vocab_size": 64, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}},
+    "whole vocabulary": {},
+    "speculators": {"draft_vocab_size": 64, "norm_before_residual": True, "speculators": True},
+    "two layers": {"draft_vocab_size": 64, "num_hidden_layers": 2},
+}
+
+
+def eagle3_files(
+    directory: Path, change: dict[str, Any], own_table: bool = False
+) -> tuple[plain.Weights, dict[str, Any]]:
+    config = BLOCK | {"architectures": ["LlamaForCausalLMEagle3"]} | change
+    told = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get(
+        "eagle_aux_hidden_state_layer_ids", [0, 0, 0]
+    )
+    name = "layers.0" if config.pop("speculators", False) else "midlayer"
+    size = config.get("draft_vocab_size", VOCAB)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, len(told) * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (size, HIDDEN),
+        f"{name}.hidden_norm.weight": (HIDDEN,),
+        **plain.layer_tensors(name, config, wide=2),
+    }
+    for i in range(1, config["num_hidden_layers"]):
+        shapes |= plain.layer_tensors(f"layers.{i}", config)
+    if own_table:
+        shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+    weights = plain.random_weights(shapes)
+    if size < VOCAB:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:size].sort().values
+        weights["d2t"] = ids - torch.arange(size)
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    if name == "layers.0":  # as `speculators` writes it
+        inner = {key: config.pop(key) for key in list(BLOCK) if key in config and key != "vocab_size"}
+        config |= {"speculators_model_type": "eagle3", "transformer_layer_config": inner | {"vocab_size": VOCAB}}
+        config["target_hidden_size"] = None
+    save(directory, config, weights)
+    return weights, BLOCK | change | {"name": name, "size": size}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
+@pytest.mark.parametrize("kind", EAGLE3)
+def test_eagle_3(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
+    directory, table, _ = base
+    weights, config = eagle3_files(tmp_path, EAGLE3[kind], own_table=kind == "two layers")
+    guide = Recording()
+    drafter = eagle.make(spec_of(method="eagle3", model=str(tmp_path)), target_of(directory, backend, guide))
+    wanted_layers = {"layers told": (1, 3, 6), "layers told inside": (0, 5)}.get(kind, (2, 3, 3))
+    assert drafter.feature_layers == wanted_layers
+    tokens, features, drafted = foretold(drafter, guide, len(wanted_layers) * HIDDEN)
+    if "embed_tokens.weight" in weights:
+        table = weights["embed_tokens.weight"]
+    wanted = followed(
+        lambda x, e: plain.eagle3(x, e, weights, config, weights["lm_head.weight"], config["name"]),
+        features @ weights["fc.weight"].T, lambda ids: table[ids], tokens, drafted,
+    )  # fmt: skip
+    ids = weights["d2t"] + torch.arange(config["size"]) if "d2t" in weights else None
+    assert agree(guide.seen, wanted, ids)
+    assert all(token_id in ids.tolist() for token_id in drafted) if ids is not None else True
+    other = config | {"norm_before_residual": not config.get("norm_before_residual", False)}
+    wrong = followed(
+        lambda x, e: plain.eagle3(x, e, weights, other, weights["lm_head.weight"], config["name"]),
+        features @ weights["fc.weight"].T, lambda ids: table[ids], tokens, drafted,
+    )  # fmt: skip
+    assert not agree(guide.seen, wrong, ids)  # control: the two kinds of residual are told apart
+
+
+MTP = {
+    "deepseek": ("model.layers.6.", "enorm", "hnorm", "eh_proj", "", "shared_head.norm", False, False),
+    "mimo": ("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "", "final_layernorm",
+             True, True),
+    "qwen3_next": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm", False, True),
+}  # fmt: skip
+
+
+def mtp_files(kind: str, config: dict[str, Any], bias: bool = False) -> tuple[plain.Weights, tuple[Any, ...]]:
+    root, first, second, matrix, block, last, state_first, feeds_normed = MTP[kind]
+    names = [root + part for part in (first, second, matrix, block, last)]
+    names[3] = names[3].removesuffix(".")
+    shapes: dict[str, tuple[int, ...]] = {f"{names[i]}.weight": (HIDDEN,) for i in (0, 1, 4)}
+    shapes |= {f"{names[2]}.weight": (HIDDEN, 2 * HIDDEN), **plain.layer_tensors(names[3], config, bias=bias)}
+    return plain.random_weights(shapes), (*names, state_first, feeds_normed)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
+@pytest.mark.parametrize("kind", MTP)
+def test_mtp_beside_the_target(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
+    directory, table, head = base
+    weights, names = mtp_files(kind, TARGET)
+    save(tmp_path, TARGET | {"num_nextn_predict_layers": 1}, weights)
+    guide = Recording()
+    drafter = mtp.make(spec_of(method="mtp", model=str(tmp_path)), target_of(directory, backend, guide))
+    tokens, features, drafted = foretold(drafter, guide, HIDDEN)
+    wanted = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, names), features, lambda ids: table[ids],
+                      tokens, drafted)  # fmt: skip
+    assert agree(guide.seen, wanted)
+    turned = (*names[:5], not names[5], names[6])
+    wrong = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, turned), features, lambda ids: table[ids],
+                     tokens, drafted)  # fmt: skip
+    assert not agree(guide.seen, wrong)  # control: the order of the two halves counts
+
+
+def test_mtp_with_an_embedding_and_a_head_of_its_own_beside_further_layers(base: Any, tmp_path: Path) -> None:
+    directory, _, _ = base
+    weights, names = mtp_files("deepseek", TARGET)
+    own = plain.random_weights(
+        {"model.layers.6.embed_tokens.weight": (VOCAB, HIDDEN),
+         "model.layers.6.shared_head.head.weight": (VOCAB, HIDDEN),
+         "model.layers.7.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}, seed=9
+    )  # fmt: skip
+    save(tmp_path, TARGET | {"num_nextn_predict_layers": 2}, weights | own)
+    guide = Recording()
+    drafter = mtp.make(spec_of(method="mtp", model=str(tmp_path)), target_of(directory, guide=guide))
+    tokens, features, drafted = foretold(drafter, guide, HIDDEN)
+    table, head = own["model.layers.6.embed_tokens.weight"], own["model.layers.6.shared_head.head.weight"]
+    wanted = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, names), features, lambda ids: table[ids],
+                      tokens, drafted)  # fmt: skip
+    assert agree(guide.seen, wanted)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_mtp_in_the_targets_own_checkpoint(model_type: str, tmp_path: Path) -> None:
+    config = TARGET | {"model_type": model_type, "num_nextn_predict_layers": 1}
+    if model_type == "qwen3":
+        config["head_dim"] = 12
+    model = save_random(config, tmp_path)
+    weights, names = mtp_files("deepseek", config, bias=model_type == "qwen2")
+    if model_type == "qwen3":
+        shapes = {f"model.layers.6.self_attn.{p}_norm.weight": (12,) for p in "qk"}
+        weights |= plain.random_weights(shapes, seed=4)
+    save_file(weights | {k: v.contiguous() for k, v in model.state_dict().items()}, str(tmp_path / "model.safetensors"))
+    guide = Recording()
+    drafter = mtp.make(spec_of(method="mtp"), target_of(tmp_path, guide=guide))
+    tokens, features, drafted = foretold(drafter, guide, HIDDEN)
+    table, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    wanted = followed(lambda x, e: plain.mtp(x, e, weights, config, head, names), features, lambda ids: table[ids],
+                      tokens, drafted)  # fmt: skip
+    assert agree(guide.seen, wanted)
+
+
+MEDUSA = ("vllm", "vllm, one head", "vllm, the target's head", "vllm, token_map", "published", "published, prefixed")
+
+
+def medusa_files(directory: Path, kind: str, num_heads: int = 4, num_blocks: int = 2) -> dict[str, Any]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    ids = list(range(3, VOCAB, 3)) if "token_map" in kind else None
+    size = VOCAB if ids is None else len(ids)
+    block, head = "blocks.{k}.layers.{j}", "lm_heads.{k}"
+    if kind.startswith("published"):
+        prefix = "medusa_heads." if "prefixed" in kind else ""
+        block, head = prefix + "{k}.{j}.linear", prefix + "{k}." + str(num_blocks)
+    for k in range(num_heads):
+        for j in range(num_blocks):
+            name = block.format(k=k, j=j)
+            shapes |= {f"{name}.weight": (HIDDEN, HIDDEN), f"{name}.bias": (HIDDEN,)}
+        if kind not in ("vllm, one head", "vllm, the target's head") or (kind == "vllm, one head" and k == 0):
+            shapes[f"{head.format(k=k)}.weight"] = (size, HIDDEN)
+    weights = plain.random_weights(shapes)
+    config: dict[str, Any] = {"medusa_num_heads": num_heads, "medusa_num_layers": num_blocks}
+    if kind.startswith("vllm"):
+        config = {
+            "model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": num_heads,
+            "num_hidden_layers": num_blocks, "truncated_vocab_size": size, "medusa_fc_bias": True,
+            "original_lm_head": kind in ("vllm, one head", "vllm, the target's head"),
+        }  # fmt: skip
+    stored = dict(weights)
+    if ids is not None:
+        stored["token_map"] = torch.tensor(ids)
+    save(directory, config, stored)
+    return {"weights": weights, "block": block, "head": head, "ids": ids}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
+@pytest.mark.parametrize("kind", MEDUSA)
+def test_medusa(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
+    directory, _, own_head = base
+    made = medusa_files(tmp_path, kind)
+    guide = Recording()
+    spec = spec_of(method="medusa", model=str(tmp_path), num_speculative_tokens=DEPTH)
+    drafter = medusa.make(spec, target_of(directory, backend, guide))
+    assert drafter.feature_layers == ()
+    _, features, _ = foretold(drafter, guide, HIDDEN)
+    wanted = []
+    for k in range(DEPTH):
+        y = features[-1]
+        for j in range(2):
+            y = y + torch.nn.functional.silu(plain.linear(y, made["weights"], made["block"].format(k=k, j=j)))
+        name = made["head"].format(k=0 if kind == "vllm, one head" else k)
+        head = own_head if kind == "vllm, the target's head" else made["weights"][f"{name}.weight"]
+        wanted.append(y @ head.T)
+    ids = None if made["ids"] is None else torch.tensor(made["ids"])
+    assert agree(guide.seen, wanted, ids)
+    assert not agree(guide.seen, wanted[1:] + wanted[:1], ids)  # control: heads are not the same
+
+
+# What does not fit is told, by name.
+
+REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("eagle", lambda path: eagle1_files(path, BLOCK | {"vocab_size": 77}), "a vocabulary of 77, the model has 199"),
+    ("eagle", lambda path: (eagle1_files(path, BLOCK), _config(path, intermediate_size=8))[0], "has shape"),
+    ("eagle", lambda path: save(path, BLOCK, {"a.weight": torch.zeros(2)}), "no EAGLE checkpoint"),
+    ("eagle", lambda path: save(path, BLOCK, {"fusion_fc.weight": torch.zeros(2)}), "older form"),
+    ("eagle", lambda path: eagle3_files(path, {"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}), "layers 0 to 6"),
+    ("eagle", lambda path: (eagle3_files(path, {}), _config(path, eagle_aux_hidden_state_layer_ids=[1, 2]))[0],
+     "fc.weight takes 144 features; the model gives 2 layers of 48"),
+    ("eagle", lambda path: (eagle3_files(path, {}), _config(path, draft_vocab_size=9))[0], "there is no d2t"),
+    ("eagle", lambda path: (eagle3_files(path, EAGLE3["published"]), _twice(path, "d2t"))[0], "d2t does not lead to"),
+    ("eagle", lambda path: (eagle3_files(path, {}), _config(path, layernorms=True))[0], "layernorms is true"),
+    ("mtp", lambda path: save(path, TARGET, {"a.weight": torch.zeros(2)}), "no layer for multi-token prediction"),
+    ("mtp", lambda path: save(path, TARGET | {"vocab_size": 9}, mtp_files("deepseek", TARGET)[0]), "vocab_size is 9"),
+    ("medusa", lambda path: save(path, {}, {"a.weight": torch.zeros(2)}), "has no Medusa heads"),
+    ("medusa", lambda path: (medusa_files(path, "vllm"), _config(path, num_heads=3))[0], "says num_heads 3"),
+    ("medusa", lambda path: (medusa_files(path, "vllm"), _config(path, hidden_size=7))[0], "hidden_size is 7"),
+    ("medusa", lambda path: (medusa_files(path, "vllm"), _config(path, truncated_vocab_size=7))[0], "no token_map"),
+    ("medusa", lambda path: (path / "medusa_lm_head.pt").write_bytes(b"PK"), "medusa_lm_head.pt, a pickle"),
+    ("eagle", lambda path: ((path / "config.json").write_text(json.dumps(BLOCK)),
+                            (path / "pytorch_model.bin").write_bytes(b"PK")), "pytorch_model.bin, a pickle"),
+]  # fmt: skip
+
+
+def _config(path: Path, **values: Any) -> None:
+    found = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(found | values))
+
+
+def _twice(path: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(str(path / "model.safetensors"))
+    weights[name] = weights[name].clone()
+    weights[name][1] = weights[name][0] - 1
+    save_file(weights, str(path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("method", "files", "words"), REFUSED, ids=[f"{m} {w}" for m, _, w in REFUSED])
+def test_what_does_not_fit_the_target_is_told(
+    method: str, files: Callable[[Path], Any], words: str, base: Any, tmp_path: Path
+) -> None:
+    files(tmp_path)
+    module = {"eagle": eagle, "mtp": mtp, "medusa": medusa}[method]
+    with pytest.raises(CheckpointError, match=words.replace(".", r"\.")):
+        module.make(spec_of(method=method, model=str(tmp_path)), target_of(base[0]))
+
+
+@pytest.mark.parametrize("module", [eagle, mtp, medusa])
+def test_a_method_that_needs_a_checkpoint_says_so(module: Any, base: Any) -> None:
+    name = module.__name__.rpartition(".")[2]
+    with pytest.raises(RequestError, match="speculative_config.model"):
+        module.make(spec_of(method=name), target_of(base[0]))
+
+
+def test_configs_of_published_eagle_checkpoints(shared_data: Path, base: Any, tmp_path: Path) -> None:
+    """Their words are understood; sizes are made small, with the same number of heads for each key's head."""
+    num = 0
+    for path in sorted((shared_data / "quant" / "eagle_configs").glob("*_config.json")):
+        values = json.loads(path.read_text())
+        if "hidden_size" not in values:
+            continue  # settings of a trainer
+        num += 1
+        ratio = values["num_attention_heads"] // values.get("num_key_value_heads", values["num_attention_heads"])
+        small = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_attention_heads": 8, "head_dim": 6,
+                 "num_key_value_heads": max(1, 8 // ratio), "vocab_size": VOCAB}  # fmt: skip
+        third = "draft_vocab_size" in values
+        own = values | small | ({"draft_vocab_size": 64} if third else {})
+        directory = tmp_path / path.stem
+        directory.mkdir()
+        if third:
+            eagle3_files(directory, own)
+        else:
+            eagle1_files(directory, {"rms_norm_eps": 1e-6, "num_hidden_layers": 1, **own})
+        guide = Recording()
+        drafter = eagle.make(spec_of(method="eagle", model=str(directory)), target_of(base[0], guide=guide))
+        foretold(drafter, guide, HIDDEN * (3 if third else 1))
+    assert num >= 8
