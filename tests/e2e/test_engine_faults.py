@@ -290,7 +290,7 @@ def test_an_exception_that_all_run_into_has_no_owner(directory: Path, monkeypatc
 def test_control_a_runner_that_blames_everybody_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.runner import faults
 
-    monkeypatch.setattr(faults.Blame, "reason", lambda self, error: "")
+    monkeypatch.setattr(faults.Blame, "reason", lambda self, error, num_rows: "")
     core = engine(directory)
     spoil(core, monkeypatch, {3}, IndexError())
     for seed in SEEDS:
@@ -308,3 +308,36 @@ def test_an_interrupt_is_nobodys_fault(directory: Path, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         core.step()
     core.close()
+
+
+def test_R_25_a_shortage_that_leaves_no_room_for_one_row_is_nobodys_fault(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that can not compute a single row has to be replaced; no request is failed for it."""
+    core = engine(directory)
+    prompts = {"a": PROMPT, "b": PROMPT[:5], "c": [9, 9]}
+    for name, prompt in prompts.items():
+        core.add(ask(name, prompt))
+    wanted, _ = drain(core)
+    core.reset_prefix_cache()
+    for name, prompt in prompts.items():
+        core.add(ask(name, prompt))
+    found = {name: [(core_out, logprobs)] for name, core_out, logprobs in told(core.step())}
+    program: Any = core.executor.program  # type: ignore[attr-defined]
+    real = program.forward
+
+    def forward(chunks: Chunks, rows: list[int]) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(program, "forward", forward)
+    with pytest.raises(MemoryError):
+        core.step()
+    monkeypatch.setattr(program, "forward", real)
+    rest, reasons = drain(core)
+    assert {name: found[name] + rest[name] for name in wanted} == wanted
+    assert set(reasons.values()) == {"length"}
+    core.close()
+
+
+def told(output: Any) -> list[tuple[str, list[int], Any]]:
+    return [(n, ids, output.logprobs[n]) for n, ids in zip(output.request_ids, output.token_ids, strict=True)]

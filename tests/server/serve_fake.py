@@ -15,9 +15,8 @@ from headrace.server.text import Tokenizer
 
 if __name__ == "__main__":
     tokenizer = Tokenizer.load(sys.argv[1])
-    server = ServerConfig(
-        port=int(sys.argv[2]), log_stats_interval=0.05, shutdown_timeout=float((sys.argv + ["30"])[5])
-    )
+    drain = float(sys.argv[5]) if len(sys.argv) > 5 else 30.0
+    server = ServerConfig(port=int(sys.argv[2]), log_stats_interval=0.05, shutdown_timeout=drain)
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")

@@ -25,9 +25,15 @@ class Blame:
         self._num_in_row = 0
         self._error: BaseException | None = None
 
-    def reason(self, error: BaseException) -> str:
-        """Why a chunk fails that `error` was raised for; "" for what nobody's request can be blamed for."""
+    def reason(self, error: BaseException, num_rows: int = 0) -> str:
+        """Why a chunk fails that `error` was raised for; "" for what nobody's request can be blamed for.
+
+        `num_rows`: of the only chunk that was computed. One that computes a single row needs no more than any other: if
+        there is no memory for that, there is none for anybody, and a new process may find some.
+        """
         if is_out_of_memory(error):
+            if num_rows == 1:
+                return ""
             # Not itself, whose traceback holds what filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"

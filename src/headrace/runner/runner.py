@@ -147,10 +147,11 @@ class Runner:
             self._compute(batch, pieces, result)
             return
         except BaseException as error:
-            reason = self._blame.reason(error)
+            alone = len(pieces) == 1 and not pieces[0].nodes
+            reason = self._blame.reason(error, batch.lens[pieces[0].chunk_id] if alone else 0)
             if not reason:
                 raise
-            if len(pieces) == 1 and not pieces[0].nodes:
+            if alone:
                 result.errors[pieces[0].chunk_id] = reason
                 return
         # Not in the except clause, whose traceback holds the tensors of the failed attempt.
