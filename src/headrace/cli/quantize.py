@@ -128,6 +128,7 @@ def quantize(
     # All that can be wrong is told before the model is asked for a text.
     options = find_method(method).verify(options)
     find_writer(layout or default.layout).verify(options)
+    verify_out(out)
     directory = hub.resolve(model)
     verify_out(out, verify_checkpoint(directory, options, layout or default.layout))
     pieces: list[list[int]] = []
