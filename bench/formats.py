@@ -37,6 +37,7 @@ from headrace.quantize.gguf_encode import encode
 from headrace.quantize.gguf_file import U8
 from headrace.quantize.gguf_model import Planned
 
+LEVELS = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K")
 SLAB_ROWS = 64
 PROBE_SECONDS = 0.3
 ALSO = {
@@ -87,10 +88,9 @@ def checkpoint(shape: Shape) -> Path:
 def gguf_file(shape: Shape, level: str) -> Path:
     directory = checkpoint(shape)
     path = directory.with_name(f"{shape.name}.{level}.gguf")
-    if not path.is_file():
-        print("making", path, file=sys.stderr, flush=True)
-        source = Tiled(directory, level)
-        gguf_writer.write(source, path, source.own, gguf_writer.LEVELS[level].number)
+    print("making", path, file=sys.stderr, flush=True)
+    source = Tiled(directory, level)
+    gguf_writer.write(source, path, source.own, gguf_writer.LEVELS[level].number)
     return path
 
 
@@ -100,7 +100,7 @@ def forms(shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in NAMES:
         if name != "int8-channel":  # the same as int8
             yield name, {"quantization": name}
-    for level in made.LEVELS:
+    for level in LEVELS:
         yield f"{level} (GGUF)", {"level": level}
 
 
@@ -123,6 +123,8 @@ def measure(shape: Shape, name: str, fields: dict[str, Any], num_tokens: int) ->
         speed = decode_speed(program_of(llm), num_tokens)
         limits.append(bandwidth())
         told = sizes(program_of(llm), model)
+    if level:
+        model.unlink()  # all of them are ten gigabytes
     bits = told["held_bits_per_weight"]
     row = {"name": name, "bits_per_weight": bits, "stored_bits_per_weight": told.get("stored_bits_per_weight", bits)}
     row |= {"memory_bytes": told["memory_bytes"], "load_s": loaded, "decode_tokens_per_s": speed}
