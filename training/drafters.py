@@ -3,8 +3,8 @@
     python training/drafters.py TARGET OUT --samples SAMPLES.npz --minutes 5
 
 Each learns the target's odds (soft cross entropy) and, with a smaller weight, its likeliest token. The target rests.
-EAGLE and MTP are trained on drafts of four tokens, each fed with the drafter's own state (training-time test). What
-already lies in OUT/METHOD is trained on with `--go-on`, also when the target has changed in the meantime.
+EAGLE and MTP are trained on drafts of four tokens, each fed with the drafter's own state (training-time test).
+`--go-on DIR` begins with the drafters in DIR: those of this target, or of the one that it was grown from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from export import write_json
 from model import Llama, load_model, save_model
 from samples import Samples
-from speculators import Eagle, Medusa, Mtp, base_config, draft_config, draft_shape, kept_of, view_of
+from speculators import Eagle, Medusa, Mtp, aux_layers, base_config, draft_config, draft_shape, kept_of, view_of
 from train import make_optimizers
 
 METHODS = ("draft_model", "eagle", "mtp", "medusa")
@@ -104,7 +104,7 @@ def loss_of_model(model: Llama, samples: Samples, rows: np.ndarray) -> tuple[Ten
 
 def started_draft(target: Llama) -> Llama:
     """A draft model whose embedding is the target's, as far as it fits into fewer dimensions."""
-    model = Llama(draft_shape(target.shape, sum(p.numel() for p in target.parameters())))
+    model = Llama(draft_shape(target.shape))
     model.init_weights()
     with torch.no_grad():
         u, s, _ = torch.linalg.svd(target.embed_tokens.weight, full_matrices=False)
@@ -145,10 +145,10 @@ def train(
 def make(method: str, target_path: Path, target: Llama, samples: Samples, out: Path, args: argparse.Namespace) -> None:
     config, directory = base_config(target_path), out / method
     draw = batches(samples, args.rows, args.seed)
-    there = args.go_on and (directory / "model.safetensors").exists()
-    rate = RATES[method] * args.rate * (0.5 if there else 1.0)
+    begun = args.go_on and args.go_on / method
+    rate = RATES[method] * args.rate * (0.5 if begun else 1.0)
     if method == "draft_model":
-        model = load_model(directory) if there else started_draft(target)
+        model = load_model(begun) if begun else started_draft(target)
         train(model, lambda: loss_of_model(model, samples, draw()), rate, args.minutes, method)
         directory.mkdir(parents=True, exist_ok=True)
         save_model(model, directory)
@@ -160,11 +160,12 @@ def make(method: str, target_path: Path, target: Llama, samples: Samples, out: P
     )
     drafter: Eagle | Mtp | Medusa
     if method == "eagle":
-        drafter = Eagle.load(directory, target.shape) if there else Eagle.start(target, counts)
+        drafter = Eagle.load(begun, target.shape) if begun else Eagle.start(target, counts)
+        drafter.layers = aux_layers(target.shape.num_hidden_layers)
     elif method == "mtp":
-        drafter = Mtp.load(directory, target.shape) if there else Mtp.start(target)
+        drafter = Mtp.load(begun, target.shape) if begun else Mtp.start(target)
     else:
-        drafter = Medusa.load(directory, target.shape) if there else Medusa(target.shape)
+        drafter = Medusa.load(begun, target.shape) if begun else Medusa.start(target, counts)
 
     def step_loss() -> tuple[Tensor, list[float]]:
         rows = draw()
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="for each method")
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of up to 256 tokens in a step")
     parser.add_argument("--rate", type=float, default=1.0, help="times the method's learning rate")
-    parser.add_argument("--go-on", action="store_true", help="from what lies in OUT, at half the rate")
+    parser.add_argument("--go-on", type=Path, help="folder of drafters to begin with, at half the rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

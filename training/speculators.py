@@ -69,7 +69,7 @@ def write(directory: Path, config: dict[str, object], tensors: dict[str, Tensor]
 
 def kept_of(drafter: nn.Module) -> Tensor | None:
     """Target ids of the tokens that it can draft, or None: all."""
-    return drafter.kept if isinstance(drafter, Eagle) else None
+    return drafter.kept if isinstance(drafter, Eagle | Medusa) else None
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
@@ -77,45 +77,73 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Medusa(nn.Module):
-    """Heads on the target's final state (arXiv 2401.10774, section 2.1.1), which share the target's output matrix."""
+    """Heads on the target's final state (arXiv 2401.10774, section 2.1.1), each with an output matrix of its own.
 
-    def __init__(self, shape: LlamaShape, num_heads: int = NUM_HEADS) -> None:
+    They share the target's in no way: what SiLU adds to the state can hardly be less than 0, so that a shared matrix
+    can not be led away from the token that the target says next.
+    """
+
+    def __init__(self, shape: LlamaShape, draft_vocab: int, num_heads: int = NUM_HEADS) -> None:
         super().__init__()
+        size = shape.hidden_size
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(shape.hidden_size, shape.hidden_size)])})
-            for _ in range(num_heads)
+            nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(size, size)])}) for _ in range(num_heads)
         )
-        for block in self.blocks:
-            nn.init.zeros_(block["layers"][0].weight)
-            nn.init.zeros_(block["layers"][0].bias)
+        self.lm_heads = nn.ModuleList(nn.Linear(size, draft_vocab, bias=False) for _ in range(num_heads))
+        self.register_buffer("token_map", torch.zeros(draft_vocab, dtype=torch.int64))
+
+    @classmethod
+    def start(cls, target: Llama, counts: Tensor, draft_vocab: int = DRAFT_VOCAB) -> Medusa:
+        """Heads are the rows that the target has of the tokens it writes most; blocks are nil."""
+        model = cls(target.shape, draft_vocab)
+        model.token_map.copy_(most_written(counts, draft_vocab))
+        with torch.no_grad():
+            for block, head in zip(model.blocks, model.lm_heads, strict=True):
+                block["layers"][0].weight.zero_()
+                block["layers"][0].bias.zero_()
+                head.weight.copy_(target.embed_tokens.weight[model.token_map])
+        return model
+
+    @property
+    def kept(self) -> Tensor:
+        return self.token_map
 
     def draft(self, view: View, token_of: TokenOf, anchors: Tensor) -> Iterator[Tensor]:
-        for depth, block in enumerate(self.blocks):
+        for depth, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
             x = view.final[:, anchors] if depth else view.final
             for layer in block["layers"]:
                 x = x + F.silu(layer(x))
-            yield F.linear(x, view.embedding)
+            yield head(x)
 
     def save(self, directory: Path, config: dict[str, object]) -> None:
         own = {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config["hidden_size"],
-            "vocab_size": config["vocab_size"], "truncated_vocab_size": config["vocab_size"],
-            "num_heads": len(self.blocks), "num_hidden_layers": 1, "medusa_fc_bias": True, "original_lm_head": True,
+            "vocab_size": config["vocab_size"], "truncated_vocab_size": len(self.token_map),
+            "num_heads": len(self.blocks), "num_hidden_layers": 1, "medusa_fc_bias": True, "original_lm_head": False,
             "torch_dtype": "bfloat16",
         }  # fmt: skip
-        write(directory, own, trained(self))
+        write(directory, own, trained(self) | {"token_map": self.token_map})
 
     @classmethod
     def load(cls, directory: Path, shape: LlamaShape) -> Medusa:
         config = json.loads((directory / "config.json").read_text("utf-8"))
-        model = cls(shape, config["num_heads"])
-        model.load_state_dict({n: t.float() for n, t in load_file(directory / "model.safetensors").items()})
+        model = cls(shape, config["truncated_vocab_size"], config["num_heads"])
+        model.load_state_dict(floats(load_file(directory / "model.safetensors")))
         return model
 
 
+def most_written(counts: Tensor, number: int) -> Tensor:
+    """Ids [number], ascending."""
+    return counts.argsort(descending=True, stable=True)[:number].sort().values
+
+
+def floats(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+
+
 def aux_layers(num_layers: int) -> list[int]:
-    """A low, a middle and the last residual stream."""
-    return [max(1, num_layers // 7), num_layers // 2, num_layers]
+    """A low, a middle and the last residual stream; of a grown target the middle is its early exit."""
+    return [1, 2 if num_layers < 6 else 4, num_layers]
 
 
 class Eagle(nn.Module):
@@ -137,7 +165,7 @@ class Eagle(nn.Module):
         """Its vocabulary the tokens that the target writes most, its head the target's rows of them."""
         shape = target.shape
         model = cls(shape, aux_layers(shape.num_hidden_layers), draft_vocab)
-        kept = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
+        kept = most_written(counts, draft_vocab)
         model.d2t.copy_(kept - torch.arange(draft_vocab))
         model.t2d[kept] = True
         with torch.no_grad():
@@ -182,8 +210,7 @@ class Eagle(nn.Module):
     def load(cls, directory: Path, shape: LlamaShape) -> Eagle:
         config = json.loads((directory / "config.json").read_text("utf-8"))
         model = cls(shape, config["eagle_aux_hidden_state_layer_ids"], config["draft_vocab_size"])
-        tensors = load_file(directory / "model.safetensors")
-        model.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in tensors.items()})
+        model.load_state_dict(floats(load_file(directory / "model.safetensors")))
         return model
 
 
@@ -222,23 +249,23 @@ class Mtp(nn.Module):
             if depth == 0:
                 state, tokens = state[:, anchors], tokens[:, anchors]
 
-    def names(self) -> dict[str, str]:
-        """Stored name of each parameter."""
-        prefix = f"model.layers.{self.shape.num_hidden_layers}."
+    def names(self, num_layers: int) -> dict[str, str]:
+        """Stored name of each parameter, behind the target's layers."""
+        prefix = f"model.layers.{num_layers}."
         return {
             n: prefix + n.replace("head_norm", "shared_head.norm").removeprefix("layer.")
             for n, _ in self.named_parameters()
         }
 
     def save(self, directory: Path, config: dict[str, object]) -> None:
-        names, tensors = self.names(), trained(self)
+        names, tensors = self.names(self.shape.num_hidden_layers), trained(self)
         write(directory, config | {"num_nextn_predict_layers": 1}, {names[n]: t for n, t in tensors.items()})
 
     @classmethod
     def load(cls, directory: Path, shape: LlamaShape) -> Mtp:
-        model = cls(shape)
-        tensors = load_file(directory / "model.safetensors")
-        model.load_state_dict({n: tensors[stored].float() for n, stored in model.names().items()})
+        model, tensors = cls(shape), load_file(directory / "model.safetensors")
+        names = model.names(json.loads((directory / "config.json").read_text("utf-8"))["num_hidden_layers"])
+        model.load_state_dict({n: tensors[stored].float() for n, stored in names.items()})
         return model
 
 
@@ -265,14 +292,11 @@ class Whole(nn.Module):
             tokens = token_of(-1, view.logits)[:, anchors] if depth == 0 else token_of(depth - 1, logits)
 
 
-def draft_shape(shape: LlamaShape, num_parameters: int) -> LlamaShape:
-    """A Llama of at most an eighth of the target's parameters."""
-    wide = num_parameters > 6_000_000
-    size, layers, inner, heads, kv_heads = (128, 4, 320, 4, 2) if wide else (96, 2, 144, 3, 1)
+def draft_shape(shape: LlamaShape) -> LlamaShape:
+    """329 thousand parameters: less than an eighth of the smaller target."""
     return replace(
-        shape, hidden_size=size, num_hidden_layers=layers, intermediate_size=inner, num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-    )  # fmt: skip
+        shape, hidden_size=96, num_hidden_layers=2, intermediate_size=144, num_attention_heads=3, num_key_value_heads=1
+    )
 
 
 def draft_config(config: dict[str, object], shape: LlamaShape) -> dict[str, object]:

@@ -48,7 +48,7 @@ def drafters(t: Any, target: Any) -> dict[str, Any]:
     made = {
         "eagle": t.speculators.Eagle.start(target, counts, 24),
         "mtp": t.speculators.Mtp.start(target),
-        "medusa": t.speculators.Medusa(target.shape),
+        "medusa": t.speculators.Medusa.start(target, counts, 24),
         "draft_model": t.speculators.Whole(tiny(t, hidden_size=8, num_attention_heads=2, num_key_value_heads=1), 3),
     }
     for drafter in made.values():
@@ -171,9 +171,15 @@ def test_layouts(t: Any, tmp_path: Path) -> None:
         again = type(made[method]).load(tmp_path / method, target.shape)
         for a, b in zip(made[method].draft(view, chosen, every), again.draft(view, chosen, every), strict=True):
             assert torch.equal(a, b)
-    assert names["medusa"] == {
-        f"blocks.{k}.layers.0.{part}": shape for k in range(4) for part, shape in (("weight", [16, 16]), ("bias", [16]))
-    }
+    assert names["medusa"] == {"token_map": [24]} | {
+        name.format(k=k): shape
+        for k in range(4)
+        for name, shape in (
+            ("blocks.{k}.layers.0.weight", [16, 16]),
+            ("blocks.{k}.layers.0.bias", [16]),
+            ("lm_heads.{k}.weight", [24, 16]),
+        )
+    }  # fmt: skip
     layer = {"self_attn.o_proj": [16, 16],
              "mlp.gate_proj": [24, 16], "mlp.up_proj": [24, 16], "mlp.down_proj": [16, 24],
              "input_layernorm": [16], "post_attention_layernorm": [16]}  # fmt: skip
