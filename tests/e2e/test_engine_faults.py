@@ -300,12 +300,15 @@ def test_control_a_runner_that_blames_everybody_is_noticed(directory: Path, monk
     core.close()
 
 
-def test_an_interrupt_is_nobodys_fault(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(24, "too many open files"), ImportError("no memory")])
+def test_what_comes_from_outside_is_nobodys_fault(
+    error: BaseException, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = engine(directory)
-    spoil(core, monkeypatch, {0}, KeyboardInterrupt())
+    spoil(core, monkeypatch, {0}, error)
     core.add(seeded(0))
     core.add(seeded(1))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(error)):
         core.step()
     core.close()
 

@@ -37,6 +37,9 @@ class Blame:
             # Not itself, whose traceback holds what filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
+        if isinstance(error, ImportError | OSError):
+            # The process's surroundings: a library that finds no memory to be loaded into, no file left to open.
+            return ""
         # The grammars' library is Rust, whose panics are no Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return ""
