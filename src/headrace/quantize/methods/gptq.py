@@ -46,8 +46,8 @@ def prepare(layer: Layer, options: Options) -> None:
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
     num_in = weight.shape[1]
     group = grid.group_of(options, num_in, name)
-    hessian = torch.eye(num_in) if statistics is None or not statistics.num_rows else statistics.hessian.clone()
-    diagonal = hessian.diagonal()
+    hessian = torch.eye(num_in) if statistics is None or not statistics.num_rows else statistics.hessian
+    diagonal = hessian.diagonal().clone()
     diagonal[diagonal == 0] = 1.0  # an input that was never seen says nothing of the others
     order = torch.arange(num_in)
     if options.act_order != "none":
@@ -58,7 +58,10 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
     grid.verify_scales(scales, weight, name)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     w = weight[:, order]
-    factor = _factor(hessian[order][:, order], options.damping, name)
+    hessian = hessian[order][:, order]
+    hessian.diagonal().copy_(diagonal[order])
+    factor = _factor(hessian, options.damping, name)
+    del hessian
     step = group * max(1, BLOCK // group) if group < num_in else BLOCK
     for first in range(0, num_in, step):
         last = min(first + step, num_in)
@@ -85,18 +88,22 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def _factor(hessian: Tensor, damping: float, name: str) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian [in, in]."""
-    mean = hessian.diagonal().mean()
+    """The upper Cholesky factor of the inverse of the damped Hessian [in, in], whose diagonal is overwritten.
+
+    These matrices are the largest that there are: none is kept longer than it is needed.
+    """
+    diagonal, mean = hessian.diagonal().clone(), hessian.diagonal().mean()
     while damping <= MAX_DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        hessian.diagonal().copy_(diagonal + damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
         if not int(failed):
             inverse: Tensor = torch.cholesky_inverse(lower)
+            del lower
             upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not int(failed) and bool(torch.isfinite(upper).all()):
                 return upper
+            del inverse, upper
         damping *= 10
         logger.warning("%s: its Hessian is not positive definite; damping goes up to %g", name, damping)
     raise CheckpointError(f"{name}: its Hessian can not be inverted; calibrate with more text, or with more damping")
