@@ -34,6 +34,7 @@ from headrace.sampling.sampler import Sampler
 from headrace.types import EngineInfo
 
 MAX_AUTO_KV_BYTES = 4 * 2**30
+MANY_PIECES = 128
 AUTO_KV_SHARE = 0.25
 MIN_AUTO_MODEL_LEN = 1024
 
@@ -76,7 +77,7 @@ def build_runner(
         num_blocks=num_blocks,
         block_size=config.block_size,
         kv_dtype=kv_dtype,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
         num_threads=config.num_threads,
@@ -208,6 +209,12 @@ def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select
         if vocab_size <= MAX_WIDTH:
             return NativeSelect(Chooser(vocab_size, num_threads))
     return select_all
+
+
+def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
+    """Pieces of one forward pass, and rows of its logits, where each sequence may have `num_nodes` guesses: room for
+    those of one at least, and for those of all while that takes little memory."""
+    return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
 
 
 def choose_kv_dtype(wanted: str, backend: Backend) -> str:
