@@ -196,7 +196,7 @@ def test_layouts(t: Any, tmp_path: Path) -> None:
            "hnorm": [16], "eh_proj": [16, 32], "shared_head.norm": [16]}  # fmt: skip
     assert names["mtp"] == {f"model.layers.3.{n}.weight": s for n, s in (layer | mtp).items()}
     config = json.loads((tmp_path / "eagle" / "config.json").read_text())
-    assert (config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]) == (24, [1, 1, 3])
+    assert (config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]) == (24, [1, 2, 3])
     d2t, t2d = (load_file(tmp_path / "eagle" / "model.safetensors")[n] for n in ("d2t", "t2d"))
     assert (d2t + torch.arange(24)).tolist() == t2d.nonzero()[:, 0].tolist()
 
