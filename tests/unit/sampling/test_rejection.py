@@ -8,7 +8,11 @@ import math
 import numpy as np
 import pytest
 
+from headrace.drafters.base import Context
+from headrace.drafters.guide import SamplerGuide
 from headrace.sampling import noise, rejection
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import Row, Sampler
 
 FEW, MANY = 20_000, 200_000
 WIDTH = 9
@@ -75,7 +79,7 @@ def test_a_bias_of_two_percent_is_caught():
 
 
 @pytest.mark.parametrize("shared", ["RECOVER", "ACCEPT"])
-def test_shared_noise_is_caught(shared):
+def test_vllm_47386_shared_noise_is_caught(shared):
     """Engines have been biased so: the draft's draw and the recovery's, or the coin's, took the same numbers."""
     assert chance_of(counts_of("drawn", FEW, purpose=getattr(noise, shared)), TARGET) < 0.01
 
@@ -99,3 +103,47 @@ def test_a_token_is_a_guess_only_if_it_was_kept():
     for position in range(500):
         guess = rejection.pick(TOKEN_IDS, TARGET, 3, position, noise.DRAFT)
         assert rejection.draw(TOKEN_IDS, TARGET, [guess], [TARGET.astype(np.float32) * 0.999], 3, position) == guess
+
+
+def through_the_samplers(num: int, target: SamplingParams, draft: SamplingParams) -> np.ndarray:
+    """Counts of tokens drawn as an engine does it: the guide draws from a drafter's logits under `draft`, the target's
+    sampler says under `target` what may follow."""
+    sampler = Sampler(WIDTH, [])
+    guide = SamplerGuide(sampler, rejects=True)
+    logits, others = (np.log(shares)[None].astype(np.float32) for shares in (TARGET, DRAFT))
+    counts = np.zeros(WIDTH)
+    for position in range(1, num + 1):
+        context = Context(0, [0] * position, 1, draft, 1, 1)
+        (guess,), shares = guide.draw(others, [context], [[]])
+        (pool,) = sampler.shares(logits, [Row(target, position, 1)])
+        counts[rejection.draw(*pool, [guess], [shares[0]], target.seed, position)] += 1
+    return counts
+
+
+def test_transformers_47932_top_k_keeps_its_distribution():
+    """Both sides are filtered: with 7 of 9 tokens left, the rest never comes and the others keep their shares."""
+    params = SamplingParams(temperature=1.0, top_k=7, seed=5)
+    counts = through_the_samplers(4000, params, params)
+    assert not counts[7:].any()
+    kept = TARGET[:7] / TARGET[:7].sum()
+    assert chance_of(counts[:7], kept) > 0.01
+    # A drafter that filters otherwise than it says, or a target that forgets its filter, is seen.
+    whole = SamplingParams(temperature=1.0, seed=5)
+    assert through_the_samplers(4000, whole, params)[7:].any()
+
+
+def test_llama_cpp_27975_likely_tokens_are_no_likelier():
+    """A guess is kept as often as the ratio says: not because the target finds it likely."""
+
+    def generous(token_ids, shares, guesses, chances, seed, position):
+        likely = [guess for guess in guesses if shares[guess] > 0.2]
+        return likely[0] if likely else DRAW(token_ids, shares, guesses, chances, seed, position)
+
+    counts = np.zeros(WIDTH)
+    for position in range(FEW // 4):
+        guesses, chances = guesses_of("drawn", 7, position, noise.DRAFT)
+        counts[generous(TOKEN_IDS, TARGET, guesses, chances, 7, position)] += 1
+    assert chance_of(counts, TARGET) < 0.01
+
+
+DRAW = rejection.draw
