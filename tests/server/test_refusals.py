@@ -158,7 +158,8 @@ def test_S_11_S_12_hostile_numbers(live: Live, path: str, name: str, row: str) -
     for end in (bound.low, bound.high):
         body = BODIES[path][1] | {name: int(end) if float(end).is_integer() else end}
         reply = live.post(path, body)
-        assert reply.status_code in (200, 400), reply.text
+        # A millisecond is a time like any other, and over at once.
+        assert reply.status_code in ((200, 408, 504) if name == "timeout" else (200, 400)), reply.text
         assert "must be an integer from" not in reply.text
         assert "must be a finite number" not in reply.text
     assert live.client.is_alive
