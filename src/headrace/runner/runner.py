@@ -485,11 +485,14 @@ class Runner:
 
     def _row(self, batch: ScheduledBatch, trial: Trial, best: int, mask: Mask | None) -> Row:
         i, known = trial.chunk_id, trial.token_ids
+        # Where guesses are made every sequence's tokens are at hand; few samplers look at them.
+        looks = self.speculator is None or batch.params[i].needs_history
+        history = batch.histories.get(i, []) if looks else []
         return Row(
             params=batch.params[i],
             position=batch.starts[i] + batch.lens[i] + len(known),
             num_prompt=batch.num_prompts[i],
-            history=batch.histories.get(i, []) + known if known else batch.histories.get(i, []),
+            history=history + known if history and known else history,
             best=best,
             state=trial.state if known else batch.states.get(i),
             mask=mask,
