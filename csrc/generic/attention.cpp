@@ -14,7 +14,7 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Cache {
     const HrArgs_attention* args;
-    int64_t kv_heads, head_dim, ld_acc, group, block_size;
+    int64_t kv_heads, head_dim, ld_acc, group, block_size, ld_q, key_rows, value_row;
 };
 
 struct Piece {
@@ -85,7 +85,7 @@ Keys keys_of(const HrArgs_attention* a, const Piece& piece) {
 /* Keys of one span. tiles[t] holds 16 of them; ld_v is the distance of two values. */
 struct Span {
     const void *k[SPAN_TILES], *v[SPAN_TILES];
-    const float *k_scale[SPAN_TILES], *v_scale[SPAN_TILES];
+    const void *k_scale[SPAN_TILES], *v_scale[SPAN_TILES]; /* 64 bytes of each tile, see kernels.h */
     int64_t ld_v;
 };
 
@@ -106,9 +106,9 @@ void point_at_tile(const Cache& c, const Keys& keys, int64_t p, int64_t t, Span*
     typedef typename K::E E;
     int64_t slot = keys.blocks[p / c.block_size] * c.block_size + p % c.block_size;
     int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
-    span->k[t] = (const E*)c.args->k + tile * c.head_dim * 16;
-    span->v[t] = (const E*)c.args->v + tile * c.head_dim * 16;
-    if (K::type == HR_I8) {
+    span->k[t] = (const E*)c.args->k + tile * c.key_rows * 16;
+    span->v[t] = (const E*)c.args->v + tile * c.value_row * 16;
+    if (K::scaled) {
         span->k_scale[t] = c.args->k_scale + tile * 16;
         span->v_scale[t] = c.args->v_scale + tile * 16;
     }
@@ -141,17 +141,24 @@ void point_ahead(const Cache& c, const Keys& keys, const Keys* then, int64_t beg
 template <class K>
 void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffer, Span* span) {
     typedef typename K::E E;
-    int64_t size = c.head_dim * 16;
-    E *k = (E*)buffer + t * size * 2, *v = k + size;
-    float *ks = (float*)((E*)buffer + SPAN_TILES * size * 2) + t * 32, *vs = ks + 16;
+    const int64_t size = c.key_rows * 16, v_size = c.value_row * 16;
+    E *k = (E*)buffer + t * (size + v_size), *v = k + size;
+    float *ks = (float*)((E*)buffer + SPAN_TILES * (size + v_size)) + t * 32, *vs = ks + 16;
     for (int64_t j = most(p, keys.first); j < least(p + 16, keys.last); j++) {
         int64_t slot = keys.blocks[j / c.block_size] * c.block_size + j % c.block_size, lane = slot % 16, i = j - p;
         int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
         const E* from = (const E*)c.args->k + tile * size + lane;
-        for (int64_t d = 0; d < c.head_dim; d++) k[d * 16 + i] = from[d * 16];
-        const E* value = (const E*)c.args->v + tile * size + lane * c.head_dim;
-        memcpy(v + i * c.head_dim, value, (size_t)c.head_dim * sizeof(E));
-        if (K::type == HR_I8) ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
+        for (int64_t d = 0; d < c.key_rows; d++) k[d * 16 + i] = from[d * 16];
+        const E* value = (const E*)c.args->v + tile * v_size + lane * c.value_row;
+        memcpy(v + i * c.value_row, value, (size_t)c.value_row * sizeof(E));
+        if (K::type == HR_I4) {
+            for (int half = 0; half < 32; half += 16) {
+                ((uint16_t*)ks)[i + half] = ((const uint16_t*)c.args->k_scale)[tile * 32 + lane + half];
+                ((uint16_t*)vs)[i + half] = ((const uint16_t*)c.args->v_scale)[tile * 32 + lane + half];
+            }
+        } else if (K::scaled) {
+            ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
+        }
     }
     span->k[t] = k, span->v[t] = v, span->k_scale[t] = ks, span->v_scale[t] = vs;
 }
@@ -161,30 +168,51 @@ void widen_tile(const Cache& c, int t, float* buffer, Span* span, const Span& ne
     typedef typename K::E E;
     float *k = buffer + t * 32 * c.ld_acc, *v = k + 16 * c.ld_acc;
     const E *from_k = (const E*)span->k[t], *from_v = (const E*)span->v[t];
-    for (int64_t d = 0; d < c.head_dim; d++) {
-        store(k + d * 16, K::get(from_k + d * 16));
+    for (int64_t d = 0; d < c.key_rows; d++) {
+        if constexpr (K::pair == 2) {
+            const I both = load_u8(from_k + d * 16);
+            store(k + d * 32, low_nibble(both));
+            if (d * 2 + 1 < c.head_dim) store(k + d * 32 + 16, high_nibble(both));
+        } else {
+            store(k + d * 16, K::get(from_k + d * 16));
+        }
         fetch((const E*)next.k[t] + d * 16), fetch((const E*)next.v[t] + d * 16);
     }
     int64_t whole = c.head_dim / 16 * 16;
     for (int i = 0; i < 16; i++) {
-        for (int64_t d = 0; d < whole; d += 16) store(v + i * c.ld_acc + d, K::get(from_v + i * c.head_dim + d));
+        const E* row = from_v + i * c.value_row;
+        auto at = [&](int64_t d) { return K::pair == 2 ? d / 32 * 16 : d; };
+        for (int64_t d = 0; d < whole; d += 16) store(v + i * c.ld_acc + d, value_at<K, false>(row + at(d), d, 16));
         if (whole < c.head_dim)
-            store(v + i * c.ld_acc + whole, K::get_n(from_v + i * c.head_dim + whole, c.head_dim - whole));
+            store(v + i * c.ld_acc + whole, value_at<K, true>(row + at(whole), whole, c.head_dim - whole));
     }
     span->k[t] = k, span->v[t] = v;
+}
+
+float lanes_sum(const float* x, int64_t width) {
+    V sum = zero();
+    for (int64_t i = 0; i < width; i += 16) sum = add(sum, load_n(x + i, least(16, width - i)));
+    return hsum(sum);
 }
 
 /* What a piece carries from span to span, by combo; lo ... hi - 1 are the keys of the span that the combo sees. */
 struct State {
     float *q, *s, *acc, *m, *l, *alpha;
+    float *q_sum, *b; /* what the least of each key, and of each value, counts (HR_I4) */
     int32_t *lo, *hi;
 };
 
 /* Scores of 16 keys as the softmax takes them; those outside lo ... hi - 1 are as low as can be. */
-template <bool Scaled>
-HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, int t, int lo, int hi) {
+template <class K>
+HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, float q_sum, int t, int lo,
+                            int hi) {
     const V factor = set1((float)a->scale);
-    V x = mul(load(s + t * 16), Scaled ? mul(factor, load(span.k_scale[t])) : factor);
+    V x = load(s + t * 16);
+    if constexpr (K::scaled)
+        x = mul(x, mul(factor, K::scale(span.k_scale[t])));
+    else
+        x = mul(x, factor);
+    if constexpr (K::type == HR_I4) x = fma(mul(factor, K::least(span.k_scale[t])), set1(q_sum), x);
     if (a->softcap > 0) {
         const V cap = set1((float)a->softcap);
         x = mul(cap, tanh(div(x, cap)));
@@ -194,15 +222,20 @@ HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const f
     return x;
 }
 
-/* Scores -> weights (for int8 times v_scale); their sum, and in *best the greatest score so far. */
-template <bool Scaled>
-float weights(const HrArgs_attention* a, const Span& span, float* s, int lo, int hi, float* best) {
-    V top = set1(-__builtin_inff()), sum = zero();
+/* What the softmax of a combo's scores in one span gives: the sum of weights, and of weights times the values' least. */
+struct Sums {
+    float w, least;
+};
+
+/* Scores -> weights (times v_scale where there is one), and in *best the greatest score so far. */
+template <class K>
+Sums weights(const HrArgs_attention* a, const Span& span, float* s, float q_sum, int lo, int hi, float* best) {
+    V top = set1(-__builtin_inff()), sum = zero(), least = zero();
     if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0)) { /* nearly always: scores stay in registers */
         V x[SPAN_TILES];
 #pragma GCC unroll 8
         for (int t = 0; t < SPAN_TILES; t++) {
-            x[t] = finished_scores<Scaled>(a, span, s, t, 0, HR_SPAN);
+            x[t] = finished_scores<K>(a, span, s, q_sum, t, 0, HR_SPAN);
             top = max(top, x[t]);
         }
         float highest = hmax(top);
@@ -212,13 +245,15 @@ float weights(const HrArgs_attention* a, const Span& span, float* s, int lo, int
         for (int t = 0; t < SPAN_TILES; t++) {
             V w = exp_falling(sub(x[t], mark));
             sum = add(sum, w);
-            store(s + t * 16, Scaled ? mul(w, load(span.v_scale[t])) : w);
+            if constexpr (K::type == HR_I4) least = fma(w, K::least(span.v_scale[t]), least);
+            if constexpr (K::scaled) w = mul(w, K::scale(span.v_scale[t]));
+            store(s + t * 16, w);
         }
-        return hsum(sum);
+        return {hsum(sum), hsum(least)};
     }
     const int first = lo / 16, last = (hi + 15) / 16;
     for (int t = first; t < last; t++) {
-        V x = finished_scores<Scaled>(a, span, s, t, lo, hi);
+        V x = finished_scores<K>(a, span, s, q_sum, t, lo, hi);
         store(s + t * 16, x);
         top = max(top, x);
     }
@@ -228,25 +263,36 @@ float weights(const HrArgs_attention* a, const Span& span, float* s, int lo, int
     for (int t = first; t < last; t++) {
         V w = exp_falling(sub(load(s + t * 16), mark));
         sum = add(sum, w);
-        store(s + t * 16, Scaled ? mul(w, load(span.v_scale[t])) : w);
+        if constexpr (K::type == HR_I4) { /* of a hidden key it may be anything, and its weight of 0 would not help */
+            V own = K::least(span.v_scale[t]);
+            if (t * 16 + 16 > hi) own = select(first_n(hi - t * 16), own, zero());
+            if (t * 16 < lo) own = select(first_n(lo - t * 16), zero(), own);
+            least = fma(w, own, least);
+        }
+        if constexpr (K::scaled) w = mul(w, K::scale(span.v_scale[t]));
+        store(s + t * 16, w);
     }
-    return hsum(sum);
+    return {hsum(sum), hsum(least)};
 }
 
 /* The softmax of a tile of combos; m, l and alpha of those that see keys of the span. */
-template <bool Scaled>
+template <class K>
 void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t base, int combos) {
-    float best[16], sums[16], alphas[16], ls[16];
+    float best[16], sums[16], alphas[16], ls[16], leasts[16] = {0}, bs[16];
     for (int i = 0; i < combos; i++) {
         int64_t n = base + i;
         best[i] = st.m[n], sums[i] = 0.0f;
-        if (st.lo[n] < st.hi[n]) sums[i] = weights<Scaled>(a, span, st.s + n * LD_S, st.lo[n], st.hi[n], best + i);
+        if (st.lo[n] < st.hi[n]) {
+            Sums own = weights<K>(a, span, st.s + n * LD_S, st.q_sum[n], st.lo[n], st.hi[n], best + i);
+            sums[i] = own.w, leasts[i] = own.least;
+        }
     }
     V alpha = exp_falling(sub(load_n(st.m + base, combos), load_n(best, combos)));
     store(alphas, alpha), store(ls, add(mul(load_n(st.l + base, combos), alpha), load_n(sums, combos)));
+    store(bs, add(mul(load_n(st.b + base, combos), alpha), load_n(leasts, combos)));
     for (int i = 0; i < combos; i++)
         if (st.lo[base + i] < st.hi[base + i])
-            st.m[base + i] = best[i], st.l[base + i] = ls[i], st.alpha[base + i] = alphas[i];
+            st.m[base + i] = best[i], st.l[base + i] = ls[i], st.b[base + i] = bs[i], st.alpha[base + i] = alphas[i];
 }
 
 /* The second product for keys first ... last - 1 of the span. Keys that all combos see are walked together, those at
@@ -288,29 +334,32 @@ void attend_span(const Cache& c, const Span& span, const Span& next, State& st, 
                 if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
             first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
             if (first < last)
-                scores<Read>((int)(end - base), st.q + base * c.head_dim, span.k, i ? span.k : next.k, first, last,
+                scores<Read>((int)(end - base), st.q + base * c.ld_q, span.k, i ? span.k : next.k, first, last,
                              c.head_dim, st.s + base * LD_S);
         }
-    for (int64_t i = 0; i < num_tiles; i++) softmax<K::type == HR_I8>(c.args, span, st, begin(i), count(i));
+    for (int64_t i = 0; i < num_tiles; i++) softmax<K>(c.args, span, st, begin(i), count(i));
     for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
 }
 
 /* One piece; the next one is taken at the last span but one, so that its first keys can be fetched by then. */
 template <class K>
-bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, void* memory) {
-    const HrArgs_attention* a = c.args;
+bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* next_piece, void* memory) {
+    const int64_t dim = a->head_dim;
+    const Cache c = {a, a->kv_heads, dim, (dim + 15) / 16 * 16, a->heads / a->kv_heads, a->block_size,
+                     (dim + K::pair - 1) / K::pair * K::pair, K::key_rows(dim), K::value_row(dim)};
     int64_t combos = piece.rows * piece.heads, num_tiles = (combos + MAX_COMBOS - 1) / MAX_COMBOS;
     bool widen = K::type != HR_F32 && combos >= WIDEN_FROM, gather = c.block_size % 16 != 0;
     Scratch scratch = {(char*)memory};
     State st;
-    st.q = scratch.take<float>(combos * c.head_dim);
+    st.q = scratch.take<float>(combos * c.ld_q);
     st.s = scratch.take<float>(combos * LD_S);
     st.acc = scratch.take<float>(combos * c.ld_acc);
     st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
+    st.q_sum = scratch.take<float>(combos), st.b = scratch.take<float>(combos);
     st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
     float* widened = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
-    const int64_t key_bytes = c.head_dim * (int64_t)sizeof(typename K::E) + 4;
-    void* gathered = scratch.take<char>(gather ? SPAN_TILES * 32 * key_bytes : 0);
+    const int64_t token_bytes = (c.key_rows + c.value_row) * (int64_t)sizeof(typename K::E) + 8;
+    void* gathered = scratch.take<char>(gather ? SPAN_TILES * 16 * token_bytes : 0);
 
     const Keys keys = keys_of(a, piece);
     int64_t row = a->row_begin[piece.chunk] + piece.row, start = a->start[piece.chunk] + piece.row;
@@ -325,17 +374,19 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
             int64_t head = piece.kv_head * c.group + piece.head + (base + n) % piece.heads;
             x[n] = a->x + (row + (base + n) / piece.heads) * a->ld_x + head * c.head_dim;
         }
-        float* q = st.q + base * c.head_dim;
+        float* q = st.q + base * c.ld_q;
         for (int64_t d = 0; d < c.head_dim; d++)
             for (int64_t n = 0; n < count; n++) *q++ = x[n][d];
+        for (int64_t n = c.head_dim * count; n < c.ld_q * count; n++) *q++ = 0.0f;
+        for (int64_t n = 0; n < count; n++) st.q_sum[base + n] = K::pair == 2 ? lanes_sum(x[n], c.head_dim) : 0.0f;
     }
-    for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = 0.0f;
+    for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = st.b[n] = 0.0f;
     memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
 
     bool more = false, taken = false;
     Keys then = keys;
     Span span = {};
-    span.ld_v = c.head_dim;
+    span.ld_v = c.value_row;
     for (int64_t begin = keys.first / HR_SPAN * HR_SPAN; begin < keys.last; begin += HR_SPAN) {
         const int first_tile = (int)(most(0, keys.first - begin) / 16);
         const int last_tile = (int)((least(HR_SPAN, keys.last - begin) + 15) / 16);
@@ -354,7 +405,7 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
             point_at_span<K>(c, keys, begin, &span);
         Span ahead = span;
         if (!gather) point_ahead<K>(c, keys, more ? &then : nullptr, begin, &ahead);
-        if (K::type == HR_I8)
+        if (K::scaled)
             for (int t = first_tile; t < last_tile; t++) fetch(ahead.k_scale[t]), fetch(ahead.v_scale[t]);
         if (widen) {
             Span floats = span;
@@ -369,8 +420,11 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
     for (int64_t n = 0; n < combos; n++) {
         int64_t head = piece.kv_head * c.group + piece.head + n % piece.heads;
         float* out = a->out + (row + n / piece.heads) * a->ld_out + head * c.head_dim;
-        for (int64_t d = 0; d < c.head_dim; d += 16)
-            store_n(out + d, div(load(st.acc + n * c.ld_acc + d), set1(st.l[n])), least(16, c.head_dim - d));
+        for (int64_t d = 0; d < c.head_dim; d += 16) {
+            V sum = load(st.acc + n * c.ld_acc + d);
+            if constexpr (K::type == HR_I4) sum = add(sum, set1(st.b[n]));
+            store_n(out + d, div(sum, set1(st.l[n])), least(16, c.head_dim - d));
+        }
     }
     return more;
 }
@@ -378,14 +432,19 @@ bool attend(const Cache& c, const Piece& piece, Work* work, Piece* next_piece, v
 }  // namespace
 
 void attention(const HrArgs_attention* a, HrTask* task) {
-    Cache c = {a, a->kv_heads, a->head_dim, (a->head_dim + 15) / 16 * 16, a->heads / a->kv_heads, a->block_size};
     Work work(a, task);
     Piece piece, next;
     for (bool more = work.take(&piece); more; piece = next) switch (a->kv_type) {
-            case HR_F32: more = attend<F32>(c, piece, &work, &next, task->scratch); break;
-            case HR_F16: more = attend<F16>(c, piece, &work, &next, task->scratch); break;
-            case HR_BF16: more = attend<BF16>(c, piece, &work, &next, task->scratch); break;
-            default: more = attend<I8>(c, piece, &work, &next, task->scratch); break;
+#define HR_CASE(K) \
+    case K::type: more = attend<K>(a, piece, &work, &next, task->scratch); break
+            HR_CASE(F32);
+            HR_CASE(F16);
+            HR_CASE(BF16);
+            HR_CASE(E4M3);
+            HR_CASE(E5M2);
+            HR_CASE(I4);
+            default: more = attend<I8>(a, piece, &work, &next, task->scratch);
+#undef HR_CASE
         }
 }
 

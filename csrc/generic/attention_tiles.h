@@ -15,25 +15,56 @@ namespace {
 enum { MAX_COMBOS = 6, SPAN_TILES = HR_SPAN / HR_LANES };
 enum { LD_S = HR_SPAN + 16 }; /* rows of scores, kept off one another's cache lines */
 
-struct F32 {
+/* How a type is read. `scaled`: its numbers are codes, with a scale for each token and head. `pair`: channels in a byte. */
+struct Plain {
+    static constexpr bool scaled = false;
+    static constexpr int pair = 1;
+    static int64_t key_rows(int64_t head_dim) { return head_dim; }
+    static int64_t value_row(int64_t head_dim) { return head_dim; }
+};
+struct Scaled : Plain {
+    static constexpr bool scaled = true;
+    HR_INLINE V scale(const void* p) { return load((const float*)p); }
+};
+struct F32 : Plain {
     typedef float E;
     static constexpr int type = HR_F32;
     HR_INLINE V get(const E* p) { return load(p); }
     HR_INLINE V get_n(const E* p, int64_t n) { return load_n(p, n); }
 };
-struct F16 {
+struct F16 : Plain {
     typedef uint16_t E;
     static constexpr int type = HR_F16;
     HR_INLINE V get(const E* p) { return load_f16(p); }
     HR_INLINE V get_n(const E* p, int64_t n) { return load_f16_n(p, n); }
 };
-struct BF16 {
+struct BF16 : Plain {
     typedef uint16_t E;
     static constexpr int type = HR_BF16;
     HR_INLINE V get(const E* p) { return load_bf16(p); }
     HR_INLINE V get_n(const E* p, int64_t n) { return load_bf16_n(p, n); }
 };
-struct I8 {
+struct E5M2 : Plain {
+    typedef uint8_t E;
+    static constexpr int type = HR_E5M2;
+    HR_INLINE V get(const E* p) { return load_e5m2(p); }
+    HR_INLINE V get_n(const E* p, int64_t n) { return load_e5m2_n(p, n); }
+};
+struct E4M3 : Scaled {
+    typedef uint8_t E;
+    static constexpr int type = HR_E4M3;
+    HR_INLINE V get(const E* p) { return load_e4m3(p); }
+    HR_INLINE V get_n(const E* p, int64_t n) { return load_e4m3_n(p, n); }
+};
+struct I4 : Scaled {
+    typedef uint8_t E;
+    static constexpr int type = HR_I4, pair = 2;
+    static int64_t key_rows(int64_t head_dim) { return (head_dim + 1) / 2; }
+    static int64_t value_row(int64_t head_dim) { return head_dim / 32 * 16 + (head_dim % 32 < 16 ? head_dim % 32 : 16); }
+    HR_INLINE V scale(const void* p) { return load_bf16((const uint16_t*)p); }
+    HR_INLINE V least(const void* p) { return load_bf16((const uint16_t*)p + 16); }
+};
+struct I8 : Scaled {
     typedef int8_t E;
     static constexpr int type = HR_I8;
     HR_INLINE V get(const E* p) { return load_i8(p); }
@@ -55,7 +86,7 @@ HR_INLINE void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 /* Both products also fetch `ahead`, the tiles of the next span, step by step with their own, so that the memory works
  * while they compute. */
 
-/* s[c][t * 16 + i] = chain over d of q[d][c] * k[t][d][i] */
+/* s[c][t * 16 + i] = chain over d of q[d][c] * k[t][d][i]; where channels come in pairs, an odd one's other is 0 in q. */
 template <class K, int C, int T>
 static void scores_tile(const float* q, const void* const* tiles, const void* const* ahead, int64_t head_dim,
                         float* s) {
@@ -67,13 +98,21 @@ static void scores_tile(const float* q, const void* const* tiles, const void* co
     for (int c = 0; c < C; c++)
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) a[c][t] = zero();
-    for (int64_t d = 0; d < head_dim; d++, q += C) {
+    const int64_t key_rows = K::key_rows(head_dim);
+    for (int64_t d = 0; d < key_rows; d++, q += C * K::pair) {
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
-            V x = K::get(k[t] + d * 16);
             fetch(next[t] + d * 16);
+            if constexpr (K::pair == 2) {
+                const I both = load_u8(k[t] + d * 16);
+                const V low = low_nibble(both), high = high_nibble(both);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) a[c][t] = fma(set1(q[c]), x, a[c][t]);
+                for (int c = 0; c < C; c++) a[c][t] = fma(set1(q[C + c]), high, fma(set1(q[c]), low, a[c][t]));
+            } else {
+                V x = K::get(k[t] + d * 16);
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) a[c][t] = fma(set1(q[c]), x, a[c][t]);
+            }
         }
     }
 #pragma GCC unroll 8
@@ -96,6 +135,17 @@ static void scores(const float* q, const void* const* tiles, const void* const* 
         if (last - t >= 1) scores_tile<K, C, 1>(q, tiles + t, ahead + t, head_dim, s + t * 16);
 }
 
+/* Sixteen channels of a value from d0 on, or n of them; of a pair's bytes the low or the high bits. */
+template <class K, bool Ragged>
+HR_INLINE V value_at(const typename K::E* v, int64_t d0, int64_t n) {
+    if constexpr (K::pair == 2) {
+        if (d0 & 16) return high_nibble(load_u8(v)); /* the low channels are all there */
+        return low_nibble(Ragged ? load_u8_n(v, n) : load_u8(v));
+    } else {
+        return Ragged ? K::get_n(v, n) : K::get(v);
+    }
+}
+
 /* acc[c][d0 ...] = acc * alpha[c], then the chain over keys first ... last - 1 of w[c][j] * v[j][d]. Keys are counted
  * within the span; n < 16 marks the ragged end of head_dim. */
 template <class K, int C, int D, bool Ragged>
@@ -107,17 +157,30 @@ static void values_tile(const float* w, const void* const* tiles, const void* co
 #pragma GCC unroll 8
         for (int i = 0; i < D; i++) a[c][i] = mul(load(acc + c * ld_acc + d0 + i * 16), set1(alpha[c]));
     for (int j = first; j < last;) {
-        const typename K::E* v = (const typename K::E*)tiles[j / 16] + j % 16 * ld_v + d0;
-        const typename K::E* next = (const typename K::E*)ahead[j / 16] + j % 16 * ld_v + d0;
+        const int64_t at = j % 16 * ld_v + (K::pair == 2 ? d0 / 32 * 16 : d0);
+        const typename K::E* v = (const typename K::E*)tiles[j / 16] + at;
+        const typename K::E* next = (const typename K::E*)ahead[j / 16] + at;
         int end = (j | 15) + 1 < last ? (j | 15) + 1 : last;
         for (; j < end; j++, v += ld_v, next += ld_v) {
 #pragma GCC unroll 8
-            for (int i = 0; i < D * 16 * (int)sizeof(*v); i += 64) fetch((const char*)next + i);
+            for (int i = 0; i < D * 16 * (int)sizeof(*v) / K::pair; i += 64) fetch((const char*)next + i);
+            if constexpr (K::pair == 2 && D > 1) {
 #pragma GCC unroll 8
-            for (int i = 0; i < D; i++) {
-                V x = Ragged ? K::get_n(v, n) : K::get(v + i * 16);
+                for (int i = 0; i < D; i += 2) {
+                    const I both = load_u8(v + i * 8);
+                    const V low = low_nibble(both), high = high_nibble(both);
 #pragma GCC unroll 8
-                for (int c = 0; c < C; c++) a[c][i] = fma(set1(w[c * LD_S + j]), x, a[c][i]);
+                    for (int c = 0; c < C; c++) a[c][i] = fma(set1(w[c * LD_S + j]), low, a[c][i]);
+#pragma GCC unroll 8
+                    for (int c = 0; c < C; c++) a[c][i + 1] = fma(set1(w[c * LD_S + j]), high, a[c][i + 1]);
+                }
+            } else {
+#pragma GCC unroll 8
+                for (int i = 0; i < D; i++) {
+                    V x = value_at<K, Ragged>(v + i * 16, d0, n);
+#pragma GCC unroll 8
+                    for (int c = 0; c < C; c++) a[c][i] = fma(set1(w[c * LD_S + j]), x, a[c][i]);
+                }
             }
         }
     }

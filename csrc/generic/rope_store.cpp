@@ -44,10 +44,71 @@ float amax_of(const float* x, int64_t width) {
     return hmax(select(lt(top, set1(__builtin_inff())), top, zero())) + hsum(bad);
 }
 
+uint32_t bits_of(float f) {
+    uint32_t x;
+    memcpy(&x, &f, 4);
+    return x;
+}
+
+/* |f| <= 1.75 to bits 14 ... 7 of a half; what is subnormal there is rounded by adding a number whose last bit is
+ * the step between subnormals. */
+uint8_t narrow_e4m3(float f) {
+    const uint32_t x = bits_of(f), a = x & 0x7fffffff;
+    const uint32_t small = bits_of(__builtin_fabsf(f) + 64.0f) - 0x42800000u;
+    const uint32_t normal = (a + 0x7ffff + (a >> 20 & 1) - 0x38000000) >> 20;
+    return (uint8_t)((x >> 24 & 0x80) | (a < 0x38800000 ? small : normal));
+}
+
+/* To the high byte of a half. */
+uint8_t narrow_e5m2(float f) {
+    const uint32_t x = bits_of(f), a = x & 0x7fffffff;
+    const uint32_t small = bits_of(__builtin_fabsf(f) + 128.0f) - 0x43000000u;
+    const uint32_t normal = (a + 0xfffff + (a >> 21 & 1) - 0x38000000) >> 21;
+    const uint32_t code = a < 0x38800000 ? small : a > 0x7f800000 ? 0x7e : normal < 0x7c ? normal : 0x7c;
+    return (uint8_t)((x >> 24 & 0x80) | code);
+}
+
+/* One head in four bits: its codes, and step and least at scale[0] and scale[16]. */
+void codes_i4(const float* x, int64_t width, int8_t* codes, uint16_t* scale) {
+    V high = set1(-__builtin_inff()), low = set1(-__builtin_inff()), bad = zero();
+    for (int64_t i = 0; i < width; i += 16) {
+        const int64_t n = width - i < 16 ? width - i : 16;
+        const V y = load_n(x + i, n), none = set1(-__builtin_inff()), minus = sub(zero(), y);
+        high = max(high, select(first_n(n), y, none)), low = max(low, select(first_n(n), minus, none));
+        bad = add(bad, mul(y, zero()));
+    }
+    const M sane = both(lt(high, set1(__builtin_inff())), lt(low, set1(__builtin_inff())));
+    const float nan = hsum(bad), greatest = hmax(select(sane, high, zero())), least = -hmax(select(sane, low, zero()));
+    uint16_t halves[32];
+    store_bf16(halves, set1((greatest - least) / 15.0f + nan)), store_bf16(halves + 16, set1(least + nan));
+    scale[0] = halves[0], scale[16] = halves[16];
+    float step;
+    store_n(&step, load_bf16(halves), 1);
+    const V inverse = set1(step > 0.0f ? 1.0f / step : 0.0f), from = load_bf16(halves + 16);
+    for (int64_t i = 0; i < width; i += 16) {
+        const int64_t n = width - i < 16 ? width - i : 16;
+        const V y = mul(sub(load_n(x + i, n), from), inverse);
+        store_i8_n(codes + i, round_i32(min(max(y, zero()), set1(15.0f))), n);
+    }
+}
+
+void put_key_i4(const int8_t* codes, int64_t width, uint8_t* to) {
+    for (int64_t d = 0; d < width; d += 2)
+        to[d * 8] = (uint8_t)(codes[d] | (d + 1 < width ? codes[d + 1] << 4 : 0));
+}
+
+void put_value_i4(const int8_t* codes, int64_t width, uint8_t* to) {
+    for (int64_t g = 0; g < width; g += 32)
+        for (int64_t d = g; d < width && d < g + 16; d++)
+            *to++ = (uint8_t)(codes[d] | (d + 16 < width ? codes[d + 16] << 4 : 0));
+}
+
 /* One head's numbers as the cache stores them, `step` elements apart. */
 void put(const float* x, int64_t width, int64_t type, void* cache, int64_t at, int64_t step, float* scale) {
-    float amax = type == HR_I8 ? amax_of(x, width) : 0.0f, inverse = amax == 0.0f ? 0.0f : 127.0f / amax;
-    if (type == HR_I8) *scale = amax / 127.0f;
+    const float most = type == HR_I8 ? 127.0f : 1.75f;
+    const bool scaled = type == HR_I8 || type == HR_E4M3;
+    float amax = scaled ? amax_of(x, width) : 0.0f, inverse = amax == 0.0f ? 0.0f : most / amax;
+    if (scaled) *scale = amax / most;
     for (int64_t i = 0; i < width; i += 16) {
         int64_t n = width - i < 16 ? width - i : 16;
         V y = load_n(x + i, n);
@@ -57,6 +118,12 @@ void put(const float* x, int64_t width, int64_t type, void* cache, int64_t at, i
             int8_t codes[16];
             store_i8(codes, round_i32(min(max(mul(y, set1(inverse)), set1(-127.0f)), set1(127.0f))));
             for (int64_t j = 0; j < n; j++) ((int8_t*)cache)[at + (i + j) * step] = codes[j];
+        } else if (type == HR_E4M3) {
+            float held[16];
+            store(held, min(max(mul(y, set1(inverse)), set1(-most)), set1(most)));
+            for (int64_t j = 0; j < n; j++) ((uint8_t*)cache)[at + (i + j) * step] = narrow_e4m3(held[j]);
+        } else if (type == HR_E5M2) {
+            for (int64_t j = 0; j < n; j++) ((uint8_t*)cache)[at + (i + j) * step] = narrow_e5m2(x[i + j]);
         } else {
             uint16_t halves[16];
             if (type == HR_F16)
@@ -66,6 +133,29 @@ void put(const float* x, int64_t width, int64_t type, void* cache, int64_t at, i
             for (int64_t j = 0; j < n; j++) ((uint16_t*)cache)[at + (i + j) * step] = halves[j];
         }
     }
+}
+
+/* A token's key and value of one head into a slot. Scratch: 2 * head_dim floats. */
+void put_token(const HrArgs_rope_store* a, const float* key, const float* value, int64_t h, int64_t slot,
+               float* scratch) {
+    const int64_t size = a->head_dim, tile = slot / 16 * a->kv_heads + h, i = slot % 16;
+    if (a->k_mean) {
+        for (int64_t d = 0; d < size; d++) scratch[d] = key[d] - a->k_mean[h * size + d];
+        key = scratch;
+    }
+    if (a->kv_type == HR_I4) {
+        const int64_t key_rows = (size + 1) / 2, value_row = size / 32 * 16 + (size % 32 < 16 ? size % 32 : 16);
+        int8_t* codes = (int8_t*)(scratch + size);
+        codes_i4(key, size, codes, (uint16_t*)a->k_scale + tile * 32 + i);
+        put_key_i4(codes, size, (uint8_t*)a->k + tile * key_rows * 16 + i);
+        codes_i4(value, size, codes, (uint16_t*)a->v_scale + tile * 32 + i);
+        put_value_i4(codes, size, (uint8_t*)a->v + (tile * 16 + i) * value_row);
+        return;
+    }
+    float* k_scale = a->k_scale ? a->k_scale + tile * 16 + i : nullptr;
+    float* v_scale = a->v_scale ? a->v_scale + tile * 16 + i : nullptr;
+    put(key, size, a->kv_type, a->k, tile * size * 16 + i, 16, k_scale);
+    put(value, size, a->kv_type, a->v, (tile * 16 + i) * size, 1, v_scale);
 }
 
 }  // namespace
@@ -83,14 +173,9 @@ void rope_store(const HrArgs_rope_store* a, HrTask* task) {
             }
             const int64_t first = a->copy_begin ? a->copy_begin[r] : 0, last = a->copy_begin ? a->copy_begin[r + 1] : 0;
             for (int64_t copy = first - 1; copy < last; copy++) {
-                const int64_t slot = copy < first ? a->slots[r] : a->copy_slots[copy], i = slot % 16;
-                for (int64_t h = 0; h < a->kv_heads; h++) {
-                    int64_t tile = slot / 16 * a->kv_heads + h;
-                    float* k_scale = a->k_scale ? a->k_scale + tile * 16 + i : nullptr;
-                    float* v_scale = a->v_scale ? a->v_scale + tile * 16 + i : nullptr;
-                    put(keys + h * size, size, a->kv_type, a->k, tile * size * 16 + i, 16, k_scale);
-                    put(values + h * size, size, a->kv_type, a->v, (tile * 16 + i) * size, 1, v_scale);
-                }
+                const int64_t slot = copy < first ? a->slots[r] : a->copy_slots[copy];
+                for (int64_t h = 0; h < a->kv_heads; h++)
+                    put_token(a, keys + h * size, values + h * size, h, slot, (float*)task->scratch);
             }
         }
 }

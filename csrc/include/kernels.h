@@ -29,6 +29,7 @@ extern "C" {
 #endif
 
 enum { HR_F32 = 0, HR_F16 = 1, HR_BF16 = 2, HR_I8 = 3 };             /* types of tables, weights and the KV cache */
+enum { HR_I4 = 4, HR_E4M3 = 5, HR_E5M2 = 6 };                         /* of the KV cache alone */
 enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activations */
 /* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
  * NF4's levels (QLoRA, arXiv 2305.14314) to the nearest of 127ths, twice E2M1's numbers, IQ4_NL's (isa/linear_layout.h). */
@@ -60,7 +61,20 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *     value (slot, h, d) at v[((t * kv_heads + h) * 16 + i) * head_dim + d]
  * and for HR_I8, where x = code * scale: k_scale and v_scale (float) at [(t * kv_heads + h) * 16 + i].
  * A token's codes of one head: scale = amax / 127, code = round_to_even(x * (127 / amax)), both 0 if amax is 0.
- * HR_F16 and HR_BF16 are rounded to nearest even; f16 saturates to infinity as IEEE has it. */
+ * HR_F16, HR_BF16 and HR_E5M2 (the high byte of an f16) are rounded to nearest even, beyond their range to infinity.
+ * HR_E4M3 has scales as HR_I8 has them, with 1.75 in place of 127: its code is x * (1.75 / amax) rounded to nearest even
+ * to bits 14 ... 7 of an f16 (a 256th of what E4M3 calls it).
+ *
+ * HR_I4 packs two channels of one token in a byte, so that no two tokens share one:
+ *     key   (slot, h, channels 2b and 2b + 1, the low bits first) at k[((t * kv_heads + h) * ceil(head_dim / 2) + b) * 16 + i]
+ *     value (slot, h, channels 32g + j and 32g + 16 + j)          at v[((t * kv_heads + h) * 16 + i) * row + 16g + j]
+ * with j < 16 and row = 16 * floor(head_dim / 32) + min(head_dim mod 32, 16); channels that are not there are 0.
+ * x = code * step + least, bf16 both: with n = (t * kv_heads + h) * 32 + i, step is ((uint16_t*)k_scale)[n] and least [n + 16].
+ *     least = bf16(min), step = bf16((max - min) / 15), code = round_to_even((x - least) * (1 / step)) held in 0 ... 15
+ * (0 where step is 0). Both are NaN where an x is not finite.
+ *
+ * Where k_mean [kv_heads][head_dim] is given to rope_store, it is subtracted from the keys before they are stored: that
+ * moves all scores of a query alike, which a softmax does not see. */
 
 /* Quantised rows ("q"): int8 codes [rows][ld_q], padded with zeros from `width` to ld_q; by row and group of `group`
  * inputs (the last may be shorter) scales float [rows][ld_s] and sums of codes int32 [rows][ld_s].
@@ -119,17 +133,19 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) P(const float*, q_norm) P(const float*, k_norm) F(eps) \
     F(offset) P(const float*, cos) P(const float*, sin) I(pairs) P(const int32_t*, positions) P(const int32_t*, slots) \
     P(const int32_t*, copy_begin) P(const int32_t*, copy_slots)                                                        \
-    I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale)
+    I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale) P(const float*, k_mean)
 
 /* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * head_dim].
  * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all). For one row and head, with q the query:
- *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (for HR_I8 k_j[d] is the code), times
- *             scale (for HR_I8: times (scale * k_scale_j)); softcap c > 0: c * tanh(score / c).
+ *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (where there are scales, k_j[d] is the
+ *             code), times scale (where there are scales: times (scale * k_scale_j)); HR_I4 then fma((scale * least_j),
+ *             lanes sum of q, .); softcap c > 0: c * tanh(score / c).
  *   Keys are walked in spans of HR_SPAN positions counted from 0; spans without a visible key are left out.
  *   In a span: m' = max(m, visible scores); alpha = exp(m - m'); w_j = exp(score_j - m'), 0 if hidden;
  *   l = l * alpha + (lanes over the span's keys, lane = j % 16, by plain additions, then the tree) of w_j;
- *   acc[d] = acc[d] * alpha, then over visible keys in order acc[d] = fma(w_j, v_j[d], acc[d]) (HR_I8: w_j * v_scale_j
- *   is rounded first, v_j[d] the code). At last out[d] = acc[d] / l.
+ *   acc[d] = acc[d] * alpha, then over visible keys in order acc[d] = fma(w_j, v_j[d], acc[d]) (where there are scales:
+ *   w_j * v_scale_j is rounded first, v_j[d] the code). HR_I4: b = b * alpha + (lanes by fma, then the tree) of
+ *   w_j * least_j, from 0. At last out[d] = acc[d] / l, or (acc[d] + b) / l.
  * Slots that no visible key occupies hold anything at all, NaN included, and must not matter. block_size may be any
  * number; only multiples of 16 need be fast (others gather 16 keys into scratch). */
 #define HR_FIELDS_attention(P, I, F)                                                                                  \

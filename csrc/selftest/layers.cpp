@@ -122,7 +122,7 @@ void linear_f(Problem& p) {
 }
 
 struct Cache {
-    int64_t type, kv_heads, head_dim, num_slots;
+    int64_t type, kv_heads, head_dim, num_slots, key_rows, value_row;
     void *k, *v;
     float *k_scale, *v_scale;
 };
@@ -130,16 +130,20 @@ struct Cache {
 /* A cache full of NaN, which nobody may see. */
 Cache cache_of(Problem& p, int64_t num_slots) {
     Cache c = {};
-    c.type = p.random.whole(0, 3), c.kv_heads = p.random.whole(1, 3), c.head_dim = p.random.whole(1, 5) * 8;
+    c.type = p.random.whole(0, 6), c.kv_heads = p.random.whole(1, 3), c.head_dim = p.random.whole(1, 5) * 8;
     c.num_slots = (num_slots + 15) / 16 * 16;
-    const int64_t count = c.num_slots * c.kv_heads * c.head_dim;
+    const bool packed = c.type == HR_I4;
+    c.key_rows = packed ? (c.head_dim + 1) / 2 : c.head_dim;
+    c.value_row = packed ? c.head_dim / 32 * 16 + (c.head_dim % 32 < 16 ? c.head_dim % 32 : 16) : c.head_dim;
     for (void** half : {&c.k, &c.v}) {
+        const int64_t count = c.num_slots * c.kv_heads * (half == &c.k ? c.key_rows : c.value_row);
         if (c.type == HR_F32) {
             float* made = p.make<float>(count);
             for (int64_t i = 0; i < count; i++) made[i] = std::numeric_limits<float>::quiet_NaN();
             *half = made;
-        } else if (c.type == HR_I8) {
+        } else if (c.type >= HR_I8) {
             *half = p.make<int8_t>(count);
+            if (c.type == HR_E5M2) memset(*half, 0x7e, (size_t)count);
         } else {
             uint16_t* made = p.make<uint16_t>(count);
             for (int64_t i = 0; i < count; i++) made[i] = c.type == HR_F16 ? 0x7e00 : 0x7fc0;
@@ -156,6 +160,8 @@ Cache cache_of(Problem& p, int64_t num_slots) {
 void store_one(Problem& p, const Cache& c, void* to, int64_t at) {
     if (c.type == HR_F32) ((float*)to)[at] = p.random.number();
     else if (c.type == HR_I8) ((int8_t*)to)[at] = (int8_t)p.random.whole(-127, 127);
+    else if (c.type == HR_I4) ((uint8_t*)to)[at] = (uint8_t)p.random.next();
+    else if (c.type > HR_I4) ((uint8_t*)to)[at] = (uint8_t)((p.random.next() & 0x80) | p.random.whole(0, 0x5b));
     else {
         const uint32_t half = c.type == HR_F16 ? 0x3800 : 0x3f00;
         ((uint16_t*)to)[at] = (uint16_t)((p.random.next() & 0x8000) | half | (p.random.next() & 0xff));
@@ -167,12 +173,14 @@ void fill_slot(Problem& p, const Cache& c, int64_t slot) {
     const int64_t t = slot / 16, i = slot % 16;
     for (int64_t h = 0; h < c.kv_heads; h++) {
         const int64_t head = t * c.kv_heads + h;
-        for (int64_t d = 0; d < c.head_dim; d++) {
-            store_one(p, c, c.k, (head * c.head_dim + d) * 16 + i);
-            store_one(p, c, c.v, (head * 16 + i) * c.head_dim + d);
+        for (int64_t d = 0; d < c.key_rows; d++) store_one(p, c, c.k, (head * c.key_rows + d) * 16 + i);
+        for (int64_t d = 0; d < c.value_row; d++) store_one(p, c, c.v, (head * 16 + i) * c.value_row + d);
+        for (float* scale : {c.k_scale, c.v_scale}) {
+            if (c.type == HR_I4)
+                ((uint16_t*)scale)[head * 32 + i] = 0x3d00, ((uint16_t*)scale)[head * 32 + 16 + i] = 0xbe80;
+            else
+                scale[head * 16 + i] = 0.01f + (float)(p.random.next() % 100) * 1e-3f;
         }
-        c.k_scale[head * 16 + i] = 0.01f + (float)(p.random.next() % 100) * 1e-3f;
-        c.v_scale[head * 16 + i] = 0.01f + (float)(p.random.next() % 100) * 1e-3f;
     }
 }
 
@@ -193,7 +201,8 @@ void rope_store(Problem& p) {
     for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + (row * 7 + 3) % rows);
     if (rows == 7) for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + row);
     a.slots = slots, a.k = c.k, a.v = c.v;
-    if (c.type == HR_I8) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
+    if (p.random.coin()) a.k_mean = p.floats(a.kv_heads * a.head_dim);
+    if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
     p.take(HR_OP_rope_store, a);
 }
 
@@ -225,7 +234,7 @@ void attention(Problem& p) {
     a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim, a.x = p.floats(rows * a.ld_x);
     a.ld_out = a.heads * a.head_dim, a.out = p.make<float>(rows * a.ld_out);
     a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.table_begin = table_begin, a.blocks = blocks;
-    if (c.type == HR_I8) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
+    if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
     p.take(HR_OP_attention, a);
 }
 

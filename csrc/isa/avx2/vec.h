@@ -75,6 +75,36 @@ HR_INLINE V load_i8_n(const int8_t* p, int64_t n) {
     memcpy(t, p, (size_t)n);
     return load_i8(t);
 }
+HR_INLINE __m256 widen_e4m3(__m128i x) {
+    const __m128i h = _mm_slli_epi16(_mm_cvtepi8_epi16(x), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(h, _mm_set1_epi16((int16_t)0xbfff)));
+}
+HR_INLINE __m256 widen_e5m2(__m128i x) { return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(x), 8)); }
+HR_INLINE V load_e4m3(const uint8_t* p) {
+    return {widen_e4m3(_mm_loadl_epi64((const __m128i*)p)), widen_e4m3(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+HR_INLINE V load_e5m2(const uint8_t* p) {
+    return {widen_e5m2(_mm_loadl_epi64((const __m128i*)p)), widen_e5m2(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+HR_INLINE I load_u8(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+HR_INLINE V load_e4m3_n(const uint8_t* p, int64_t n) {
+    uint8_t t[16] = {0};
+    memcpy(t, p, (size_t)n);
+    return load_e4m3(t);
+}
+HR_INLINE V load_e5m2_n(const uint8_t* p, int64_t n) {
+    uint8_t t[16] = {0};
+    memcpy(t, p, (size_t)n);
+    return load_e5m2(t);
+}
+HR_INLINE I load_u8_n(const uint8_t* p, int64_t n) {
+    uint8_t t[16] = {0};
+    memcpy(t, p, (size_t)n);
+    return load_u8(t);
+}
 HR_INLINE void store_f16(uint16_t* p, V x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
@@ -104,6 +134,11 @@ HR_INLINE void store_bf16_n(uint16_t* p, V x, int64_t n) {
 
 HR_INLINE I round_i32(V x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 HR_INLINE V to_f32(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+HR_INLINE V low_nibble(I x) {
+    const __m256i m = _mm256_set1_epi32(15);
+    return {_mm256_cvtepi32_ps(_mm256_and_si256(x.a, m)), _mm256_cvtepi32_ps(_mm256_and_si256(x.b, m))};
+}
+HR_INLINE V high_nibble(I x) { return low_nibble({_mm256_srli_epi32(x.a, 4), _mm256_srli_epi32(x.b, 4)}); }
 HR_INLINE I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 HR_INLINE I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 HR_INLINE int32_t ihsum(I x) {

@@ -52,6 +52,19 @@ HR_INLINE V load_bf16_n(const uint16_t* p, int64_t n) {
 HR_INLINE V load_i8_n(const int8_t* p, int64_t n) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_n(n).m, p)))};
 }
+HR_INLINE V load_e4m3(__m128i x) {
+    const __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7);
+    return {_mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16((int16_t)0xbfff)))};
+}
+HR_INLINE V load_e5m2(__m128i x) { return {_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(x), 8))}; }
+HR_INLINE V load_e4m3(const uint8_t* p) { return load_e4m3(_mm_loadu_si128((const __m128i*)p)); }
+HR_INLINE V load_e5m2(const uint8_t* p) { return load_e5m2(_mm_loadu_si128((const __m128i*)p)); }
+HR_INLINE V load_e4m3_n(const uint8_t* p, int64_t n) { return load_e4m3(_mm_maskz_loadu_epi8(first_n(n).m, p)); }
+HR_INLINE V load_e5m2_n(const uint8_t* p, int64_t n) { return load_e5m2(_mm_maskz_loadu_epi8(first_n(n).m, p)); }
+HR_INLINE I load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+HR_INLINE I load_u8_n(const uint8_t* p, int64_t n) {
+    return {_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first_n(n).m, p))};
+}
 HR_INLINE __m256i to_f16(V a) { return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT); }
 HR_INLINE __m256i to_bf16(V a) {
     __m512i x = _mm512_castps_si512(a.v);
@@ -68,6 +81,11 @@ HR_INLINE void store_bf16_n(uint16_t* p, V a, int64_t n) { _mm256_mask_storeu_ep
 
 HR_INLINE I round_i32(V a) { return {_mm512_cvtps_epi32(a.v)}; }
 HR_INLINE V to_f32(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+/* One shuffle, which looks at four bits of a number, where a mask and a conversion would be two. */
+HR_INLINE V low_nibble(I a) {
+    return {_mm512_permutexvar_ps(a.v, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
+}
+HR_INLINE V high_nibble(I a) { return low_nibble({_mm512_srli_epi32(a.v, 4)}); }
 HR_INLINE I izero() { return {_mm512_setzero_si512()}; }
 HR_INLINE I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 HR_INLINE int32_t ihsum(I a) { return _mm512_reduce_add_epi32(a.v); }

@@ -86,6 +86,16 @@ HR_INLINE void store_bf16_n(uint16_t* p, V a, int64_t n) { for (int i = 0; i < n
 HR_INLINE void store_f16(uint16_t* p, V a) { store_f16_n(p, a, 16); }
 HR_INLINE void store_bf16(uint16_t* p, V a) { store_bf16_n(p, a, 16); }
 
+/* A code of E4M3 as the 256th part of what it stands for, of E5M2 as it is: both are bits of a half. */
+HR_INLINE float widen_e4m3(uint8_t c) { return widen_f16((uint16_t)((c & 0x80) << 8 | (c & 0x7f) << 7)); }
+HR_INLINE float widen_e5m2(uint8_t c) { return widen_f16((uint16_t)(c << 8)); }
+HR_INLINE V load_e4m3_n(const uint8_t* p, int64_t n) { V r; HR_EACH r.v[i] = i < n ? widen_e4m3(p[i]) : 0.0f; return r; }
+HR_INLINE V load_e5m2_n(const uint8_t* p, int64_t n) { V r; HR_EACH r.v[i] = i < n ? widen_e5m2(p[i]) : 0.0f; return r; }
+HR_INLINE V load_e4m3(const uint8_t* p) { return load_e4m3_n(p, 16); }
+HR_INLINE V load_e5m2(const uint8_t* p) { return load_e5m2_n(p, 16); }
+HR_INLINE I load_u8_n(const uint8_t* p, int64_t n) { I r; HR_EACH r.v[i] = i < n ? p[i] : 0; return r; }
+HR_INLINE I load_u8(const uint8_t* p) { return load_u8_n(p, 16); }
+
 HR_INLINE I round_i32(V a) {
     I r;
     /* What the vector instruction gives for NaN and what does not fit. */
@@ -93,6 +103,9 @@ HR_INLINE I round_i32(V a) {
     return r;
 }
 HR_INLINE V to_f32(I a) { V r; HR_EACH r.v[i] = (float)a.v[i]; return r; }
+/* Numbers below 256: their low and their high four bits. */
+HR_INLINE V low_nibble(I a) { V r; HR_EACH r.v[i] = (float)(a.v[i] & 15); return r; }
+HR_INLINE V high_nibble(I a) { V r; HR_EACH r.v[i] = (float)(a.v[i] >> 4 & 15); return r; }
 HR_INLINE I izero() { I r; HR_EACH r.v[i] = 0; return r; }
 HR_INLINE I iadd(I a, I b) { I r; HR_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]); return r; }
 HR_INLINE int32_t ihsum(I a) { uint32_t s = 0; HR_EACH s += (uint32_t)a.v[i]; return (int32_t)s; }
