@@ -1,0 +1,175 @@
+"""`python -m tests.campaigns TIER`: the campaigns that prove what docs/reliability.md promises, with their counts.
+
+A campaign is a function of the tier's numbers and a seed that returns its counts; `violations` is 0 where all is well.
+Counts, seeds, minutes, host and commit are written into bench/results/campaign-TIER.json, which the docs quote. Long
+tiers may be run in pieces (`--only`): results of campaigns that are not run again are kept while the code under test is
+the same, which the hash of src/ and csrc/ says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.record import commit
+from rich.console import Console
+from rich.table import Table
+
+from headrace import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+TIERS = ("commit", "nightly", "release")
+
+Counts = dict[str, Any]
+
+
+class Campaign(NamedTuple):
+    """`numbers` are the sizes at each tier; `run` is called with one of them and the seed."""
+
+    about: str
+    numbers: dict[str, Any]
+    run: Callable[[Any, int], Counts]
+
+
+def simulate(size: tuple[int, int], seed: int) -> Counts:
+    from tests.sim.__main__ import run_and_replay
+
+    num_seeds, num_steps = size
+    first = seed * 10**6
+    events: Counter[str] = Counter()
+    steps = tokens = 0
+    bad: list[str] = []
+    with Pool(2) as pool:
+        seeds = range(first, first + num_seeds)
+        for report in pool.imap_unordered(partial(run_and_replay, num_steps=num_steps), seeds, chunksize=4):
+            events.update(report.events)
+            steps += report.num_steps
+            tokens += report.num_tokens
+            if report.violation:
+                bad.append(f"seed {report.seed}: {report.violation}")
+    return {
+        "seeds": num_seeds,
+        "steps": steps,
+        "tokens_compared": tokens,
+        "events": dict(sorted(events.items())),
+        "violations": len(bad),
+        "examples": bad[:5],
+    }
+
+
+def combinations(num: int, seed: int) -> Counts:
+    from tests.campaigns.differential import run_campaign
+
+    counts = run_campaign(num, seed)
+    return counts | {"violations": counts["differing"]}
+
+
+def drafters(num_prompts: int, seed: int) -> Counts:
+    from tests.campaigns.speculation import run_campaign
+
+    counts = run_campaign(num_prompts)
+    return counts | {"violations": counts["differing"]}
+
+
+def gguf(num: int, seed: int) -> Counts:
+    import torch
+    from tests.fuzz_gguf import campaign
+
+    torch.set_num_threads(1)
+    counts = campaign(num, seed, 0, ROOT / "build" / "fuzz-gguf")
+    return {"mutations": num} | dict(counts) | {"violations": num - counts["read"] - counts["refused"]}
+
+
+def planted(kind: str, seed: int) -> Counts:
+    """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit/core").glob("test_planted_*.py"))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *files],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    caught = sum(line.startswith("PASSED") for line in lines)
+    missed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {"planted": caught + len(missed), "caught": caught, "violations": len(missed), "examples": missed[:5]}
+
+
+CAMPAIGNS: dict[str, Campaign] = {
+    "C-1": Campaign(
+        "simulation of the real scheduler (seeds, steps)",
+        {"commit": (300, 1000), "nightly": (20_000, 1000), "release": (400_000, 1000)},
+        simulate,
+    ),
+    "C-3": Campaign(
+        "differential generations over pairs", {"commit": 3000, "nightly": 40_000, "release": 120_000}, combinations
+    ),
+    "C-3-drafters": Campaign(
+        "every drafter against no guesses (prompts)", {"commit": 20, "nightly": 200, "release": 2000}, drafters
+    ),
+    "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),
+    "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
+}
+
+
+def code_hash() -> str:
+    """Of what is under test."""
+    told = hashlib.sha256()
+    for folder in ("src", "csrc"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and path.suffix in (".py", ".cpp", ".h"):
+                told.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return told.hexdigest()[:16]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__.split("\n")[0])
+    parser.add_argument("tier", choices=TIERS)
+    parser.add_argument("--only", help="names of campaigns, with commas between")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where the counts go (default: bench/results/campaign-TIER.json)")
+    args = parser.parse_args()
+    names = args.only.split(",") if args.only else list(CAMPAIGNS)
+    for name in names:
+        if name not in CAMPAIGNS:
+            parser.error(f"--only {name}: one of {', '.join(CAMPAIGNS)}")
+    out = args.out or RESULTS / f"campaign-{args.tier}.json"
+    console = Console()
+    code = code_hash()
+    before = json.loads(out.read_text()) if out.exists() else {}
+    results: dict[str, Counts] = before.get("campaigns", {}) if before.get("code") == code else {}
+    machine = doctor.examine()
+    facts = {"tier": args.tier, "code": code, "commit": commit(), "host": machine["cpu"]}
+    for name in names:
+        campaign = CAMPAIGNS[name]
+        console.print(f"[bold]{name}[/] {campaign.about}: {campaign.numbers[args.tier]}")
+        begin = time.monotonic()
+        counts = campaign.run(campaign.numbers[args.tier], args.seed)
+        counts |= {"seed": args.seed, "minutes": round((time.monotonic() - begin) / 60, 2)}
+        results[name] = counts
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(facts | {"campaigns": results}, indent=1) + "\n")
+    table = Table("campaign", "what", "count", "violations", "minutes", title=f"campaign-{args.tier}, code {code}")
+    for name, counts in results.items():
+        told = [
+            f"{key} {value:,}"
+            for key, value in counts.items()
+            if isinstance(value, int) and key not in ("seed", "violations")
+        ]
+        row = (CAMPAIGNS[name].about, "\n".join(told[:4]), str(counts["violations"]), str(counts["minutes"]))
+        table.add_row(name, *row)
+    console.print(table)
+    return 1 if any(counts["violations"] for counts in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
