@@ -17,7 +17,7 @@ from headrace.errors import RequestError
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-POLICIES = ("fcfs", "priority")
+POLICIES = ("fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
 """What the native core's team takes (csrc/include/team.h)."""
 QUANTIZATIONS = (

@@ -33,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `StepOutput.states` told last of that answer, for samplers whose state is no function of the tokens. With `pooling`
     nothing is sampled: the request ends when its prompt is computed, and `StepOutput.pooled` tells its hidden state.
     With `beam` the request is a search: `params` says where answers end, and all come in one `BeamResult` at the end.
+    `tenant` is on whose behalf, and `work` the tokens that it will probably cost; they matter to a fair order alone.
     """
 
     request_id: str
@@ -45,6 +46,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     resume_state: float | None = None
     pooling: Pooling = ""
     beam: BeamSearchParams | None = None
+    tenant: str = ""
+    work: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -48,7 +48,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
         "enable_chunked_prefill": "Cut long prompts into the steps' token budget, so that they delay nobody.",
         "long_prefill_token_threshold": "Tokens of one prompt in one step at most; 0 leaves it to the budget.",
-        "scheduling_policy": f"Who goes first: {', '.join(POLICIES)}.",
+        "scheduling_policy": f"Who goes first: {', '.join(POLICIES)}; fair gives each API key its share.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
         "skip_tokenizer_init": "Load no tokenizer: token ids in, token ids out.",
         "speculative_config": "Guess tokens ahead and verify them together, as a JSON object: "

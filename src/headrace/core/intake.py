@@ -54,5 +54,5 @@ def verify_numbers(
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    if policy not in ("fcfs", "priority"):
-        raise ValueError(f"policy must be fcfs or priority, got {policy!r}")
+    if policy not in ("fcfs", "priority", "fair"):
+        raise ValueError(f"policy must be fcfs, priority or fair, got {policy!r}")

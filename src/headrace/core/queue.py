@@ -28,6 +28,11 @@ class WaitingQueue:
     def __getitem__(self, index: int) -> Sequence:
         return self._seqs[index]
 
+    @property
+    def least_rank(self) -> float:
+        """Of those that wait; infinity if nobody does."""
+        return self._seqs[0].rank if self._seqs else float("inf")
+
     def add(self, seq: Sequence) -> None:
         insort(self._seqs, seq, key=ORDER)
 

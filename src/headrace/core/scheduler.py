@@ -24,6 +24,7 @@ from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, WaitingQueue
 from headrace.core.searches import Searches
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.shares import Shares
 from headrace.core.tables import BlockTables
 from headrace.errors import HeadraceError, RequestError
 from headrace.types import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
@@ -37,8 +38,8 @@ class Scheduler:
     A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
     `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens, so that each
     running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
-    off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), or by priority and
-    then arrival; under "priority" a request that was overtaken `max_overtaking` times goes before all others.
+    off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), by priority, or by
+    tenants' shares ("fair"), then arrival; what was overtaken `max_overtaking` times goes before all others.
     `speculates`: the executor guesses tokens, and wants to see those of every sequence.
 
     Raises `ValueError` for numbers that can not work.
@@ -77,7 +78,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.policy = policy
+        self.shares = Shares(policy)
         self.enable_chunked_prefill = enable_chunked_prefill
         self.chunk_limit = long_prefill_token_threshold or NEVER
 
@@ -116,8 +117,7 @@ class Scheduler:
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
         seq = make_sequence(request, self._next_id(), self.max_model_len, self.eos_token_ids, self.cache)
-        if self.policy == "priority":
-            seq.rank = request.priority
+        seq.rank = self.shares.rank(request, self.waiting.least_rank)
         if self.drafts.enabled and request.params.speculation:
             seq.needs_history = seq.special = True
         self.searches.begin(request, seq, self.max_num_seqs)
@@ -378,7 +378,7 @@ class Scheduler:
             promised += self.tables.missing(seq)
             if seq.search is not None and seq.search.pending:
                 promised += seq.search.reserve(self.block_size)
-            if self.policy == "priority" and waiting.count_overtaking(seq, self.families.awaited):
+            if self.shares.policy != "fcfs" and waiting.count_overtaking(seq, self.families.awaited):
                 index = 0
 
     def _admit(self, seq: Sequence, budget: int, promised: int) -> int:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from headrace.config import EngineConfig, ServerConfig
 from headrace.core.engine import EngineCore, verify
 from headrace.errors import ContextLengthError, DeadlineError, EngineDeadError, HeadraceError, RequestError
@@ -247,6 +249,8 @@ class EngineClient:
         stream = RequestStream(requests, self.abort)
         arrival = now if arrival_time is None else arrival_time
         for index, (request, work) in enumerate(zip(requests, works, strict=True)):
+            if self.info.scheduling_policy == "fair":
+                request = msgspec.structs.replace(request, tenant=name, work=work)
             entry = self._enter(request, stream, index, arrival, work, name)
             # What is not told now is told to the next engine.
             if self.is_alive:
