@@ -1,8 +1,8 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last state, each for a token further ahead.
 
 No cache and no text: all heads read the state after the final norm at the position before the last token. A tree takes
-the paths whose chance, the product of its heads' shares, is greatest; a head's shares count as often as its guesses
-were right so far. Layouts in docs/drafter-layouts.md. Called by `drafters.build`.
+the paths whose chance, the product of the heads' shares, is greatest. Layouts in docs/drafter-layouts.md. Called by
+`drafters.build`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""The law with the drafters that have a model, each by its flag: chains and trees, in company, with preemption and a
+prefix cache, with every kind of parameters. And rejection sampling with each, which keeps a part of what they guess."""
+
+import msgspec
+import pytest
+from tests.e2e.law import assert_same, groups_of, make_core, make_requests, run, run_alone
+from tests.e2e.test_law_speculation import varied
+
+DRAFTERS = {
+    "draft_model": {"method": "draft_model"},
+    "draft_model, trees": {"method": "draft_model", "num_tree_nodes": 9},
+    "early_exit, trees": {"method": "early_exit", "exit_layer": 2, "num_tree_nodes": 9},
+    "eagle": {"method": "eagle3"},
+    "eagle, trees": {"method": "eagle", "num_tree_nodes": 9},
+    "mtp, trees": {"method": "mtp", "num_tree_nodes": 9},
+    "medusa, trees": {"method": "medusa", "num_tree_nodes": 9},
+}
+
+
+@pytest.fixture(scope="module")
+def requests():
+    made = make_requests()
+    chosen = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(made)]
+    # Some of each kind: prompts short and long, greedy and not.
+    return [request for i, request in enumerate(chosen) if i % 7 in (0, 3)][:30]
+
+
+@pytest.fixture(scope="module")
+def reference(requests):
+    return run_alone(requests)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_guesses_of_a_model_change_nothing(requests, reference, name):
+    core = make_core(speculative_config={**DRAFTERS[name], "adaptive": False}, num_gpu_blocks_override=192)
+    found = {}
+    for group in groups_of(requests, 12):
+        found |= run(core, group, preempt_every=7)
+    assert_same(found, reference)
+    stats = core.stats()
+    core.close()
+    assert stats.num_preemptions > 0
+    assert stats.num_draft_tokens > 300
+    assert stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if "trees" not in name])
+def test_rejection_sampling_with_a_model(requests, name):
+    core = make_core(speculative_config={**DRAFTERS[name], "adaptive": False, "mode": "rejection"})
+    plain = [r for r in requests if r.params.structured_outputs is None][:12]
+    found = run(core, plain)
+    stats = core.stats()
+    core.close()
+    assert all(0 <= token_id < 2048 for bits in found.values() for token_id in bits[0])
+    assert stats.num_accepted_tokens > 0
+    assert len(found) == len(plain)
