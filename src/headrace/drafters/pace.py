@@ -10,6 +10,7 @@ what that costs is bounded by a share of all time. Is told seconds, and reads no
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ NEVER = 2.0
 
 MAX_POSITIONS = 16
 """Chances are told apart by position up to here."""
-FADE = 0.85
+FADE = 0.92
 """Of a sequence's own counts, with each of its drafts."""
-GLOBAL_FADE = 0.995
-WEIGHT = 3.0
+GLOBAL_FADE = 0.98
+WEIGHT = 6.0
 """Drafts' worth of what is known of all others, in what is thought of one sequence."""
 FIRST_CHANCE = 0.7
 PROBE_SHARE = 0.008
@@ -54,7 +55,7 @@ class Costs:
         bucket = _bucket(num_rows)
         before, count, last = self._seen.get(bucket, (seconds, 0, self._now))
         # One slow step is an accident, several are news.
-        told = min(max(seconds, 0.4 * before), 2.5 * before)
+        told = min(max(seconds, 0.5 * before), 1.6 * before)
         share = max(1.0 / (count + 1), min(0.6, 1.0 - 0.9 ** (self._now - last)), 0.1)
         self._seen[bucket] = before + share * (told - before), count + 1, self._now
         self._stale = True
@@ -75,11 +76,16 @@ class Costs:
         if at < len(rows):
             share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
             return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
-        # Beyond what was seen: as steep as lately, or as little as is usual where weights are read anyway.
+        # Beyond what was seen: as steep as on the whole, or as little as is usual where weights are read anyway.
         slope = seconds[-1] * min(0.05, 0.6 / rows[-1])
         if len(rows) > 1:
-            slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+            slope = max((seconds[-1] - seconds[0]) / (rows[-1] - rows[0]), 0.3 * slope)
         return seconds[-1] + slope * (num_rows - rows[-1])
+
+    @property
+    def most_rows(self) -> int:
+        """The longest step seen."""
+        return max(self._seen, default=0)
 
     def _draw(self) -> None:
         """Make it rise: neighbours that fall are averaged (pool adjacent violators), the oftener seen counting more."""
@@ -108,9 +114,15 @@ class Chances:
 
     def add(self, num_drafted: int, num_accepted: int, fade: float) -> None:
         kept, tried = self.kept, self.tried
+        # What was not reached fades too: it was learnt when times were better.
+        self.fade(fade)
         for place in range(min(num_drafted, num_accepted + 1, MAX_POSITIONS)):
-            kept[place] = kept[place] * fade + (place < num_accepted)
-            tried[place] = tried[place] * fade + 1.0
+            kept[place] += place < num_accepted
+            tried[place] += 1.0
+
+    def fade(self, share: float) -> None:
+        self.kept[:] = [each * share for each in self.kept]
+        self.tried[:] = [each * share for each in self.tried]
 
 
 class Runs:
@@ -143,6 +155,10 @@ class Pace:
         self._runs: dict[int, Runs] = {}
         self._bar = 0.0
         self._gain = 1.0
+        # One that goes deeper than the others lets them all wait for the drafter.
+        self._limit = num_drafts
+        # Rows of guesses in a step.
+        self._room = 0
         self._credit = 0.0
         self._base = 0
         self._last_base = 1
@@ -152,6 +168,7 @@ class Pace:
         self._num_planned = 0
         # The sequence that is tried out (its id + 1), and what that costs; what a token is worth.
         self._probing = 0
+        self._num_probes = 0
         self._probe_loss = 0.0
         self._token_seconds = 0.0
 
@@ -169,6 +186,7 @@ class Pace:
         depths = [0] * len(wanted)
         if self._bar < NEVER and not self._rests(base):
             depths = [min(most, self._depth(seq_id)) for seq_id, most in wanted]
+            self._trim(depths)
         self._probe(wanted, depths, base)
         self._num_planned = sum(self.nodes(depth) for depth in depths if depth)
         return depths
@@ -218,9 +236,15 @@ class Pace:
         """Set the bar where tokens per second are most."""
         self._looked = self._step
         self._last_base = base
+        for runs in self._runs.values():
+            if self._step - runs.last_told > EVERY:
+                # Who was found wanting is not held to it for ever: it may have been bad luck.
+                runs.chances.fade(FADE)
+                runs.rates = runs.depth = None
         plain = self.costs.of(base)
         if not plain:
-            self._set(0.0, 1.0)
+            self._room = self.num_nodes * len(wanted)
+            self._set(0.0, 1.0, self.num_drafts)
             return
         # (chance for each row, rows, guesses kept, depth), the most useful first.
         offers: list[tuple[float, int, float, int]] = []
@@ -242,7 +266,7 @@ class Pace:
         costs = self.costs
         num_tokens, rows, deepest = float(len(wanted)), base, 0
         per_depth = self._drafting_seconds(len(wanted))
-        best, bar, gain = MARGIN * num_tokens / plain, NEVER, 1.0
+        best, bar, gain, limit = MARGIN * num_tokens / plain, NEVER, 1.0, 0
         for place, (worth, more, kept, depth) in enumerate(offers):
             num_tokens += kept
             rows += more
@@ -250,15 +274,21 @@ class Pace:
             if place + 1 < len(offers) and offers[place + 1][0] == worth:
                 continue
             rate = num_tokens / (costs.of(rows) + deepest * per_depth)
-            if rate > best:
-                best, bar, gain = rate, worth, rate * plain / len(wanted)
-        self._set(bar, gain)
+            # No leap into the dark: what is far beyond all that was seen may cost anything.
+            if rate > best and rows <= max(1.25 * costs.most_rows, base) + 8:
+                best, gain, limit = rate, rate * plain / len(wanted), deepest
+                self._room = rows - base
+                # Where a row more earns what it costs; between the last that was taken and the next.
+                least = rate * (costs.of(rows + 1) - costs.of(rows) + per_depth / len(wanted))
+                following = offers[place + 1][0] if place + 1 < len(offers) else 0.0
+                bar = max(min(least, worth), following * 1.001)
+        self._set(bar, gain, limit)
 
-    def _set(self, bar: float, gain: float) -> None:
-        if bar != self._bar:
+    def _set(self, bar: float, gain: float, limit: int) -> None:
+        if (bar, limit) != (self._bar, self._limit):
             for runs in self._runs.values():
                 runs.depth = None
-        self._bar, self._gain = bar, gain
+        self._bar, self._gain, self._limit = bar, gain, limit
 
     def _depth(self, seq_id: int) -> int:
         """How deep the guesses of a sequence are above the bar."""
@@ -268,7 +298,7 @@ class Pace:
         if runs.depth is None:
             chance, found, before, kept = 1.0, 0, 0, 0.0
             rates = self._rates(seq_id)
-            for depth in range(1, self.num_drafts + 1):
+            for depth in range(1, self._limit + 1):
                 chance *= rates[min(depth, MAX_POSITIONS) - 1]
                 kept += chance
                 rows = self.nodes(depth)
@@ -279,6 +309,15 @@ class Pace:
                 found = 0
             runs.depth = found
         return runs.depth
+
+    def _trim(self, depths: list[int]) -> None:
+        """No more rows than were found to be worth it: the next may cost more. The deepest guesses go first."""
+        rows = sum(self.nodes(depth) for depth in depths if depth)
+        while rows > self._room:
+            place = max(range(len(depths)), key=depths.__getitem__)
+            depth = 0 if self.whole else depths[place] - 1
+            rows -= self.nodes(depths[place]) - (self.nodes(depth) if depth else 0)
+            depths[place] = depth
 
     def _rates(self, seq_id: int) -> list[float]:
         """The chance at each position, given those before: the sequence's own, leaning on that of all."""
@@ -330,20 +369,27 @@ class Pace:
         plain = self.costs.of(base)
         if not wanted or self._credit < LEAST_LOSS * plain or all(depths):
             return
-        depth = self.num_drafts if self.whole else min(PROBE_DEPTH, self.num_drafts)
+        idle = [place for place, each in enumerate(depths) if not each]
+        # Mostly one sequence, some tokens deep: how good are guesses? Now and then several: what do rows cost?
+        wide = self._num_probes % 4 == 3
+        width = max(1, len(idle) // 4) if wide else 1
+        depth = 1 if wide else PROBE_DEPTH
+        depth = self.num_drafts if self.whole else min(depth, self.num_drafts)
         rows = base + sum(self.nodes(each) for each in depths if each)
-        seconds = depth * self._drafting_seconds(1) if self._bar >= NEVER else 0.0
-        loss = max(self.costs.of(rows + self.nodes(depth)) - self.costs.of(rows) + seconds, LEAST_LOSS * plain)
-        if self._credit < loss:
+        more = width * self.nodes(depth)
+        seconds = depth * self._drafting_seconds(width) if self._bar >= NEVER else 0.0
+        loss = max(self.costs.of(rows + more) - self.costs.of(rows) + seconds, LEAST_LOSS * plain)
+        if self._credit < min(loss, 0.9 * MAX_CREDIT_STEPS * plain):
             return
-        place = min((i for i, each in enumerate(depths) if not each), key=lambda i: self._told(wanted[i][0]))
-        seq_id, most = wanted[place]
-        depths[place] = min(most, depth)
+        self._num_probes += 1
         self._credit -= loss
         self._probe_loss = loss
-        self._probing = seq_id + 1
         self._token_seconds = plain / len(wanted)
-        self._runs.setdefault(seq_id, Runs()).last_told = self._step
+        for place in heapq.nsmallest(width, idle, key=lambda i: self._told(wanted[i][0])):
+            seq_id, most = wanted[place]
+            depths[place] = min(most, depth)
+            self._probing = seq_id + 1 if width == 1 else 0
+            self._runs.setdefault(seq_id, Runs()).last_told = self._step
 
     def _told(self, seq_id: int) -> int:
         runs = self._runs.get(seq_id)
@@ -354,5 +400,5 @@ def _bucket(num_rows: int) -> int:
     """Exact up to 32 rows, eighths of a power of two beyond."""
     if num_rows <= 32:
         return num_rows
-    unit = 2 ** (num_rows.bit_length() - 4)
+    unit = 1 << (num_rows.bit_length() - 4)
     return (num_rows + unit // 2) // unit * unit

@@ -29,6 +29,10 @@ class Plan(Protocol):
         """For (sequence id, most) how deep to draft, 0 for not at all."""
         ...
 
+    def nodes(self, depth: int) -> int:
+        """How many tokens a tree of some depth is to have at most."""
+        ...
+
     def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None: ...
 
     def stepped(self, num_rows: int, num_seqs: int, seconds: float) -> None: ...
@@ -43,6 +47,9 @@ class Steady:
 
     def plan(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
         return [most for _, most in wanted]
+
+    def nodes(self, depth: int) -> int:
+        return 2**31
 
     def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
         return None
@@ -144,7 +151,7 @@ class Speculator:
         for i, depth in zip(open_ended, depths, strict=True):
             if depth > 0:
                 contexts[i].num_drafts = depth
-                contexts[i].num_nodes = max(depth, self.num_nodes)
+                contexts[i].num_nodes = max(depth, min(self.plan.nodes(depth), self.num_nodes))
                 asked.append(i)
         if wanted and self.drafter.feature_layers is not None:
             self._watching = bool(asked)
