@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.checkpoints import llama_tensors, write_llama
 
@@ -13,6 +14,8 @@ from headrace import LLM, compose
 from headrace.backends.base import Chunks
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
+from headrace.grammar.matchers import GrammarError
+from headrace.sampling.constraints import StructuredOutputs
 from headrace.sampling.params import SamplingParams
 from headrace.types import Request, ScheduledBatch, StepResult
 
@@ -339,6 +342,72 @@ def test_R_25_a_shortage_that_leaves_no_room_for_one_row_is_nobodys_fault(
     rest, reasons = drain(core)
     assert {name: found[name] + rest[name] for name in wanted} == wanted
     assert set(reasons.values()) == {"length"}
+    core.close()
+
+
+class Stubborn:
+    """Matchers that fail for one sequence; all others may say anything."""
+
+    def __init__(self, words: int, sick: list[int], error: BaseException) -> None:
+        self.mask_of_all = np.full(words, 0xFFFFFFFF, np.uint32)
+        self.sick = sick
+        self.error = error
+
+    def begin(self, wanted: Any) -> None:
+        pass
+
+    def wait(self, seq_ids: list[int], others: bool) -> set[int]:
+        return set()
+
+    def mask(self, seq_id: int, constraint: Any, tokens: list[int]) -> Any:
+        if seq_id in self.sick and len(tokens) >= 2:
+            raise self.error
+        return self.mask_of_all
+
+    def accept(self, seq_id: int, token_id: int, params: SamplingParams, num_generated: int) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (GrammarError("the constraint allows no token here"), "structured_output_error"),
+        (IndexError("of the grammars' library"), "internal_error"),
+        (PanicException("explicit panic"), "internal_error"),
+    ],
+)
+def test_R_20_a_grammar_that_fails_ends_its_own_request(error: BaseException, code: str, directory: Path) -> None:
+    core = engine(directory)
+    prompts = {name: [*PROMPT, place] for place, name in enumerate("abc")}
+    params = SamplingParams(
+        temperature=0.8, seed=1, max_tokens=6, ignore_eos=True, logprobs=1,
+        structured_outputs=StructuredOutputs(regex=".*"),
+    )  # fmt: skip
+
+    def all_of(sick: list[int]) -> tuple[dict[str, list[Any]], dict[str, str]]:
+        core.executor.matchers = Stubborn(-(-core.info.vocab_size // 32), sick, error)  # type: ignore[attr-defined]
+        for name, prompt in prompts.items():
+            core.add(ask(name, prompt, params=params))
+        messages: dict[str, str] = {}
+        found: dict[str, list[Any]] = {}
+        while core.has_work():
+            output = core.step()
+            for name, token_ids, logprobs in told(output):
+                found.setdefault(name, []).append((token_ids, logprobs))
+            messages.update({name: finish.message.partition(":")[0] for name, finish in output.finished.items()})
+        core.reset_prefix_cache()
+        return found, messages
+
+    wanted, messages = all_of([])
+    assert set(messages.values()) == {""}
+    # Sequences are numbered as they come: this is the second of the next three.
+    found, messages = all_of([5])
+    assert messages == {"a": "", "b": code, "c": ""}
+    assert {name: found[name] for name in "ac"} == {name: wanted[name] for name in "ac"}
+    assert found["b"] == wanted["b"][:2]
     core.close()
 
 

@@ -235,7 +235,7 @@ def test_a_fault_that_nobody_owns_is_raised(runner: Runner, monkeypatch: pytest.
 
     monkeypatch.setattr(runner.program, "forward", broken)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        runner.run(batch_of((0, IDS, A)))
+        runner.run(batch_of((0, IDS, A), (0, IDS[:7], B)))
 
 
 def test_copies_come_before_writes(runner: Runner) -> None:

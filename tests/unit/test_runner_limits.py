@@ -52,7 +52,7 @@ def limit_rows(
 
 
 @pytest.mark.parametrize(("error", "text"), OUT_OF_MEMORY, ids=["numpy", "torch"])
-@pytest.mark.parametrize("most", [0, 8, 12, 21])
+@pytest.mark.parametrize("most", [8, 12, 21])
 def test_R_25_out_of_memory_shrinks_the_step_and_fails_what_does_not_fit_alone(
     error: type[Exception], text: str, most: int, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +68,15 @@ def test_R_25_out_of_memory_shrinks_the_step_and_fails_what_does_not_fit_alone(
         assert result.token_ids[i] == (-1 if i in failed else whole.token_ids[i])
         assert result.logprobs.get(i) == (None if i in failed else whole.logprobs.get(i))
         assert result.prompt_logprobs.get(i) == (None if i in failed else whole.prompt_logprobs.get(i))
+
+
+@pytest.mark.parametrize(("error", "text"), OUT_OF_MEMORY, ids=["numpy", "torch"])
+def test_R_25_a_shortage_that_all_run_into_is_the_engines(
+    error: type[Exception], text: str, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_rows(runner, monkeypatch, 0, error, text)
+    with pytest.raises(MemoryError):
+        runner.run(batch_of((0, IDS, A), (0, IDS[:7], B)))
 
 
 @pytest.mark.parametrize("part", ["logits", "foretell", "sample"])
