@@ -91,6 +91,7 @@ def test_every_way_of_quantising_has_a_row() -> None:
     found = " ".join(kept("builtin"))
     for word in ("bf16", "fp16", "KV int8", *method_names(), *LEVELS, "mixed", "int3", "int2", "fine-tuned"):
         assert ROW_OF.get(word, word).lower() in found.lower(), word
+    assert {name for name, _ in quality.forms()} <= kept("builtin").keys()
 
 
 def test_the_order_of_the_rows() -> None:
