@@ -140,6 +140,9 @@ class ServerMetrics:
             "num_preemptions": ("Requests sent back to the queue.", total.num_preemptions),
             "prompt_tokens_recomputed": ("Tokens computed again after a preemption.", total.num_recomputed_tokens),
             "num_steps": ("Steps of the engine.", total.num_steps),
+            "spec_decode_num_drafts": ("Drafts that were verified.", total.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens of these drafts.", total.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Those of them that were kept.", total.num_accepted_tokens),
             "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
         }
         for name, (doc, value) in counters.items():
@@ -147,6 +150,14 @@ class ServerMetrics:
             # The start's own probe is taken off again, and must not show as less than nothing.
             counter.add_metric(self._values, max(0, value))
             yield counter
+        per_pos = CounterMetricFamily(
+            "headrace:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were kept, by how many came before them in the draft.",
+            labels=(*LABELS, "position"),
+        )
+        for position, count in enumerate(total.num_accepted_per_pos):
+            per_pos.add_metric((*self._values, str(position)), count)
+        yield per_pos
         if client.is_started:
             info = client.info
             facts = {

@@ -8,6 +8,7 @@ callers see a pause. Knows token ids, not text. `server.generation` and `server.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -450,8 +451,10 @@ class EngineClient:
 
     @staticmethod
     def _sum(past: Stats, now: Stats) -> Stats:
-        summed = {name: getattr(past, name) + getattr(now, name) for name in COUNTERS}
-        gauges = {name: getattr(now, name) for name in now.__struct_fields__ if name not in COUNTERS}
+        summed: dict[str, Any] = {name: getattr(past, name) + getattr(now, name) for name in COUNTERS}
+        both = itertools.zip_longest(past.num_accepted_per_pos, now.num_accepted_per_pos, fillvalue=0)
+        summed["num_accepted_per_pos"] = [before + since for before, since in both]
+        gauges = {name: getattr(now, name) for name in now.__struct_fields__ if name not in summed}
         return Stats(**(gauges | summed))
 
 
@@ -464,6 +467,9 @@ COUNTERS = (
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_batched_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
 )
 
 
