@@ -1,11 +1,13 @@
 # Each target works on a fresh clone as the only command: what needs the virtual environment makes it first.
-# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, VENV.
+# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, VENV, and LOCKED=1 (what
+# runs is installed by the hashes of requirements.lock).
 
 VENV     ?= .venv
 MODEL    ?= builtin
 PORT     ?= 8000
 PIP_ARGS ?=
 ARGS     ?=
+WHEELS   ?=
 SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
@@ -13,10 +15,11 @@ RECORD   := $(BIN)/python -m bench.record
 NATIVE   := build/native
 TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
+AUDIT    := build/audit
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf native native-test test-lm-eval clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf native native-test test-lm-eval lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -32,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  $$python -c 'import ensurepip, venv' 2>/dev/null || { echo "$$python has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	  test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "$$python -m venv $(VENV)"; $$python -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt nanobind scikit-build-core cmake ninja
+	$(if $(LOCKED),$(BIN)/python -m pip install --quiet $(PIP_ARGS) --require-hashes --no-deps -r requirements.lock)
 	$(TOOLS) python -m pip install --quiet --no-build-isolation $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 	@$(BIN)/python -c 'import headrace._native' 2>/dev/null || echo "no C++17 compiler was found: headrace runs without its native kernels, slowly; install one, then: make native" >&2
@@ -101,6 +105,18 @@ test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: 
 	    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
 	    $(LM_EVAL)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt 'lm-eval[api]'; }
 	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
+
+# WHEELS is a folder with the build of torch for CPUs, which is hashed from there.
+lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes (WHEELS=FOLDER with torch's wheel)
+	mkdir -p build
+	$(BIN)/python supply/lock.py $(WHEELS) > build/requirements.lock
+	mv build/requirements.lock requirements.lock
+
+audit: $(STAMP)  ## bill of materials into build/sbom.json; known vulnerabilities of the lock, from the network
+	mkdir -p build
+	$(BIN)/python supply/sbom.py > build/sbom.json
+	test -x $(AUDIT)/bin/pip-audit || { $(BIN)/python -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
+	$(AUDIT)/bin/pip-audit --require-hashes --disable-pip -r requirements.lock
 
 clean:  ## remove caches and build outputs (not .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

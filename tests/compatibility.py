@@ -50,6 +50,7 @@ FILES = {
     "refusals": "tests/server/test_refusals.py",
     "openapi": "tests/server/test_openapi.py",
     "auth": "tests/server/test_auth.py",
+    "browsers": "tests/security/test_browsers.py",
     "law": "tests/e2e/test_law.py",
     "golden": "tests/models/test_golden.py",
     "cli": "tests/unit/test_cli.py",
@@ -296,9 +297,10 @@ APIS = (
     Row(
         "API key",
         "yes",
-        "`--api-key`; Bearer or `x-api-key`",
+        "`--api-key`; Bearer or `x-api-key`; classes, rates: `--api-key-file`",
         ("auth:test_S_18_every_route_in_the_table_needs_the_key", "anthropic:test_anthropic_bearer_and_x_api_key"),
     ),
+    Row("CORS", "yes", "`--allowed-origins`; none by default", ("browsers:test_pages_that_are_allowed",)),
     Row("lm-eval", "yes", "`local-completions`", ("lm-eval:test_the_score_is_that_of_transformers",)),
     Row(
         "offline",

@@ -43,13 +43,17 @@ class Admission:
         width = request.beam.beam_width if request.beam is not None else 1
         return len(request.prompt_token_ids) + math.ceil(answer * width)
 
+    def check_number(self, num: int) -> None:
+        """Raises `RequestError` for more requests in one call than the queue takes at all."""
+        if num > self.max_reqs:
+            raise RequestError("n", num, f"at most {self.max_reqs} answers in one call (n times prompts)")
+
     def admit(self, works: Sequence[int], name: str, now: float) -> None:
         """Whether requests of so much work each may wait, on behalf of `name`. All of them, or none.
 
         Raises `RequestError` for more requests than the queue takes at all, and `QueueFullError`.
         """
-        if len(works) > self.max_reqs:
-            raise RequestError("n", len(works), f"at most {self.max_reqs} answers in one call (n times prompts)")
+        self.check_number(len(works))
         if name and len(self._names) < MAX_NAMES:
             self._names.add(name)
         # A call above the token bound by itself is let into an empty queue: it could never be served otherwise.

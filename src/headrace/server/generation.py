@@ -151,6 +151,8 @@ class Front:
     ) -> Generation:
         if beam is not None:
             return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
+        # Before as many are made.
+        self.client.admission.check_number(len(prompts) * (params.best_of or params.n))
         groups = [
             make_requests(
                 token_ids,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -19,6 +20,8 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_DEPTH = 64
 MAX_KEYS = 10_000
 BODY_IDLE_S = 30.0
+MIN_BODY_RATE = 1024
+"""Bytes in a second that must come on the whole, beyond the first `BODY_IDLE_S`."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -37,7 +40,7 @@ class BodyTimeoutError(HeadraceError):
     code = "body_timeout"
 
     def __init__(self) -> None:
-        super().__init__(f"body: nothing came for {BODY_IDLE_S:g} seconds")
+        super().__init__(f"body: it comes too slowly, or nothing came for {BODY_IDLE_S:g} seconds")
 
 
 class UnsupportedMediaError(HeadraceError):
@@ -64,6 +67,7 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
     if declared.isdigit() and int(declared[:20]) > most:
         raise BodyTooLargeError(most)
     body = bytearray()
+    started = time.monotonic()
     while True:
         try:
             async with asyncio.timeout(BODY_IDLE_S):
@@ -77,6 +81,8 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
             raise BodyTooLargeError(most)
         if not message.get("more_body", False):
             return bytes(body)
+        if time.monotonic() - started > BODY_IDLE_S + len(body) / MIN_BODY_RATE:
+            raise BodyTimeoutError
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -1,0 +1,217 @@
+"""The route table as the tests of this tier see it, servers with locks, and bodies with something put into every field.
+
+`ACCESS` is written by hand: a route that is not in it, or opens to another class of keys, is red. `BODIES` (of
+tests/server) has a valid body for each POST route; a new one is red there until it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+import socket
+from collections.abc import Iterator
+from json import dumps as encode
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+from fastapi import FastAPI
+from tests.server.conftest import Live
+from tests.server.test_refusals import BODIES
+
+FORMS = {"/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"}}
+READS = ("GET", "HEAD")
+
+# "METHOD path" to the class of keys that opens it; HEAD is GET's.
+ACCESS = {"GET /health/live": "public"}
+ACCESS |= dict.fromkeys(
+    [
+        "GET /",
+        "GET /version",
+        "GET /ping",
+        "POST /ping",
+        "GET /health",
+        "GET /health/ready",
+        "GET /health/serving",
+        "GET /openapi.json",
+    ],
+    "any",
+)
+ACCESS |= dict.fromkeys(["GET /metrics", "GET /load", "GET /slots"], "metrics")
+ACCESS |= dict.fromkeys(
+    [
+        "POST /api/push",
+        "POST /api/create",
+        "POST /api/copy",
+        "DELETE /api/delete",
+        "POST /props",
+        "POST /slots/{slot_id}",
+    ],
+    "admin",
+)
+ACCESS |= dict.fromkeys([f"POST {path}" for path in BODIES], "infer")
+ACCESS |= dict.fromkeys(
+    [
+        "POST /infill",
+        "GET /props",
+        "GET /api/tags",
+        "GET /api/ps",
+        "GET /api/version",
+        "GET /v1/models",
+        "GET /v1/models/{name:path}",
+        "POST /v1/files",
+        "GET /v1/files",
+        "GET /v1/files/{file_id}",
+        "GET /v1/files/{file_id}/content",
+        "DELETE /v1/files/{file_id}",
+        "POST /v1/batches",
+        "GET /v1/batches",
+        "GET /v1/batches/{batch_id}",
+        "POST /v1/batches/{batch_id}/cancel",
+        "GET /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
+        "DELETE /v1/responses/{response_id}",
+        "POST /v1/responses/{response_id}/cancel",
+    ],
+    "infer",
+)
+
+ALICE, BOB, PROBE, ROOT = "alice-key-1234", "bob-key-1234", "probe-key-1234", "root-key-1234"
+KEY_FILE = f"""
+[alice]
+key = ["{ALICE}", "alice-old-key"]
+[bob]
+key = "{BOB}"
+[prometheus]
+key = "{PROBE}"
+classes = ["metrics"]
+[root]
+key = "{ROOT}"
+classes = ["admin"]
+"""
+OPENS = {"any": {ALICE, BOB, PROBE, ROOT}, "infer": {ALICE, BOB, ROOT}, "metrics": {PROBE, ROOT}, "admin": {ROOT}}
+
+
+def write_keys(folder: Path, text: str = KEY_FILE) -> str:
+    """A file of keys."""
+    path = folder / "keys.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    """(method, path as it is written in the table) of all that is answered."""
+    return [
+        (method, getattr(route, "path", ""))
+        for route in app.routes
+        for method in sorted(getattr(route, "methods", None) or {"GET"})
+    ]
+
+
+def concrete(path: str) -> str:
+    """A path of the table with its parameters filled in."""
+    return re.sub(r"{\w+(?::path)?}", "fake" if path.startswith("/v1/models") else "x-1", path)
+
+
+def access_of(method: str, path: str) -> str:
+    """What `ACCESS` says. KeyError: it says nothing."""
+    return ACCESS[f"{'GET' if method == 'HEAD' else method} {path}"]
+
+
+def posts() -> list[str]:
+    """Paths that take a JSON body."""
+    return [*BODIES, *FORMS]
+
+
+def body_of(path: str) -> dict[str, Any]:
+    """A body that the route takes, or nearly; its answer is short."""
+    made = copy.deepcopy(BODIES[path][1] if path in BODIES else FORMS[path])
+    return made | ({"options": {"num_predict": 2}} if path in ("/api/generate", "/api/chat") else {})
+
+
+def planted(body: Any, value: Any) -> Iterator[Any]:
+    """Copies of `body` with `value` in the place of one text each, wherever it is, and as a field of its own."""
+    for where in places(body):
+        made = copy.deepcopy(body)
+        inner = made
+        for key in where[:-1]:
+            inner = inner[key]
+        inner[where[-1]] = value
+        yield made
+    if isinstance(body, dict):
+        yield body | {"x": value}
+
+
+def places(body: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where `body` holds texts."""
+    items = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    for key, value in items:
+        if isinstance(value, str):
+            yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+def raw(live: Live, text: bytes, seconds: float = 10.0) -> bytes:
+    """What the server says to these bytes, until it hangs up or says nothing more."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=seconds) as client:
+        client.sendall(text)
+        said = b""
+        try:
+            while data := client.recv(65536):
+                said += data
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return said
+
+
+def head(method: str, path: str, *lines: str) -> bytes:
+    """The bytes of a request's head."""
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode("latin-1")
+
+
+def call(
+    live: Live,
+    method: str,
+    path: str,
+    *,
+    headers: dict[str, str] | None = None,
+    content: bytes = b"",
+    json: Any = None,
+    query: str = "",
+) -> httpx.Response:
+    """One call to the application of a running server, past its socket: a tenth of the work, for sweeps over routes.
+
+    `path` may be one of the table. What is between socket and application is tried by `raw`.
+    """
+    body = content if json is None else encode(json).encode()
+    target = concrete(path)
+    given = {"host": "localhost", "content-length": str(len(body))} | (
+        {"content-type": "application/json"} if json else {}
+    )
+    sent = [(name.lower().encode(), value.encode("latin-1")) for name, value in (given | (headers or {})).items()]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": method}
+    scope |= {"path": unquote(target), "raw_path": target.encode(), "query_string": query.encode(), "root_path": ""}
+    scope |= {"headers": sent, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", live.port), "state": {}}
+    told: list[dict[str, Any]] = []
+
+    async def work() -> None:
+        bodies = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return bodies.pop() if bodies else await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def send(message: dict[str, Any]) -> None:
+            told.append(message)
+
+        await live.app(scope, receive, send)
+
+    asyncio.run_coroutine_threadsafe(work(), live.server.servers[0].get_loop()).result(60)
+    text = b"".join(message.get("body", b"") for message in told[1:])
+    return httpx.Response(told[0]["status"], headers=told[0]["headers"], content=text)

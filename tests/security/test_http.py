@@ -1,0 +1,167 @@
+"""S-19, S-20: headers, bodies, framing, time and JSON, on every route."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.security import rig
+from tests.server.conftest import HTTP, Live, inproc
+
+from headrace.config import ServerConfig
+from headrace.server import doors, limits, wire
+from headrace.server.text import Tokenizer
+
+CONNECTION = "Connection: close"
+
+
+def status(said: bytes) -> int:
+    return int(said[9:12]) if said.startswith(b"HTTP/1.1 ") else 0
+
+
+def test_S_19_headers_are_bounded_on_every_route(live: Live) -> None:
+    many = {f"x-{index}": "1" for index in range(doors.MAX_HEADERS)}
+    large = {"x-large": "y" * doors.MAX_HEADER_BYTES}
+    for method, path in rig.routes(live.app):
+        for headers in (many, large):
+            assert rig.call(live, method, path, headers=headers).status_code == 431, (method, path)
+        assert rig.call(live, method, path, query="x=" + "y" * doors.MAX_TARGET_BYTES).status_code == 414
+
+
+def test_S_19_headers_without_an_end_are_a_431(live: Live) -> None:
+    said = rig.raw(live, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x-a: " + b"y" * 200_000)
+    assert status(said) == 431
+    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+
+
+SMUGGLED = [
+    rig.head("POST", "{}", "Content-Length: 5", "Transfer-Encoding: chunked") + b"0\r\n\r\nGET / HTTP/1.1\r\n",
+    rig.head("POST", "{}", "Content-Length: 2", "Content-Length: 3") + b"{}x",
+    rig.head("POST", "{}", "Content-Length: +2") + b"{}",
+    rig.head("POST", "{}", "Transfer-Encoding: chunked, identity") + b"0\r\n\r\n",
+    rig.head("POST", "{}", "Transfer-Encoding: xchunked") + b"0\r\n\r\n",
+    rig.head("POST", "{}", "Transfer-Encoding : chunked") + b"0\r\n\r\n",
+    rig.head("POST", "{}", "Host: other") + b"",
+    b"POST {} HTTP/1.1\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("text", SMUGGLED)
+def test_S_19_framing_that_can_be_read_in_two_ways_is_refused(live: Live, text: bytes) -> None:
+    for path in rig.posts():
+        said = rig.raw(live, text.replace(b"{}", rig.concrete(path).encode(), 1))
+        assert status(said) in (400, 501), said[:80]
+        # One answer, and the connection is over: nothing that follows was taken for a request.
+        assert said.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.fixture
+def hasty(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as made:
+        monkeypatch.setattr(wire, "HEADER_S", 0.3)
+        monkeypatch.setattr(limits, "BODY_IDLE_S", 0.3)
+        yield made
+
+
+def trickle(live: Live, text: bytes, pause: float, seconds: float) -> bytes:
+    """Send a byte at a time until the server hangs up; what it said."""
+    said = b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=seconds) as client:
+        client.settimeout(pause)
+        end = time.monotonic() + seconds
+        for index in range(10**6):
+            with contextlib.suppress(TimeoutError):
+                data = client.recv(4096)
+                said += data
+                if not data:
+                    return said
+            if time.monotonic() > end:
+                return said + b"(still open)"
+            try:
+                client.sendall(text[index : index + 1] or b"x")
+            except OSError:
+                return said
+    return said
+
+
+def test_S_19_headers_that_trickle_are_given_up(hasty: Live) -> None:
+    said = trickle(hasty, b"GET /health/live HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 20)
+    assert status(said) == 408
+    assert not said.endswith(b"(still open)")
+
+
+def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
+    assert status(rig.raw(hasty, b"", 20)) == 408
+    # And one that was answered, and begins again.
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as client:
+        client.sendall(rig.head("GET", "/health/live"))
+        assert status(client.recv(4096)) == 200
+        client.sendall(b"GET /hea")
+        assert status(client.recv(4096)) == 408
+        assert client.recv(4096) == b""
+
+
+def test_S_19_control_without_the_timer_they_stay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEADER_S", 3600.0)
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        assert trickle(live, b"GET / HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 1.5).endswith(b"(still open)")
+
+
+def test_S_19_bodies_that_stop_or_trickle_are_given_up(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = rig.head("POST", "/v1/completions", "Content-Length: 1000000", "Content-Type: application/json")
+    assert status(rig.raw(hasty, start + b"{", 20)) == 408
+    monkeypatch.setattr(limits, "MIN_BODY_RATE", 10**6)
+    assert status(trickle(hasty, start + b"{" * 10**5, 0.01, 20)) == 408
+
+
+def test_S_19_many_that_trickle_keep_nobody_out(live: Live) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", live.port))) for _ in range(64)]
+        for client in slow:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-a: ")
+        body = {"prompt": "x", "max_tokens": 2}
+        assert all(live.post("/v1/completions", body).status_code == 200 for _ in range(8))
+
+
+def test_S_19_connections_are_bounded_by_open_files(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wire.max_connections() > 100
+    Live.wait(lambda: not HTTP.get(live.url + "/load").json()["server_load"])
+    monkeypatch.setattr(wire, "max_connections", lambda: 0)
+    said = rig.raw(live, rig.head("GET", "/health/live"))
+    assert status(said) == 503
+    assert b"too_many_connections" in said
+
+
+HOSTILE = [
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"a": 1, "a": 2}',
+    b'{"a": NaN}',
+    b'{"a": 1e999}',
+    b'{"a": "\\ud800"}',
+    b"\xff\xfe{}",
+    b'{"a": 1' + b"".join(b',"k%d":1' % index for index in range(limits.MAX_KEYS)) + b"}",
+    b'{"a": ' + b"9" * 100_000 + b"}",
+    b"{} {}",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:16]))
+def test_S_20_hostile_json_on_every_route(live: Live, text: bytes) -> None:
+    for path in rig.posts():
+        reply = rig.call(live, "POST", path, content=text, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, (path, reply.text[:200])
+    assert live.client.is_alive
+
+
+def test_S_17_compressed_bodies_are_refused_unread_on_every_route(live: Live) -> None:
+    for coding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
+        for path in [*rig.posts(), "/v1/files"]:
+            reply = rig.call(
+                live, "POST", path, content=b"\x1f\x8b" + b"\x00" * 99, headers={"content-encoding": coding}
+            )
+            assert reply.status_code == 415, (path, coding)

@@ -1,0 +1,203 @@
+"""S-18: deny by default, whatever the route; classes of keys; comparison in constant time; files of keys."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.security import rig
+from tests.server.conftest import HTTP, Live, inproc
+
+from headrace.config import ServerConfig
+from headrace.errors import RequestError
+from headrace.server import auth, keys
+from headrace.server.keys import KeyRing
+from headrace.server.text import Tokenizer
+
+
+def wrongly_open(live: Live, key: str | None) -> list[tuple[str, str, int]]:
+    """Routes that answer `key` otherwise than `ACCESS` says."""
+    headers = {} if key is None else rig.bearer(key)
+    found = []
+    for method, path in rig.routes(live.app):
+        wanted = rig.access_of(method, path)
+        status = rig.call(live, method, path, headers=headers).status_code
+        refused = status in (401, 403)
+        opens = wanted == "public" or (key is not None and key in rig.OPENS.get(wanted, ()))
+        right = 401 if key is None else 403
+        if refused == opens or (refused and status != right):
+            found.append((method, path, status))
+    return found
+
+
+def test_S_18_every_route_is_in_the_table_of_access(locked: Live) -> None:
+    """A new route is red until it is said who may use it."""
+    there = {f"{'GET' if method == 'HEAD' else method} {path}" for method, path in rig.routes(locked.app)}
+    assert there == set(rig.ACCESS)
+
+
+@pytest.mark.parametrize("key", [None, rig.ALICE, rig.PROBE, rig.ROOT])
+def test_S_18_each_class_of_keys_opens_its_own_routes_only(locked: Live, key: str | None) -> None:
+    assert wrongly_open(locked, key) == []
+
+
+def test_S_18_control_a_route_of_the_wrong_class_is_noticed(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    class_of = auth.class_of
+    monkeypatch.setattr(auth, "class_of", lambda m, p: "any" if p == "/metrics" else class_of(m, p))
+    assert wrongly_open(locked, rig.ALICE) == [("GET", "/metrics", 200), ("HEAD", "/metrics", 200)]
+    monkeypatch.setattr(auth, "PUBLIC_PATHS", frozenset({"/health/live", "/api/tags"}))
+    assert ("GET", "/api/tags", 200) in wrongly_open(locked, None)
+
+
+def test_S_18_a_route_that_nobody_classed_is_the_administrators() -> None:
+    assert auth.class_of("POST", "/reset_prefix_cache") == "admin"
+    assert auth.class_of("GET", "//v1/models") == "admin"
+    assert auth.class_of("POST", "/metrics") == "admin"
+    assert auth.class_of("GET", "/healthy") == "admin"
+
+
+GIVEN = [
+    ({}, 401),
+    ({"authorization": f"Bearer {rig.ALICE}x"}, 401),
+    ({"authorization": f"Bearer {rig.ALICE[:-1]}"}, 401),
+    ({"authorization": f"Bearer {rig.ALICE}, Bearer {rig.ALICE}"}, 401),
+    ({"authorization": rig.ALICE}, 401),
+    ({"x-api-key": rig.ALICE, "authorization": f"Bearer {rig.BOB}"}, 401),
+    ({"cookie": f"authorization=Bearer {rig.ALICE}"}, 401),
+    ({"x-forwarded-for": "127.0.0.1", "x-original-url": "/health/live"}, 401),
+    ({"authorization": "Bearer " + "x" * 10_000}, 401),
+    ({"authorization": f"Bearer {'x' * 20_000}"}, 431),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), GIVEN)
+def test_S_18_what_is_not_a_key_opens_nothing(locked: Live, headers: dict[str, str], status: int) -> None:
+    for method, path in rig.routes(locked.app):
+        if rig.access_of(method, path) != "public":
+            assert rig.call(locked, method, path, headers=headers).status_code == status, (method, path)
+
+
+def test_S_18_other_spellings_of_a_path_need_a_key_too(locked: Live) -> None:
+    for method, path in rig.routes(locked.app):
+        if rig.access_of(method, path) == "public":
+            continue
+        path = rig.concrete(path)
+        spelled = [path + "/", "/" + path, path + "?x=/health/live", path + ";/health/live", path + "/../health/live"]
+        spelled += [
+            "/health/live/.." + path,
+            "/health/live%2f.." + path,
+            "/%2e" + path,
+            path.upper(),
+            "http://x" + path,
+        ]
+        spelled += [path.replace("/", "/%2f", 1), path.replace("e", "%65")]
+        for each in spelled[:: 1 if path == "/v1/models" else 4]:
+            said = rig.raw(locked, rig.head(method, each, "Connection: close"))
+            assert said[9:12] in (b"401", b"400"), (method, each, said[:60])
+    said = rig.raw(locked, rig.head("OPTIONS", "*", "Connection: close"))
+    assert said[9:12] in (b"401", b"400")
+
+
+def test_S_18_all_keys_of_a_ring_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of one length, by `hmac.compare_digest`, and every one of them, whichever fits."""
+    seen: list[tuple[int, int]] = []
+    real = hmac.compare_digest
+
+    def counting(a: bytes, b: bytes) -> bool:
+        seen.append((len(a), len(b)))
+        return real(a, b)
+
+    ring = KeyRing.of([f"key{i}" for i in range(8)], None, None)
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for given in (b"key0", b"key7", b"", b"x" * 100_000):
+        seen.clear()
+        ring.find(given)
+        assert seen == [(32, 32)] * 8, given[:10]
+    source = Path(keys.__file__).read_text()
+    assert "digest ==" not in source
+    assert "== digest" not in source
+
+
+def test_an_old_and_a_new_key_of_one_holder_both_open(locked: Live) -> None:
+    for key in (rig.ALICE, "alice-old-key"):
+        assert HTTP.get(locked.url + "/v1/models", headers=rig.bearer(key)).status_code == 200
+        assert HTTP.get(locked.url + "/v1/models", headers={"x-api-key": key}).status_code == 200
+
+
+def test_keys_of_the_command_line(tokenizer: Tokenizer) -> None:
+    both = ServerConfig(api_key=["one-key", "two-key"], admin_api_key="chief", log_stats_interval=0)
+    with Live(inproc(), tokenizer, both) as live:
+        for key in ("one-key", "two-key", "chief"):
+            assert HTTP.get(live.url + "/v1/models", headers=rig.bearer(key)).status_code == 200
+            assert HTTP.get(live.url + "/metrics", headers=rig.bearer(key)).status_code == 200
+        refused = HTTP.post(live.url + "/api/push", headers=rig.bearer("one-key"))
+        assert (refused.status_code, "admin" in refused.json()["error"]) == (403, True)
+        assert HTTP.post(live.url + "/api/push", headers=rig.bearer("chief")).status_code == 501
+
+
+def test_S_22_no_key_is_kept_or_told(locked: Live) -> None:
+    ring = KeyRing.of(["one-key"], "chief", None)
+    assert "one-key" not in repr(ring.keys)
+    assert ring.find(b"one-key") == ring.keys[1]
+    with pytest.raises(RequestError) as caught:
+        KeyRing.of("my secret key", None, None)
+    assert "secret" not in str(caught.value)
+
+
+BAD_FILES = [
+    "",
+    "[a]",
+    "[a]\nkey = 5",
+    "[a]\nkey = ''",
+    "[a]\nkey = 'with blank'",
+    "[a]\nkey = 'x'\nclasses = ['root']",
+    "[a]\nkey = 'x'\nclasses = []",
+    "[a]\nkey = 'x'\nrequests_per_minute = 0",
+    "[a]\nkey = 'x'\nunknown = 1",
+    "[a]\nkey = 'x'\n[b]\nkey = 'x'",
+    "['a/b']\nkey = 'x'",
+    "[admin]\nkey = 'x'",
+    "[key-1]\nkey = 'x'",
+    "[a]\nsha256 = 'abc'",
+    "key = 'x'",
+    "not toml",
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_files_of_keys_that_make_no_sense_are_refused(folder: Path, text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        KeyRing.of(None, None, rig.write_keys(folder, text))
+    assert "'x'" not in str(caught.value)
+
+
+def test_a_file_may_hold_digests_and_must_be_there(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    digest = hashlib.sha256(b"secret").hexdigest()
+    path = rig.write_keys(folder, f"[a]\nsha256 = '{digest}'\nclasses = ['metrics']\ntokens_per_minute = 5\n")
+    ring = KeyRing.of(None, None, path)
+    found = ring.find(b"secret")
+    assert found is not None
+    assert (found.name, found.classes, ring.limits["a"].tokens) == ("a", {"metrics"}, 5)
+    assert ring.find(digest.encode()) is None
+    assert not caplog.records
+    Path(path).chmod(0o644)
+    KeyRing.of(None, None, path)
+    assert "can be read by every user" in caplog.text
+    with pytest.raises(RequestError, match="FileNotFoundError"):
+        KeyRing.of(None, None, str(folder / "nothing"))
+
+
+def test_an_open_server_tells_when_strangers_can_reach_it(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Any] = [Live(inproc(), tokenizer, ServerConfig(host="0.0.0.0"))]
+    assert "no API key is set" in caplog.text
+    caplog.clear()
+    made += [Live(inproc(), tokenizer, ServerConfig()), Live(inproc(), tokenizer, ServerConfig(host="::", api_key="k"))]
+    assert "no API key" not in caplog.text
+    for live in made:
+        live.socket.close()

@@ -1,0 +1,119 @@
+"""S-14, S-15, S-17, S-32: combinations, media and tensors are answered or refused; what is refused leaves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+from tests.security import rig
+from tests.server.conftest import HTTP, Live
+
+FEATURES: dict[str, Any] = {
+    "n": 3,
+    "best_of": 4,
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+    "echo": True,
+    "stream": True,
+    "stop": ["a", "\x00"],
+    "logit_bias": {"65": 50.0},
+    "allowed_token_ids": [65, 66, 67],
+    "bad_words": ["x"],
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.0,
+    "dry_multiplier": 1.0,
+    "mirostat": 2,
+    "xtc_probability": 0.5,
+    "structured_outputs": {"regex": "[ab]+"},
+    "use_beam_search": True,
+    "thinking_token_budget": 2,
+    "trace_decode_token_ids": [65, 66],
+    "truncate_prompt_tokens": 1,
+    "cache_salt": "s",
+    "prompt": ["one", "two"],
+}
+
+
+def test_S_14_any_two_features_together_are_answered_or_refused(live: Live) -> None:
+    statuses = []
+    for one, other in itertools.combinations(FEATURES, 2):
+        body = {"prompt": "hi", "max_tokens": 4, "seed": 1, one: FEATURES[one], other: FEATURES[other]}
+        reply = HTTP.post(live.url + "/v1/completions", json=body, timeout=30)
+        assert reply.status_code in (200, 400), (one, other, reply.text)
+        assert '"error"' not in reply.text or reply.status_code == 400, (one, other, reply.text)
+        statuses.append(reply.status_code)
+    assert statuses.count(200) > 150
+    assert live.client.is_alive
+
+
+MEDIA: list[dict[str, Any]] = [
+    {"prompt_embeds": "AAAA"},
+    {"multi_modal_data": {"image": "AAAA"}},
+    {"mm_processor_kwargs": {"x": 1}},
+    {"images": ["AAAA"]},
+    {"audio": {"data": "AAAA"}},
+]
+
+
+def test_S_15_no_route_takes_tensors_or_media(live: Live) -> None:
+    """Refused, or told to be ignored: nothing decodes them."""
+    for path in rig.posts():
+        plain = rig.call(live, "POST", path, json=rig.body_of(path) | {"seed": 1})
+        for given in MEDIA:
+            reply = rig.call(live, "POST", path, json=rig.body_of(path) | {"seed": 1} | given)
+            assert reply.status_code in (400, 404, plain.status_code), (path, given)
+            assert reply.status_code < 500
+    kinds = ["image_url", "input_audio", "video_url", "file", "image_embeds"]
+    for kind in kinds:
+        part = {"type": kind, kind: {"url": "data:image/png;base64,AAAA", "data": "AAAA"}}
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        assert live.post("/v1/chat/completions", body).status_code == 400
+
+
+def test_S_17_S_22_no_refusal_tells_of_the_house(live: Live) -> None:
+    """Nothing of addresses, paths, users or tracebacks in any error that any route gives."""
+    told = []
+    for method, path in rig.routes(live.app):
+        for content in (b"", b"{", b"[1]", b'{"prompt": {}}', b'{"messages": 1}', b"\x00" * 50):
+            told.append(rig.call(live, method, path, content=content, headers={"content-type": "application/json"}))
+    for path in rig.posts():
+        told += [rig.call(live, "POST", path, json=body) for body in rig.planted(rig.body_of(path), {"a": [None]})]
+    errors = [reply for reply in told if reply.status_code >= 400]
+    assert len(errors) > 200
+    leaks = re.compile(
+        r"0x[0-9a-f]{6,}|Traceback|File \"|\.py\b|/src/|site-packages|/home/|/root/|/tmp/|msgspec|headrace\."
+    )
+    assert [reply.text for reply in errors if leaks.search(reply.text)] == []
+    assert leaks.search("<object at 0x7f00aa11>")
+
+
+def gauges(live: Live) -> dict[str, float]:
+    wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    made = {name: live.metric(name) for name in wanted}
+    return made | {"load": float(HTTP.get(live.url + "/load").json()["server_load"])}
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}),
+    ("/v1/completions", {"prompt": "x" * 5000}),
+    ("/v1/completions", {"prompt": [300]}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}),
+    ("/v1/completions", {"prompt": "x", "model": "other"}),
+    ("/v1/completions", {"prompt": ["x"] * 100, "n": 128}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}}),
+    ("/v1/responses", {"input": "x", "previous_response_id": "resp_x"}),
+    ("/v1/batches", {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "1h"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+def test_S_32_what_is_refused_at_any_stage_leaves_nothing(live: Live, path: str, body: dict[str, Any]) -> None:
+    before = gauges(live)
+    for _ in range(20):
+        assert 400 <= live.post(path, body).status_code < 500
+    Live.wait(lambda: gauges(live) == before)
+    assert before["load"] == 0
