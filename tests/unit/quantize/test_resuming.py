@@ -11,6 +11,8 @@ import pytest
 
 from headrace.builtin import PATH
 from headrace.quantize import gguf_file, gguf_writer, mixed
+from headrace.quantize.base import Options
+from headrace.quantize.driver import STATE, Run, quantise_checkpoint
 from headrace.server.text import Tokenizer
 
 IDS = [Tokenizer.load(PATH).encode("Once upon a time there was a little girl named Lily. She loved her dog. " * 2)]
@@ -97,6 +99,20 @@ def test_a_part_that_was_cut_short_is_not_trusted(model: Path, tmp_path: Path, m
     part.write_bytes(part.read_bytes()[:200_000])
     gguf_writer.convert(model, path, "Q4_0")
     assert path.read_bytes() == whole.read_bytes()
+
+
+def test_a_method_s_codes_that_were_all_but_a_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(method="rtn", bits=4, group_size=32)
+    first, second = tmp_path / "a" / "made", tmp_path / "b" / "made"
+    quantise_checkpoint(model, first, options, "gguf")
+    broken_off(monkeypatch, lambda: quantise_checkpoint(model, second, options, "gguf"), 5)
+    assert (second / STATE).is_file()
+    monkeypatch.setattr(Run, "_quantise", lambda *_: pytest.fail("a layer was made again"))
+    quantise_checkpoint(model, second, options, "gguf")
+    assert (second / "made.gguf").read_bytes() == (first / "made.gguf").read_bytes()
+    assert {path.name for path in second.iterdir()} == {path.name for path in first.iterdir()}
 
 
 def test_groups_that_were_measured_are_not_measured_again(
