@@ -45,6 +45,7 @@ def body(path: str, stream: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", FACES)
 def test_R_13_time_that_runs_out_while_tokens_come_is_an_error(slow: Live, path: str) -> None:
+    expired = slow.metric("requests_expired_total")
     plain = slow.post(path, body(path, False), headers={HEADER: "0.8"})
     assert plain.status_code == 504, plain.text
     assert "time was over" in plain.text
@@ -53,6 +54,7 @@ def test_R_13_time_that_runs_out_while_tokens_come_is_an_error(slow: Live, path:
     assert "time was over" in streamed.text
     for word in ("[DONE]", '"length"', '"max_tokens"', '"done":true', "message_stop", "response.completed"):
         assert word not in streamed.text.replace(": ", ":"), word
+    assert slow.metric("requests_expired_total") == expired + 2
     slow.wait(lambda: is_idle(slow))
 
 

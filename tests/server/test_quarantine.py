@@ -62,6 +62,7 @@ def test_a_request_that_kills_the_engine_is_failed_alone(kind: int, after: int, 
     found = run(client, lambda client: all_of(client, made))
     check(made, found, 4)
     assert client.num_restarts <= most_deaths
+    assert client.num_quarantined == 1
     # Its deaths are not held against the engine.
     assert not client._deaths
 

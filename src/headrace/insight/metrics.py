@@ -144,6 +144,8 @@ class ServerMetrics:
             "spec_decode_num_draft_tokens": ("Tokens of these drafts.", total.num_draft_tokens),
             "spec_decode_num_accepted_tokens": ("Those of them that were kept.", total.num_accepted_tokens),
             "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
+            "requests_expired": ("Calls that ended by their deadline.", client.num_expired),
+            "requests_quarantined": ("Requests that were given up for killing the engine.", client.num_quarantined),
         }
         for name, (doc, value) in counters.items():
             counter = CounterMetricFamily(f"headrace:{name}", doc, labels=LABELS)

@@ -92,6 +92,7 @@ class EngineClient:
         self.stats = Stats()
         self.num_restarts = 0
         self.num_expired = 0
+        self.num_quarantined = 0
         self.is_proven_once = False
         self.is_draining = False
         self.dead = asyncio.Event()
@@ -423,6 +424,7 @@ class EngineClient:
         if self._num_guilty < max(1, self._max_restarts):
             self._deaths = [death for death in self._deaths if death not in found.deaths]
         self._num_guilty += 1
+        self.num_quarantined += 1
         self._forget(found.request.request_id)
         found.stream.fail(
             PoisonedRequestError(f"the engine died {len(found.deaths)} times over this request, last of: {reason}")
