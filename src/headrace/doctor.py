@@ -151,7 +151,7 @@ def native_state() -> Section:
     return {
         "isas": module.isas(),
         "threads": module.num_threads(),
-        "layouts": [module.layout(kind) for kind in ("i4", "i6", "i8", "f")],
+        "layouts": [module.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")],
         **{name: ops for name, ops in by_isa.items() if ops},
     }
 

@@ -22,7 +22,7 @@ from headrace.builtin import PATH
 from headrace.cli.bench_words import Words
 from headrace.config import EngineConfig
 from headrace.doctor import model_state
-from headrace.errors import CheckpointError, ModelNotFoundError, RequestError
+from headrace.errors import CheckpointError, ModelNotFoundError
 from headrace.runner.build import build_runner
 
 GGUF_DATA = DATA / "models" / "derived" / "gguf"
@@ -131,8 +131,6 @@ def test_flags_that_change_weights(builtin: Path, shared_data: Path) -> None:
     assert build_runner(EngineConfig(model=str(builtin), quantization="int4"))[1].quantization == "int4"
     with pytest.raises(CheckpointError, match=r"quantised already .* without quantization 'int4'"):
         build_runner(EngineConfig(model=str(GGUF_DATA / "TinyStories-656K.Q4_0.gguf"), quantization="int4"))
-    with pytest.raises(RequestError, match="save_packed"):
-        build_runner(EngineConfig(model=str(builtin), save_packed=True))
 
 
 def test_what_runs_as_what_is_told_once(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -136,6 +136,58 @@ def test_blocks_are_the_weights_that_gguf_py_reads(mixture: str, tmp_path: Path)
         assert kl(expected, own) <= {"cpu": 1e-3, "torch_ref": 5e-6}[backend], backend
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage().split(": ")[1] for record in caplog.records if "run as" in record.getMessage()]
+
+
+def test_matrices_that_are_one_for_the_model_keep_forms_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_random(BIG, tmp_path)
+    path = quantised(tmp_path, MIXTURES["Q4_K_M"])
+    with caplog.at_level("INFO", logger="headrace"):
+        runner = load(path, backend="cpu", dtype="float32")
+    stacks = [matrix for matrix in runner.program.model.ops.matrices if hasattr(matrix, "parts")]
+    assert [[part.flag for part in stack.parts] for stack in stacks] == [[14, 16]] * 2
+    assert [line.split(",")[0] for line in told(caplog)] == [
+        "4 of Q4_K run as Q4_K", "7 of Q6_K run as Q6_K", "1 of Q6_K run as Q6_K (table"
+    ]  # fmt: skip
+    wanted = load(tmp_path, backend="torch_ref", dtype="float32").program.model.ops.matrices
+    exact = {matrix.name: matrix.dense() for matrix in wanted}
+    for matrix in runner.program.model.ops.matrices:
+        assert np.array_equal(matrix.dense(), exact[matrix.name].numpy()), matrix.name
+
+
+def test_packed_once_a_file_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(BIG, tmp_path)
+    path = quantised(tmp_path, MIXTURES["Q4_K_M"])
+    token_ids = random_ids(40, BIG["vocab_size"], 2)
+
+    def logits(**options: Any) -> torch.Tensor:
+        return follow(load(path, backend="cpu", **options), token_ids, [40])
+
+    expected = logits()
+    assert torch.equal(logits(save_packed=True), expected)
+    (packed,) = tmp_path.glob("headrace-gguf-model-float16-*.packed")
+    whole = packed.read_bytes()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the file is read anew")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf_source.GGUFWeights, "__init__", refuse)
+        assert torch.equal(logits(), expected)
+        with pytest.raises(AssertionError, match="anew"):  # Negative controls: other weights, another file.
+            logits(quantization="none")
+        path.touch()
+        with pytest.raises(AssertionError, match="anew"):
+            logits()
+    assert torch.equal(logits(save_packed=True), expected)
+    (again,) = tmp_path.glob("headrace-gguf-model-float16-*.packed")
+    assert again != packed
+    assert len(again.read_bytes()) == len(whole)
+
+
 def test_control_rows_left_in_pairs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("llama", {})
     save_random(config, tmp_path)

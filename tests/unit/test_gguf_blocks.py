@@ -15,8 +15,8 @@ from headrace.errors import CheckpointError
 from headrace.gguf import TENSOR_TYPES
 from headrace.quant import gguf_blocks, gguf_grids
 from headrace.quant.base import QWeight
-from headrace.quant.gguf_blocks import TYPES, decode, keeps_codes, native, scheme_for
-from headrace.quant.schemes import Scheme
+from headrace.quant.gguf_blocks import TYPES, decode, k_blocks, keeps_codes, native, scheme_for
+from headrace.quant.schemes import K_TYPES, Scheme
 
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
 """Types whose scales are float16 or powers of two to begin with."""
@@ -67,7 +67,7 @@ def test_grids_have_all_their_points() -> None:
     assert (gguf_grids.even_signs().prod(1) == 1).all()
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", sorted(TYPES.keys() - K_TYPES.keys()))
 def test_kernels_get_the_same_codes_where_a_form_has_them(kind: str) -> None:
     if kind == "Q8_K":
         raw = np.random.default_rng(2).integers(0, 256, (4, 2 * 292), np.uint8)
@@ -90,12 +90,24 @@ def test_kernels_get_the_same_codes_where_a_form_has_them(kind: str) -> None:
     assert torch.equal(made.scales, made.scales.half().float())
 
 
+@pytest.mark.parametrize("kind", K_TYPES)
+def test_kernels_get_the_blocks_themselves_of_k_quants(kind: str) -> None:
+    raw, expected = random_blocks(kind, (64, 512), seed=2)
+    made = k_blocks(kind, raw, "w")
+    assert scheme_for({kind}) == Scheme("k", 32, dtype=kind)
+    assert scheme_for({kind}).flag == K_TYPES[kind].code == 10 + int(kind[1])
+    assert made.shape == (64, 512)
+    assert made.codes.numpy().tobytes() == raw.tobytes()
+    assert np.array_equal(made.dequantize().numpy(), expected)
+    assert (TYPES[kind].elements, TYPES[kind].size) == (256, K_TYPES[kind].size)
+
+
 def test_forms_of_stacked_types() -> None:
     assert scheme_for({"Q4_0"}) == Scheme("i4", 32)
-    assert scheme_for({"Q4_K"}) == scheme_for({"Q4_0", "Q4_1"}) == Scheme("i4", 32, True)
+    assert scheme_for({"Q4_K", "Q4_0"}) == scheme_for({"Q4_0", "Q4_1"}) == Scheme("i4", 32, True)
     assert scheme_for({"Q5_0"}) == Scheme("i6", 32)
-    assert scheme_for({"Q5_K"}) == scheme_for({"Q5_1", "Q4_K"}) == Scheme("i6", 32, True)
-    assert scheme_for({"Q6_K"}) == Scheme("i6", 16)
+    assert scheme_for({"Q5_1"}) == scheme_for({"Q5_1", "Q4_K"}) == Scheme("i6", 32, True)
+    assert scheme_for({"Q6_K", "Q5_0"}) == Scheme("i6", 16)
     assert scheme_for({"Q4_K", "Q6_K"}) == Scheme("i6", 16, True)
     assert scheme_for({"Q8_0", "Q4_0"}) == scheme_for({"Q8_0", "Q4_1"}) == Scheme("i8", 32)
     assert scheme_for({"Q2_K", "Q3_K"}) == Scheme("i4", 16, True)
@@ -120,17 +132,23 @@ def test_a_type_in_the_form_of_a_wider_one(kinds: tuple[str, str]) -> None:
         assert float((found - wanted).norm() / wanted.norm()) <= (1e-3 if keeps_codes(kind, scheme) else 1e-2)
 
 
-@pytest.mark.parametrize("d", [np.inf, np.nan])
+@pytest.mark.parametrize("d", [np.inf, -np.inf, np.nan])
 def test_a_scale_that_is_not_finite_is_refused(d: float) -> None:
-    raw = random_blocks("Q6_K", (2, 256))[0]
-    raw[1, 208:210] = np.frombuffer(np.float16(d).tobytes(), np.uint8)
-    weight = decode("Q6_K", raw)
+    bad = np.frombuffer(np.float16(d).tobytes(), np.uint8)
+    for kind, form in K_TYPES.items():
+        for at in range(form.scales.start, form.scales.stop, 2):
+            raw = random_blocks(kind, (3, 512))[0]
+            k_blocks(kind, raw, "head")
+            raw[1, form.size + at : form.size + at + 2] = bad
+            with pytest.raises(CheckpointError, match="head has a scale"):
+                k_blocks(kind, raw, "head")
+    raw = random_blocks("IQ4_XS", (2, 256))[0]
+    raw[1, :2] = bad
     with pytest.raises(CheckpointError, match="head has a scale"):
-        native(weight, "Q6_K", scheme_for({"Q6_K"}), "head")
-    raw = np.full((1, 144), 0xFF, np.uint8)
-    raw[0, :4] = np.frombuffer(np.float16([60000.0, 0]).tobytes(), np.uint8)  # times 63 is beyond float16
+        native(decode("IQ4_XS", raw), "IQ4_XS", scheme_for({"IQ4_XS"}), "head")
+    raw[1, :2] = np.frombuffer(np.float16(60000.0).tobytes(), np.uint8)  # times up to 31 is beyond float16
     with pytest.raises(CheckpointError, match="beyond float16"):
-        native(decode("Q4_K", raw), "Q4_K", scheme_for({"Q4_K"}), "w")
+        native(decode("IQ4_XS", raw), "IQ4_XS", scheme_for({"IQ4_XS"}), "w")
 
 
 def test_control_swapped_nibbles_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,11 @@ class Ops(Protocol):
         """Prepare one linear layer; the weights are asked of `source` some rows at a time."""
         ...
 
+    def stacked(self, name: str, matrices: Sequence[Matrix]) -> Matrix:
+        """Matrices of other forms over the same inputs as one, their outputs one after the other, for backends with
+        layouts."""
+        ...
+
     def packed(self, matrix: Any) -> Matrix:
         """A linear layer out of a packed file (`runner.packed.PackedMatrix`), for backends with layouts."""
         ...
@@ -261,6 +266,8 @@ class Backend(Protocol):
     """float32, bfloat16 or float16: of weights that are not quantised, and of a cache whose dtype is auto."""
     kv_dtypes: tuple[str, ...]
     """What `kv_cache_dtype` may say beside auto."""
+    block_tables: tuple[str, ...]
+    """GGUF's block types that an embedding table may be left in (`runner.mapped.MappedTensor` of raw rows)."""
     ops: Ops
 
     def constant(self, values: Array) -> Array:

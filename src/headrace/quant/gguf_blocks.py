@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from headrace.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight
 from headrace.quant.gguf_grids import even_signs, grid, signs
-from headrace.quant.schemes import BOOKS, Scheme
+from headrace.quant.schemes import BOOKS, K_BLOCK, K_GROUP, K_TYPES, Scheme
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -324,11 +324,43 @@ def decode(kind: str, raw: U8) -> QWeight:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KBlocks(QWeight):
+    """Rows of K-quants as they lie in the file: codes uint8 [out, bytes of a row]. The kernels' packer reads these."""
+
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] // K_TYPES[self.kind].size * K_BLOCK
+
+    def dequantize(self) -> torch.Tensor:
+        return decode(self.kind, self.codes.numpy()).dequantize()
+
+
+def k_blocks(kind: str, raw: U8, name: str) -> KBlocks:
+    """Rows of raw blocks, uint8 [rows, bytes of a row], copied out of the file. Raises as `check_scales`."""
+    check_scales(kind, raw, name)
+    return KBlocks(torch.from_numpy(raw.copy()), kind=kind)
+
+
+def check_scales(kind: str, raw: U8, name: str) -> None:
+    """Raises `CheckpointError` with `name` for a K-quant's scale that is not finite."""
+    scales = raw.reshape(-1, K_TYPES[kind].size)[:, K_TYPES[kind].scales]
+    if ((_words(scales, "<u2") & 0x7C00) == 0x7C00).any():
+        raise CheckpointError(f"{name} has a scale that is not finite")
+
+
 def scheme_for(kinds: set[str]) -> Scheme:
     """The form of kernels with the fewest bits that keeps the codes of all these block types, else int8.
 
     Groups of more than 64 inputs are cut, so that activations get finer scales too.
     """
+    if len(kinds) == 1 and kinds <= K_TYPES.keys():
+        return Scheme("k", K_GROUP, dtype=min(kinds))
     group = min(min(TYPES[kind].group, 64) for kind in kinds)
     forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in BOOKS], Scheme("i4", group, True)]
     forms += [Scheme("i6", group), Scheme("i6", group, True), Scheme("i8", group)]

@@ -12,7 +12,7 @@ from headrace.errors import RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
-Kind = Literal["i4", "i6", "i8", "f"]
+Kind = Literal["i4", "i6", "i8", "k", "f"]
 
 BOOKS: dict[str, tuple[int, ...]] = {
     # NF4's levels (Dettmers et al. 2023, QLoRA, appendix E) to the nearest of 127ths: a weight moves by at most 0.4 %
@@ -26,6 +26,30 @@ BOOKS: dict[str, tuple[int, ...]] = {
 """What codes of 4 bits that choose from a table stand for (hr_books in csrc/isa/linear_layout.h)."""
 
 BITS = {"i4": 4, "i6": 6, "i8": 8}
+
+K_BLOCK, K_GROUP = 256, 32
+"""Weights of a block of K-quants, which have scales in two levels, and inputs that share a scale of activations."""
+
+
+class KType(NamedTuple):
+    """code: what the native library calls it. size: bytes of a block in a file. bits: of a weight when packed.
+
+    scales: where a block's one or two float16 lie.
+    """
+
+    code: int
+    size: int
+    bits: float
+    scales: slice
+
+
+K_TYPES = {
+    "Q2_K": KType(12, 84, 4.875, slice(80, 84)),
+    "Q3_K": KType(13, 110, 4.5625, slice(108, 110)),
+    "Q4_K": KType(14, 144, 4.5, slice(0, 4)),
+    "Q5_K": KType(15, 176, 6.5, slice(0, 4)),
+    "Q6_K": KType(16, 210, 6.5625, slice(208, 210)),
+}
 
 HEAD_GROUP = 32
 """Group of the head where only "int4" is asked for: its errors go straight into the logits."""
@@ -42,9 +66,10 @@ NAMES = (
 class Scheme(NamedTuple):
     """How one matrix is stored.
 
-    kind: i4, i6 and i8 are codes of so many bits, f is plain floats of `dtype`. group: inputs that share a float16
-    scale; 0 (i8) is one float32 scale for each output. has_min: (i4, i6) weight = code * scale + minimum, instead of
-    (code - middle) * scale, where the middle is 8 (i4) or 32 (i6). book: (i4) weight = BOOKS[book][code] * scale.
+    kind: i4, i6 and i8 are codes of so many bits, f is plain floats of `dtype`, k is GGUF's blocks of type `dtype`
+    (`K_TYPES`). group: inputs that share a float16 scale; 0 (i8) is one float32 scale for each output. has_min: (i4,
+    i6) weight = code * scale + minimum, instead of (code - middle) * scale, where the middle is 8 (i4) or 32 (i6).
+    book: (i4) weight = BOOKS[book][code] * scale.
     """
 
     kind: Kind
@@ -68,6 +93,8 @@ class Scheme(NamedTuple):
         """What the native formats call `flag`, beside the group (csrc/include/kernels.h, HrFormat)."""
         if self.kind == "f":
             return TYPE_CODES[self.dtype]
+        if self.kind == "k":
+            return K_TYPES[self.dtype].code
         if self.kind == "i8":
             return self.group
         return 2 + list(BOOKS).index(self.book) if self.book else int(self.has_min)

@@ -26,7 +26,9 @@ from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.quant.schemes import parse
 from headrace.runner import gguf_config
+from headrace.runner.gguf_origin import GGUFOrigin
 from headrace.runner.mapped import MappedCheckpoint, choose_dtype, read_config
+from headrace.runner.packed import PackedWriter
 from headrace.runner.runner import Runner
 from headrace.runner.source import foretelling, with_weights
 from headrace.sampling.filters import Select, select_all
@@ -168,22 +170,23 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     checkpoint = MappedCheckpoint(directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    quantization = None if config.quantization == DEQUANTIZE else config.quantization
+    wanted = None if quantization is None else parse(quantization)
+
+    def read(writer: PackedWriter | None) -> Any:
+        from headrace.runner.loader import Checkpoint, Weights
+
+        stored, spare = values.get("quantization_config"), foretelling(values)
+        return Weights(Checkpoint(directory), backend, stored, progress, wanted, writer, spare)
+
     model: models.Model = with_weights(
         lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
-        checkpoint,
-        backend,
-        values.get("quantization_config"),
-        None if config.quantization == DEQUANTIZE else config.quantization,
-        config.save_packed,
-        progress,
-        foretelling(values),
-    )
+        read, checkpoint, backend, quantization, config.save_packed, progress,
+    )  # fmt: skip
     return backend, model, model_config
 
 
 def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
-    if config.save_packed:
-        raise RequestError("save_packed", True, f"off for {path.name}: a GGUF file is packed anew at every start")
     exact = config.quantization == DEQUANTIZE
     wanted = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)
@@ -191,12 +194,18 @@ def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Ba
     model_config = ModelConfig(reading.values)
     backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
-    from headrace.runner.gguf_source import GGUFWeights
-
-    weights = GGUFWeights(file, reading, backend, progress, wanted, exact)
     module = models.find(reading.values["model_type"])
-    model: models.Model = module.Model(model_config, weights, backend.ops, max_model_len)
-    weights.finish()
+
+    def opened(writer: PackedWriter | None) -> Any:
+        from headrace.runner.gguf_source import GGUFWeights
+
+        return GGUFWeights(file, reading, backend, progress, wanted, exact, writer)
+
+    model: models.Model = with_weights(
+        lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
+        opened, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
+        progress,
+    )  # fmt: skip
     return backend, model, model_config
 
 

@@ -11,6 +11,7 @@ import logging
 import mmap
 import warnings
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from headrace.errors import CheckpointError
 from headrace.gguf import GGUF
 from headrace.quant import gguf_blocks, rtn
 from headrace.quant.base import QWeight, concatenated
-from headrace.quant.schemes import Quantization, Scheme
+from headrace.quant.schemes import K_TYPES, Quantization, Scheme
 from headrace.runner.gguf_config import BLOCK_BYTES, FLOATS, Part, Reading
-from headrace.runner.mapped import Names, stacked_name
+from headrace.runner.mapped import MappedTensor, Names, stacked_name
+from headrace.runner.packed import Packable, PackedWriter
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class GGUFMatrix:
     """A `MatrixSource` over rows of blocks or floats, in the form that is fittest for all its parts.
 
     `exact`: blocks are dequantised into `dtype` instead. `quantization`: what to do with parts that are floats.
+    `mixed`: the parts have forms of their own, for which activations are quantised alike; together they are floats.
     """
 
     columns: Tensor | None = None
@@ -50,12 +53,15 @@ class GGUFMatrix:
         self.num_in = parts[0].num_in
         self.num_out = sum(part.num_out for part in parts)
         self.kinds = {part.kind for part in parts}
+        self.mixed = False
         if self.kinds & FLOATS.keys() or exact:
             self.scheme = Scheme("f", dtype=dtype)
             if quantization is not None and self.kinds <= FLOATS.keys():
                 self.scheme = quantization
         else:
             self.scheme = gguf_blocks.scheme_for(self.kinds)
+            if len(self.kinds) > 1 and len({gguf_blocks.scheme_for({kind}).group for kind in self.kinds}) == 1:
+                self.mixed, self.scheme = True, Scheme("f", dtype="float32")
 
     def slab(self, first: int, last: int) -> QWeight:
         found, begin = [], 0
@@ -67,6 +73,11 @@ class GGUFMatrix:
         return found[0] if len(found) == 1 else concatenated(found)
 
     def _piece(self, part: Rows, first: int, last: int) -> QWeight:
+        if self.mixed:
+            own = GGUFMatrix(self.name, [part], "").slab(first, last)
+            return QWeight(own.dequantize())
+        if self.scheme.kind == "k":
+            return gguf_blocks.k_blocks(part.kind, part.raw_rows(first, last), self.name)
         weight = part.read(first, last)
         if self.scheme.kind == "f":
             return QWeight(finite(weight.dequantize().to(getattr(torch, self.scheme.dtype)), self.name).contiguous())
@@ -90,8 +101,7 @@ class Rows:
 
     def read(self, first: int, last: int) -> QWeight:
         """Rows first ... last - 1: plain floats as they are stored, or codes with exact scales."""
-        self.file.about_to_read((last - first) * self.row_bytes)
-        raw = self.raw[first:last] if self.order is None else self.raw[self.order[first:last]]
+        raw = self.raw_rows(first, last)
         if self.kind in TORCH:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -100,6 +110,10 @@ class Rows:
                 flat = flat.clone()
             return QWeight(flat.view(TORCH[self.kind]).view(last - first, self.num_in))
         return gguf_blocks.decode(self.kind, raw)
+
+    def raw_rows(self, first: int, last: int) -> NDArray[np.uint8]:
+        self.file.about_to_read((last - first) * self.row_bytes)
+        return self.raw[first:last] if self.order is None else self.raw[self.order[first:last]]
 
 
 class GGUFFile:
@@ -126,6 +140,7 @@ class GGUFWeights:
     Args:
         quantization: what to do with matrices that the file has as floats.
         exact: dequantise all into the model's dtype.
+        writer: is given everything in the form in which it can be mapped next time.
     """
 
     def __init__(
@@ -136,8 +151,10 @@ class GGUFWeights:
         on_tensor: Callable[[int, int], None] | None = None,
         quantization: Quantization | None = None,
         exact: bool = False,
+        writer: PackedWriter | None = None,
     ) -> None:
         self._file = GGUFFile(file)
+        self._writer = writer
         self._name = file.name
         self._reading = reading
         self._backend = backend
@@ -163,6 +180,8 @@ class GGUFWeights:
         values = self._vector(name, shape)
         if self._reading.norm_offset and name.endswith("norm.weight"):
             values = values - self._reading.norm_offset
+        if self._writer is not None:
+            self._writer.tensor(name, values.numpy())
         return self._backend.constant(values)
 
     def table(self, name: str, shape: tuple[int, int]) -> Array:
@@ -170,13 +189,24 @@ class GGUFWeights:
         rows = Rows(self._file, self._part(name, shape))
         if rows.kind in TORCH:
             return self._backend.table(rows.read(0, rows.num_out).codes)
+        if rows.kind in self._backend.block_tables and not self._exact:
+            step = max(TABLE_ROWS_WEIGHTS // rows.num_in, 1)
+            for first in range(0, rows.num_out, step):
+                gguf_blocks.check_scales(rows.kind, rows.raw_rows(first, min(first + step, rows.num_out)), name)
+            self._tell(rows.kind, f"{rows.kind} (table, mapped)", rows.raw.nbytes, rows.raw.nbytes)
+            return self._backend.table(MappedTensor(rows.raw, rows.kind))
+        return self._backend.table(self.floats(name, shape))
+
+    def floats(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """A table of blocks in the model's dtype."""
+        rows = Rows(self._file, self._part(name, shape))
         table = torch.empty(shape, dtype=getattr(torch, self._backend.dtype))
         step = max(TABLE_ROWS_WEIGHTS // rows.num_in, 1)
         for first in range(0, rows.num_out, step):
             last = min(first + step, rows.num_out)
             table[first:last] = finite(rows.read(first, last).dequantize().to(table.dtype), name)
         self._tell(rows.kind, f"{self._backend.dtype} (table)", rows.raw.nbytes, table.nbytes)
-        return self._backend.table(table)
+        return table
 
     def linear(
         self,
@@ -197,7 +227,7 @@ class GGUFWeights:
         if bias:
             values = torch.cat([self._bias(n, size) for n, size in zip(names, num_outs, strict=True)])
         scheme = None if plain or self._quantization is None else self._quantization.layer
-        return self._matrix(stacked_name(names), parts, scheme, values, exact=plain or self._exact)
+        return self._matrix(names, parts, scheme, values, exact=plain or self._exact)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         """The embedding table [V, H] and the head's matrix, out of the same tensor if `tied`."""
@@ -205,7 +235,7 @@ class GGUFWeights:
         table = self.table(first, shape)
         rows = Rows(self._file, self._part(first if tied else f"{head}.weight", shape))
         scheme = None if self._quantization is None else self._quantization.head
-        return table, self._matrix(head, [rows], scheme, None, exact=self._exact)
+        return table, self._matrix([head], [rows], scheme, None, exact=self._exact)
 
     def finish(self) -> None:
         """Raise `CheckpointError` if the file has tensors that the model did not ask for; tell what became of all."""
@@ -220,10 +250,24 @@ class GGUFWeights:
                 self._name, num, kind, form, after / 2**20, before / 2**20,
             )  # fmt: skip
 
-    def _matrix(self, name: str, parts: list[Rows], scheme: Scheme | None, bias: Tensor | None, exact: bool) -> Matrix:
-        source = GGUFMatrix(name, parts, self._backend.dtype, scheme, exact)
+    def _matrix(
+        self, names: Sequence[str], parts: list[Rows], scheme: Scheme | None, bias: Tensor | None, exact: bool
+    ) -> Matrix:
+        source = GGUFMatrix(stacked_name(names), parts, self._backend.dtype, scheme, exact)
+        if source.mixed and self._backend.layouts():
+            made, begin, row = [], 0, 0
+            for end in range(1, len(parts) + 1):
+                if end < len(parts) and parts[end].kind == parts[begin].kind:
+                    continue
+                last = row + sum(part.num_out for part in parts[begin:end])
+                some = None if bias is None else bias[row:last]
+                made.append(self._matrix(names[begin:end], parts[begin:end], scheme, some, exact))
+                begin, row = end, last
+            return self._backend.ops.stacked(source.name, made)
         own = None if bias is None else self._backend.constant(bias)
         matrix: Matrix = self._backend.ops.matrix(source, own)
+        if self._writer is not None:
+            self._writer.matrix(source.name, cast("Packable", matrix), None if bias is None else bias.float().numpy())
         before = sum(part.raw.nbytes for part in parts)
         after = round(bits_of(source.scheme) * source.num_in * source.num_out / 8)
         self._tell("+".join(sorted(source.kinds)), form_of(source.scheme), before, after)
@@ -285,7 +329,7 @@ def finite(values: Tensor, name: str) -> Tensor:
 
 
 def form_of(scheme: Scheme) -> str:
-    if scheme.kind == "f":
+    if scheme.kind in ("f", "k"):
         return scheme.dtype
     name = scheme.book.upper() or f"int{scheme.bits}"
     return f"{name} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
@@ -295,4 +339,6 @@ def bits_of(scheme: Scheme) -> float:
     """Of a weight as the kernels store it."""
     if scheme.kind == "f":
         return {"float32": 32, "float16": 16, "bfloat16": 16}[scheme.dtype]
+    if scheme.kind == "k":
+        return K_TYPES[scheme.dtype].bits
     return scheme.bits + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 0)

@@ -50,7 +50,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedTensor:
-    """Numbers in a mapping. `dtype` is float32, float16 or bfloat16; `data` has bfloat16 as uint16 bits."""
+    """Numbers in a mapping. `dtype` is float32, float16 or bfloat16; `data` has bfloat16 as uint16 bits. Or rows of
+    K-quants as bytes; `dtype` is their type ("Q6_K")."""
 
     data: NDArray[Any]
     dtype: str
@@ -152,6 +153,29 @@ class MappedCheckpoint:
     def files(self) -> list[Path]:
         """The safetensors files that hold the tensors."""
         return [self.directory / file for file in sorted(set(self._file_of.values()))]
+
+    @property
+    def mark(self) -> str:
+        """What tells packed files of this checkpoint from those of others in the same directory."""
+        return ""
+
+    def config(self) -> bytes:
+        return (self.directory / "config.json").read_bytes()
+
+    def table(self, name: str, shape: tuple[int, int]) -> MappedTensor:
+        """An embedding table [V, H] as it lies in the checkpoint. Raises `CheckpointError` for one that is not so."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{name} is missing from the checkpoint")
+        entry, file = self.entry(name), self.file(name)
+        if entry.shape != shape:
+            raise CheckpointError(f"{name} has shape {list(entry.shape)}, the config makes it {list(shape)}")
+        values = file.array(name)
+        if entry.dtype == "F64":
+            return MappedTensor(values.astype(np.float32), "float32")
+        if entry.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
+        file.advise(name, mmap.MADV_RANDOM)
+        return MappedTensor(values, DTYPE_NAMES[entry.dtype])
 
     def entry(self, name: str) -> Entry:
         return self.file(name).entries[name]

@@ -8,10 +8,10 @@ Called by `runner.source`; filled by `runner.loader`.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
-import mmap
 import os
 import secrets
 import time
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import CheckpointError
 from headrace.quant.schemes import METHOD
-from headrace.runner.mapped import DTYPE_NAMES, MappedCheckpoint, MappedFile, MappedTensor, Names, stacked_name
+from headrace.runner.mapped import MappedFile, Names, stacked_name
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,10 @@ class Packable(Protocol):
 
 
 class PackedOps(Protocol):
+    def stacked(self, name: str, matrices: Sequence[Any]) -> Any:
+        """Matrices over the same inputs as one."""
+        ...
+
     def packed(self, matrix: PackedMatrix) -> Any:
         """The mapped matrix as the backend's own."""
         ...
@@ -112,13 +116,32 @@ class PackedBackend(Protocol):
     def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int: ...
 
 
-def fingerprint(checkpoint: MappedCheckpoint) -> dict[str, Any]:
+class Origin(Protocol):
+    """What was packed: a `MappedCheckpoint`, or a GGUF file (`runner.gguf_origin`)."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def files(self) -> list[Path]: ...
+    @property
+    def mark(self) -> str: ...
+
+    def config(self) -> bytes: ...
+
+    def table(self, name: str, shape: tuple[int, int]) -> Any:
+        """An embedding table as `PackedBackend.table` takes it."""
+        ...
+
+
+def fingerprint(checkpoint: Origin) -> dict[str, Any]:
     """What tells one state of a checkpoint from another: its files' names, sizes and times, and config.json's bytes."""
     files = {}
     for path in checkpoint.files:
         facts = path.stat()
         files[path.name] = [facts.st_size, facts.st_mtime_ns]
-    config = hashlib.sha256((checkpoint.directory / "config.json").read_bytes()).hexdigest()
+    config = hashlib.sha256(checkpoint.config()).hexdigest()
     return {"files": files, "config.json": config}
 
 
@@ -128,17 +151,22 @@ def cache_directory(directory: Path) -> Path:
     return Path.home() / ".cache" / "headrace" / "packed" / name
 
 
-def file_name(checkpoint: MappedCheckpoint, form: Form) -> str:
+def file_name(checkpoint: Origin, form: Form) -> str:
     # Not *.safetensors: others take every such file of a directory for a part of the checkpoint.
     text = json.dumps(fingerprint(checkpoint), sort_keys=True)
-    return f"headrace-{form.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.packed"
+    return f"{_stem(checkpoint, form)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.packed"
 
 
-def find(checkpoint: MappedCheckpoint, form: Form, backend: PackedBackend) -> PackedFile | None:
+def _stem(checkpoint: Origin, form: Form) -> str:
+    return f"headrace-{checkpoint.mark}{form.name}"
+
+
+def find(checkpoint: Origin, form: Form, backend: PackedBackend) -> PackedFile | None:
     """The packed file that fits, beside the model or in the cache. Others of this form are told of with the reason."""
     wanted = file_name(checkpoint, form)
     for directory in (checkpoint.directory, cache_directory(checkpoint.directory)):
-        for path in sorted(directory.glob(f"headrace-{form.name}-*.packed"), key=lambda path: path.name != wanted):
+        pattern = f"{glob.escape(_stem(checkpoint, form))}-*.packed"
+        for path in sorted(directory.glob(pattern), key=lambda path: path.name != wanted):
             try:
                 return PackedFile(path, checkpoint, form, backend)
             except CheckpointError as error:
@@ -149,7 +177,7 @@ def find(checkpoint: MappedCheckpoint, form: Form, backend: PackedBackend) -> Pa
 class PackedFile:
     """A packed file, mapped. Raises `CheckpointError` with the reason for one that does not fit to the last byte."""
 
-    def __init__(self, path: Path, checkpoint: MappedCheckpoint, form: Form, backend: PackedBackend) -> None:
+    def __init__(self, path: Path, checkpoint: Origin, form: Form, backend: PackedBackend) -> None:
         self.path = path
         self._file = MappedFile(path)
         written = self._facts()
@@ -248,7 +276,7 @@ class PackedWeights:
     def __init__(
         self,
         packed: PackedFile,
-        checkpoint: MappedCheckpoint,
+        checkpoint: Origin,
         backend: PackedBackend,
         on_tensor: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -270,17 +298,7 @@ class PackedWeights:
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
         """`name` as it lies in the checkpoint, mapped."""
-        if not self.has(name):
-            raise CheckpointError(f"{name} is missing from the checkpoint")
-        entry, file = self._checkpoint.entry(name), self._checkpoint.file(name)
-        self._verify(name, entry.shape, shape)
-        values = file.array(name)
-        if entry.dtype == "F64":
-            return self._backend.table(MappedTensor(values.astype(np.float32), "float32"))
-        if entry.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
-        file.advise(name, mmap.MADV_RANDOM)
-        return self._backend.table(MappedTensor(values, DTYPE_NAMES[entry.dtype]))
+        return self._backend.table(self._checkpoint.table(name, shape))
 
     def linear(
         self,
@@ -292,15 +310,21 @@ class PackedWeights:
         transposed: bool = False,
         plain: bool = False,
     ) -> Any:
-        name = stacked_name(names)
-        found = self._packed.matrices.get(name)
-        if found is None:
-            raise CheckpointError(f"{self._packed.path} lacks {name}")
-        self._verify(name, (found.num_out, found.num_in), (sum(num_outs), num_in))
-        if bias != (found.bias is not None) or (plain and found.kind != "f"):
-            raise CheckpointError(f"{self._packed.path} has another {name} than the model asks for")
-        self._count(name)
-        return self._backend.ops.packed(found)
+        found, begin = [], 0
+        while begin < len(names):  # as one, or in pieces of other forms
+            ends = range(len(names), begin, -1)
+            end = next((end for end in ends if stacked_name(names[begin:end]) in self._packed.matrices), None)
+            if end is None:
+                raise CheckpointError(f"{self._packed.path} lacks {stacked_name(names[begin:])}")
+            name = stacked_name(names[begin:end])
+            matrix = self._packed.matrices[name]
+            self._verify(name, (matrix.num_out, matrix.num_in), (sum(num_outs[begin:end]), num_in))
+            if bias != (matrix.bias is not None) or (plain and matrix.kind != "f"):
+                raise CheckpointError(f"{self._packed.path} has another {name} than the model asks for")
+            self._count(name)
+            found.append(self._backend.ops.packed(matrix))
+            begin = end
+        return found[0] if len(found) == 1 else self._backend.ops.stacked(stacked_name(names), found)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
         first, last = f"{embedding}.weight", f"{head}.weight"
@@ -330,7 +354,7 @@ class PackedWriter:
     A disk that can not be written costs a warning, never the model: then `path` stays None and calls do nothing.
     """
 
-    def __init__(self, checkpoint: MappedCheckpoint, form: Form) -> None:
+    def __init__(self, checkpoint: Origin, form: Form) -> None:
         self.path: Path | None = None
         self._checkpoint, self._form = checkpoint, form
         self._name = file_name(checkpoint, form)
@@ -439,7 +463,7 @@ class PackedWriter:
 
     def _remove_old(self, target: Path) -> None:
         """Packed files of this form that no longer fit their checkpoint, and what killed processes left."""
-        for path in target.parent.glob(f"headrace-{self._form.name}-*.packed*"):
+        for path in target.parent.glob(f"{glob.escape(_stem(self._checkpoint, self._form))}-*.packed*"):
             try:
                 stale = path.suffix == ".packed" and path.name != self._name
                 left = path.suffix == ".tmp" and time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
@@ -459,7 +483,7 @@ class PackedWriter:
         self._temporary.unlink(missing_ok=True)
 
 
-def _facts(checkpoint: MappedCheckpoint, form: Form) -> dict[str, Any]:
+def _facts(checkpoint: Origin, form: Form) -> dict[str, Any]:
     """What a packed file must say of itself to be used."""
     return {
         "container": CONTAINER,

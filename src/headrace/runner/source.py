@@ -1,6 +1,6 @@
 """Opens what a model's weights are read from: a packed file that fits, else the checkpoint itself.
 
-Torch is imported only if the checkpoint must be read, which is why this is not in `loader`. Called by `runner.build`.
+Torch is imported only if the checkpoint must be read. Called by `runner.build`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.backends.base import Backend
 from headrace.errors import CheckpointError
-from headrace.quant.schemes import parse
-from headrace.runner.mapped import MappedCheckpoint
-from headrace.runner.packed import Form, PackedWeights, PackedWriter, find
+from headrace.runner.packed import Form, Origin, PackedWeights, PackedWriter, find
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +24,18 @@ T = TypeVar("T")
 
 def with_weights(
     build: Callable[[Any], T],
-    checkpoint: MappedCheckpoint,
+    read: Callable[[PackedWriter | None], Any],
+    checkpoint: Origin,
     backend: Backend,
-    quantization_config: Any,
     quantization: str | None,
     save_packed: bool,
     on_tensor: Callable[[int, int], None],
-    spare: re.Pattern[str] | None = None,
 ) -> T:
-    """`build` given the weights of `checkpoint`, quantised on the way if `quantization` says so.
+    """`build` given the weights of `checkpoint`, which `read` opens: `loader.Weights`, or what has its methods.
 
     A packed file beside the model is used where it fits; one is written if `save_packed` says so and none fits. `build`
-    gets something with the methods of `loader.Weights`, and takes all of it but for names that match `spare`. Raises
-    `CheckpointError`, or `RequestError` for a quantization that does not exist.
+    gets something with the same methods, and takes all of it. Raises `CheckpointError`.
     """
-    wanted = None if quantization is None else parse(quantization)
     layouts = backend.layouts()
     form = Form(quantization or "", backend.dtype, layouts)
     if layouts:
@@ -54,12 +49,10 @@ def with_weights(
                 return made
             except CheckpointError as error:
                 logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
-    from headrace.runner.loader import Checkpoint, Weights
-
     with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
-        read = Weights(Checkpoint(checkpoint.directory), backend, quantization_config, on_tensor, wanted, writer, spare)
-        made = build(read)
-        read.finish()
+        opened = read(writer)
+        made = build(opened)
+        opened.finish()
     return made
 
 

@@ -22,6 +22,7 @@ from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
 from headrace.errors import RequestError
+from headrace.quant.schemes import K_BLOCK, K_TYPES
 
 
 class Cpu:
@@ -29,6 +30,7 @@ class Cpu:
 
     name = "cpu"
     kv_dtypes = ("float32", "bfloat16", "float16", "int8")
+    block_tables = tuple(K_TYPES)
 
     def __init__(self, device: str, dtype: str) -> None:
         if device != "cpu":
@@ -47,10 +49,12 @@ class Cpu:
     def table(self, values: Any) -> Table:
         """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory.
 
-        `values` is a torch tensor, or (bfloat16 as uint16) a `runner.mapped.MappedTensor`.
+        `values` is a torch tensor, or (bfloat16 as uint16, blocks as bytes) a `runner.mapped.MappedTensor`.
         """
         if isinstance(values.data, np.ndarray):
             height, width = values.data.shape
+            if values.dtype in K_TYPES:
+                width = width // K_TYPES[values.dtype].size * K_BLOCK
             return Table(values.data.ctypes.data, TYPE_CODES[values.dtype], height, width, values)
         height, width = values.shape
         dtype = str(values.dtype).removeprefix("torch.")
@@ -65,7 +69,7 @@ class Cpu:
     def layouts(self) -> dict[str, str]:
         """The name of each format's layout: a packed file with other names is of no use here."""
         native = require_native()
-        return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "f")}
+        return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")}
 
     def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
         return int(require_native().packed_bytes(kind, num_out, num_in, group or ACT_GROUP, flag))

@@ -44,6 +44,9 @@ class Quantised:
     def ld_s(self) -> int:
         return self.scales.row_bytes // 4
 
+    def buffers(self) -> tuple[Buffer, ...]:
+        return self.q, self.scales, self.sums
+
     def fields(self) -> dict[str, Any]:
         return {
             "q": self.q,
@@ -163,7 +166,7 @@ class Graph:
             else:
                 fields = {"x": self.read(x), "ld_x": x.ld, "width": x.width} | found.fields()
                 self.put("quantize", x.dim, None, fields)
-        for part in (found.q, found.scales, found.sums):
+        for part in found.buffers():
             self.touch(part)
         return found
 

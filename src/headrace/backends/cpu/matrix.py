@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.native import require_native
 from headrace.errors import CheckpointError
+from headrace.quant.schemes import K_BLOCK, K_GROUP, K_TYPES
 
 if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource, QWeight
@@ -28,7 +29,7 @@ MAX_IN = 2**18
 SLAB_NUMBERS = 2**22
 """Weights that are asked of a source at once."""
 
-TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2} | {name: kind.code for name, kind in K_TYPES.items()}
 
 NUM_FORMS = {"i4": 5, "i6": 2}
 """Forms of the codes (csrc/include/kernels.h)."""
@@ -79,6 +80,12 @@ class CpuMatrix:
             )
         if self.kind in NUM_FORMS and not 0 <= self.flag < NUM_FORMS[self.kind]:
             raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {self.flag}")
+        if self.kind == "k":
+            known = self.flag in (kind.code for kind in K_TYPES.values())
+            if not known or self.num_in % K_BLOCK or self.group != K_GROUP:
+                raise CheckpointError(
+                    f"{self.name}: {self.num_in} inputs in groups of {self.group}, type {self.flag}, are no K-quants"
+                )
 
     @property
     def packed(self) -> NDArray[np.uint8]:
@@ -100,6 +107,41 @@ class CpuMatrix:
         if self.outliers is not None:
             out[:, self.outliers.columns] = self.outliers.kept.dense()
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuStack:
+    """Matrices of other forms over the same inputs, which share a scale in groups of the same size."""
+
+    name: str
+    parts: tuple[CpuMatrix, ...]
+
+    def __post_init__(self) -> None:
+        if len({(part.num_in, part.act_group) for part in self.parts}) != 1:
+            raise CheckpointError(f"{self.name}: its parts have other inputs or groups")
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def outliers(self) -> None:
+        return None
+
+    @property
+    def num_in(self) -> int:
+        return self.parts[0].num_in
+
+    @property
+    def num_out(self) -> int:
+        return sum(part.num_out for part in self.parts)
+
+    @property
+    def act_group(self) -> int:
+        return self.parts[0].act_group
+
+    def dense(self) -> NDArray[np.float32]:
+        return np.concatenate([part.dense() for part in self.parts])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +219,8 @@ def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] 
     if kind == "f":
         codes = slab.codes.contiguous()
         return codes.view(torch.int16).numpy() if codes.itemsize == 2 else codes.numpy(), None, None
+    if kind == "k":
+        return slab.codes.contiguous().numpy(), None, None
     if slab.scales is None:
         raise ValueError("quantised codes without scales")
     scales = slab.scales.float().contiguous().numpy()

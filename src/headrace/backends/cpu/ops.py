@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.cpu.graph import FREE, LOGITS, Graph, Quantised, Value
-from headrace.backends.cpu.matrix import CpuMatrix, make_matrix
+from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix
 from headrace.backends.cpu.memory import Pool
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CpuOps:
         self.graph = Graph()
         self.values: list[Value] = []
         self.weight_bytes = 0
-        self.matrices: list[CpuMatrix] = []
+        self.matrices: list[CpuMatrix | CpuStack] = []
         self.pool = Pool()
 
     def begin(self) -> None:
@@ -65,6 +65,13 @@ class CpuOps:
         made = make_matrix(source, bias, self.pool)
         self.matrices.append(made)
         self.weight_bytes += made.num_bytes
+        return made
+
+    def stacked(self, name: str, matrices: Sequence[Matrix]) -> CpuStack:
+        parts = tuple(matrix for matrix in matrices if isinstance(matrix, CpuMatrix))
+        self.matrices = [matrix for matrix in self.matrices if matrix not in parts]
+        made = CpuStack(name, parts)
+        self.matrices.append(made)
         return made
 
     def packed(self, record: PackedRecord) -> CpuMatrix:
@@ -226,8 +233,8 @@ class CpuOps:
         source: Quantised | None,
         rows: tuple[str, Any, int],
         dim: int,
-        gate_up: CpuMatrix,
-        down: CpuMatrix,
+        gate_up: CpuMatrix | CpuStack,
+        down: CpuMatrix | CpuStack,
         kind: Activation,
         out: Value,
         list_weights: Any,
@@ -266,8 +273,21 @@ class CpuOps:
         fields |= {"width": x.width, "out": graph.touch(out.buffer), "ld_out": out.ld}
         graph.put("moe_scatter", dim, None, fields)
 
-    def _linear(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix) -> Value:
+    def _linear(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix | CpuStack) -> Value:
         out = self._value(matrix.num_out, x.dim)
+        if isinstance(matrix, CpuMatrix):
+            self._product(x, quantised, matrix, out, out.buffer)
+            return out
+        column = 0
+        for part in matrix.parts:
+            for buffer in (out.buffer, *(quantised.buffers() if quantised is not None else ())):
+                self.graph.touch(buffer)
+            self._product(x, quantised, part, out, ("column", out.buffer, column))
+            column += part.num_out
+        out.node = None  # none of them makes all of it, so that nothing can be added in passing
+        return out
+
+    def _product(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix, out: Value, at: Any) -> None:
         fields: dict[str, Any] = {
             "weights": matrix.data,
             "num_in": matrix.num_in,
@@ -275,7 +295,7 @@ class CpuOps:
             "bias": matrix.bias,
             "residual": None,
             "ld_res": 0,
-            "out": out.buffer,
+            "out": at,
             "ld_out": out.ld,
         }
         if quantised is None:
@@ -291,7 +311,6 @@ class CpuOps:
             read_bytes=matrix.data.nbytes,
             row_ops=2 * matrix.num_in * matrix.num_out,
         )
-        return out
 
     def _value(self, width: int, dim: int) -> Value:
         made = self.graph.value(width, dim)
@@ -308,8 +327,8 @@ class CpuOps:
         }
 
 
-def own_matrix(matrix: Matrix) -> CpuMatrix:
-    if not isinstance(matrix, CpuMatrix):
+def own_matrix(matrix: Matrix) -> CpuMatrix | CpuStack:
+    if not isinstance(matrix, CpuMatrix | CpuStack):
         raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
     return matrix
 

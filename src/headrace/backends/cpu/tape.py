@@ -116,6 +116,8 @@ class Tape:
         if isinstance(value, tuple):
             if value[0] == "capacity":
                 return self.most[value[1]]
+            if value[0] == "column":
+                return self.address(value[1]) + 4 * value[2]
             _, buffer, index = value  # ("row_of", lists, expert id): lists are [experts][capacity] of 4 bytes
             return self.address(buffer) + 4 * index * self.most[buffer.dim]
         return value

@@ -20,6 +20,7 @@ from headrace.backends.cpu.cache import STORED, TYPE_CODES
 from headrace.backends.cpu.graph import Node
 from headrace.backends.cpu.matrix import CpuMatrix
 from headrace.backends.cpu.tape import Tape
+from headrace.quant.schemes import K_BLOCK, K_TYPES
 
 F64 = NDArray[np.float64]
 SPARE = 1e-12
@@ -91,7 +92,10 @@ class View:
         else:
             start = self.tape.resolve(value) - int(self.tape.arena.ctypes.data)
             flat = self.tape.arena[start:].view(np.uint8)
-            flat = flat[: num_rows * ld * np.dtype(dtype).itemsize].view(dtype)
+            num_bytes = num_rows * ld * np.dtype(dtype).itemsize
+            if len(flat) < num_bytes:  # columns of the last buffer: what follows the last row is not there
+                flat = np.pad(flat, (0, num_bytes - len(flat)))
+            flat = flat[:num_bytes].view(dtype)
         return flat[: num_rows * ld].reshape(num_rows, ld)
 
     def x(self, width: int | None = None, name: str = "x") -> F64:
@@ -185,14 +189,26 @@ def _layer_norm(view: View) -> dict[str, NDArray[Any]]:
 
 
 def _embedding(view: View) -> dict[str, NDArray[Any]]:
-    dtype, width = STORED[CACHE_TYPES[view["type"]]], view["width"]
-    ids = view.ints("ids", view.rows)
+    ids, width = view.ints("ids", view.rows), view["width"]
+    kind = next((kind for kind in K_TYPES if K_TYPES[kind].code == view["type"]), None)
+    if kind is not None:
+        return {"out": _block_rows(view, kind, ids) * view["scale"]}
+    dtype = STORED[CACHE_TYPES[view["type"]]]
     rows = []
     for token_id in ids.tolist():
         size = width * np.dtype(dtype).itemsize
         raw = np.frombuffer(ctypes.string_at(view["table"] + token_id * size, size), dtype)
         rows.append(widened(raw, CACHE_TYPES[view["type"]]))
     return {"out": np.stack(rows) * view["scale"]}
+
+
+def _block_rows(view: View, kind: str, ids: NDArray[np.int32]) -> F64:
+    from headrace.quant.gguf_blocks import decode
+
+    size = view["width"] // K_BLOCK * K_TYPES[kind].size
+    raw = np.stack([np.frombuffer(ctypes.string_at(view["table"] + i * size, size), np.uint8) for i in ids.tolist()])
+    found: F64 = decode(kind, raw).dequantize().numpy().astype(np.float64)
+    return found
 
 
 def widened(raw: NDArray[Any], dtype: str) -> F64:
@@ -358,6 +374,7 @@ REFERENCE: dict[str, Callable[[View], dict[str, NDArray[Any]]]] = {
     "linear_i4": _linear,
     "linear_i6": _linear,
     "linear_i8": _linear,
+    "linear_k": _linear,
     "linear_f": _linear,
     "route": _route,
     "moe_group": _group,

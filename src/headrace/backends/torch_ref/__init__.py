@@ -24,6 +24,7 @@ class TorchRef:
 
     name = "torch_ref"
     kv_dtypes = ("float32", "bfloat16", "float16")
+    block_tables = ()
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = device

@@ -72,6 +72,9 @@ class RefOps:
         self.matrices.append(RefMatrix(data, own, num_in, num_out, source.name, source.scheme))
         return self.matrices[-1]
 
+    def stacked(self, name: str, matrices: Sequence[Matrix]) -> RefMatrix:
+        raise NotImplementedError("torch_ref has one form of matrices")
+
     def packed(self, matrix: object) -> RefMatrix:
         raise NotImplementedError("torch_ref maps no packed weights")
 
