@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "headrace"
 
 MAX_FILE_LINES = 500
-MAX_SRC_CODE_LINES = 32_000
-MAX_PATH_CODE_LINES = 8_000
+MAX_SRC_CODE_LINES = 36_000
+MAX_PATH_CODE_LINES = 9_000
 PATH = ("core", "runner", "sampling", "backends", "models")
 MAX_CONFIG_FIELDS = 60
 MAX_ENVIRONMENT_VARIABLES = 8
