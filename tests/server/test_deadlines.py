@@ -15,6 +15,7 @@ from tests.server.test_faults import LONG, events, is_idle
 
 from headrace.config import ServerConfig
 from headrace.server import client as client_module
+from headrace.server import deadlines
 from headrace.server.text import Tokenizer
 
 HEADER = "x-request-timeout"
@@ -158,3 +159,18 @@ def test_R_13_a_thousand_calls_end_in_time_or_with_the_error(tokenizer: Tokenize
                 assert reply.json()["choices"][0]["text"] == wanted
         assert {408, 200} <= {reply.status_code for reply in found} or {504, 200} <= {r.status_code for r in found}
         live.wait(lambda: is_idle(live))
+
+
+def test_R_13_a_timeout_in_a_body_is_for_that_body_alone() -> None:
+    """Calls that are answered in one task, as the lines of a batch are, do not take over each other's."""
+    assert deadlines.current() is None
+    with deadlines.within(5.0, 100.0):
+        assert deadlines.current() == 105.0
+        with deadlines.within(9.0, 100.0):
+            assert deadlines.current() == 105.0
+        with deadlines.within(None, 100.0):
+            assert deadlines.current() == 105.0
+        with deadlines.within(2.0, 100.0):
+            assert deadlines.current() == 102.0
+        assert deadlines.current() == 105.0
+    assert deadlines.current() is None

@@ -384,7 +384,7 @@ class EngineClient:
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
                 logger.error("the engine's supervisor failed", exc_info=task.exception())
-                self._give_up(f"the engine's supervisor failed: {task.exception()!r}")
+                self._give_up("the engine's supervisor failed")
 
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(ended)
@@ -397,7 +397,9 @@ class EngineClient:
         while True:
             self._deaths = [death for death in self._deaths if death > now - RESTART_WINDOW_S]
             if len(self._deaths) > self._max_restarts:
-                self._give_up(f"the engine died ({reason}) and was restarted {len(self._deaths) - 1} times")
+                # What it died of is for the log, not for clients.
+                logger.critical("the last death: %s", reason)
+                self._give_up(f"the engine died and was restarted {len(self._deaths) - 1} times")
                 return
             try:
                 await self._launch()
@@ -418,17 +420,13 @@ class EngineClient:
         found = self._resumption.judge(entries, self.info.max_num_seqs, self._link.was_killed, now)
         if found is None:
             return
-        logger.error(
-            "request %s is given up: it killed the engine %d times", found.request.request_id, found.num_strikes
-        )
+        logger.error("request %s is given up: %s, over and over", found.request.request_id, reason)
         if self._num_guilty < max(1, self._max_restarts):
             self._deaths = [death for death in self._deaths if death not in found.deaths]
         self._num_guilty += 1
         self.num_quarantined += 1
         self._forget(found.request.request_id)
-        found.stream.fail(
-            PoisonedRequestError(f"the engine died {len(found.deaths)} times over this request, last of: {reason}")
-        )
+        found.stream.fail(PoisonedRequestError(f"the engine died {len(found.deaths)} times over this request"))
         found.stream.close()
 
     def _give_up(self, message: str) -> None:

@@ -1,15 +1,16 @@
 """When a call has to be over: said by the caller for this call, bounded by the server for all (R-13).
 
-`DeadlineGate` reads the header of every route; bodies of completions may say it too (`tighten`). Whoever opens
+`DeadlineGate` reads the header of every route; bodies of completions may say it too (`within`). Whoever opens
 requests asks `current`. The time counts from the arrival of the headers, so it covers body, template, tokeniser, queue
 and answer. Knows no routes and no engine; `server.client` holds to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,10 +31,17 @@ def current() -> float | None:
     return _deadline.get()
 
 
-def tighten(deadline: float) -> None:
-    """The call that is being answered has to be over by `deadline`, or earlier if that was said before."""
+@contextlib.contextmanager
+def within(seconds: float | None, arrival: float) -> Iterator[None]:
+    """What is opened in the block has to be over so long after `arrival`, or earlier if that was said before. None:
+    nothing more is said."""
     known = _deadline.get()
-    _deadline.set(deadline if known is None else min(known, deadline))
+    ends = [end for end in (known, None if seconds is None else arrival + seconds) if end is not None]
+    token = _deadline.set(min(ends, default=None))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
 
 
 class DeadlineGate:

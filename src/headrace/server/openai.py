@@ -257,22 +257,21 @@ class OpenAI:
         arrival: float,
         field: str = "max_tokens",
     ) -> Generation:
-        if request.timeout is not None:
-            deadlines.tighten(arrival + request.timeout)
         if max_tokens is not None:
             for token_ids in prompts:
                 room = max_context(self.front.info) - len(token_ids)
                 if max_tokens > room:
                     raise ContextLengthError(field, max_tokens, f"at most {room} after this prompt")
-        return self.front.open(
-            prompts,
-            params,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            arrival_time=arrival,
-            draw=self.draw,
-            beam=beam_params(request),
-        )
+        with deadlines.within(request.timeout, arrival):
+            return self.front.open(
+                prompts,
+                params,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+                arrival_time=arrival,
+                draw=self.draw,
+                beam=beam_params(request),
+            )
 
     def _params(self, request: Sampled, more: Mapping[str, Any]) -> SamplingParams:
         """The parameters, with the model's own for what is not given; of these, a search takes the ends only."""
