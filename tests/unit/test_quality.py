@@ -81,7 +81,7 @@ class Counting:
         self.lent = np.empty((max_logits, self.vocab_size), np.float32)
 
     def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
-        [start], [token_ids], [blocks] = chunks
+        [start], [token_ids], [blocks] = chunks[:3]
         assert len(token_ids) <= self.max_rows
         assert len(blocks) * self.block_size >= start + len(token_ids)
         self.rows = token_ids
