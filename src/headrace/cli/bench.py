@@ -1,6 +1,6 @@
-"""`headrace bench latency|throughput|quality|serve`: the commands. They take a plan from the flags, have
-`bench_offline`, `bench_quality` or `bench_serve` measure it, and print a table (vLLM's, where it has one), or one JSON
-object with vLLM's field names under --json.
+"""`headrace bench latency|throughput|quality|speculate|serve`: the commands. They take a plan from the flags, have
+`bench_offline`, `bench_quality`, `bench_speculate` or `bench_serve` measure it, and print a table (vLLM's, where it has
+one), or one JSON object with vLLM's field names under --json.
 
 Each result carries what it was measured on: model, dtype, backend, version and date.
 """
@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace.cli.bench_plans import LatencyPlan, QualityPlan, ServePlan, ThroughputPlan
+from headrace.cli.bench_plans import LatencyPlan, QualityPlan, ServePlan, SpeculatePlan, ThroughputPlan
 from headrace.cli.options import build, options
 from headrace.config import EngineConfig
 
-app = typer.Typer(help="Measure latency, throughput, quality, or a running server.", no_args_is_help=True)
+app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a running server.", no_args_is_help=True)
 
 # `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
 MoreGoals = Annotated[list[str] | None, typer.Argument(hidden=True)]
@@ -71,6 +71,29 @@ def quality(
         print(json.dumps(result))
     else:
         print_quality(result)
+
+
+@app.command()
+@options(SpeculatePlan, EngineConfig, skip=("skip_tokenizer_init", "model", "enable_prefix_caching"))
+def speculate(
+    model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or 'builtin'.")] = "builtin",
+    **fields: Any,
+) -> None:
+    """Time decoding with and without speculation, in turns, and count how many guesses are kept."""
+    plan = build(SpeculatePlan, fields)
+    config = build(EngineConfig, fields | {"model": model})
+    from headrace.cli.bench_speculate import measure_speculation, plot, print_speculation
+
+    result = _header(model) | measure_speculation(plan, config)
+    if plan.output_json is not None:
+        Path(plan.output_json).parent.mkdir(parents=True, exist_ok=True)
+        Path(plan.output_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if plan.plot is not None:
+        plot(result, Path(plan.plot))
+    if plan.json:
+        print(json.dumps(result))
+    else:
+        print_speculation(result)
 
 
 @app.command()

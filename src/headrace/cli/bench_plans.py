@@ -75,6 +75,36 @@ class ThroughputPlan(msgspec.Struct, frozen=True, kw_only=True):
     json: Json = False
 
 
+class SpeculatePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The same requests with and without speculation, in turns."""
+
+    load: Annotated[
+        list[int] | None, Meta(description="Streams at once, 1 by default; may be given more than once.")
+    ] = None
+    temperature: Annotated[
+        list[float] | None,
+        Meta(description="Temperatures at which guesses are counted, 0 by default; may be given more than once."),
+    ] = None
+    texts: Annotated[
+        str,
+        Meta(
+            description="builtin, random, edit or summary (answers that echo their prompt), or a file or folder of "
+            "JSON lines (Spec-Bench, MT-bench, HumanEval)."
+        ),
+    ] = "builtin"
+    num_prompts: Annotated[int, Meta(description="Texts to take.", ge=1)] = 8
+    output_len: Annotated[int, Meta(description="Tokens of each answer.", ge=2)] = 128
+    rounds: Annotated[int, Meta(description="Turns of each.", ge=1)] = 3
+    alpha: Annotated[
+        float | None,
+        Meta(description="Instead of a drafter: guesses that are right with this chance each.", ge=0.0),
+    ] = None
+    rejection: Annotated[bool, Meta(description="Count guesses under rejection sampling as well.")] = False
+    plot: Annotated[str | None, Meta(description="File for a picture (SVG); needs matplotlib.")] = None
+    output_json: OutputJson = None
+    json: Json = False
+
+
 class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Requests over HTTP to any OpenAI-compatible server."""
 

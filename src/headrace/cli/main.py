@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import headrace
-from headrace.cli import bench, chat, doctor, generate, quantize, run_batch, serve
+from headrace.cli import bench, chat, doctor, generate, quantize, run_batch, serve, verify
 from headrace.errors import HeadraceError, RequestError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(run_batch.run_batch)
 app.command()(quantize.quantize)
+app.command()(verify.verify)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 
