@@ -28,7 +28,7 @@ from bench.record import RESULTS, commit
 from headrace import doctor
 from headrace.backends.cpu.native import require_native
 from headrace.cli.bench_quality import decode_speed, file_text, judge, opened, program_of, written_text
-from headrace.config import KV_DTYPES, EngineConfig
+from headrace.config import KV_ALIASES, KV_DTYPES, EngineConfig
 from headrace.llm import LLM
 from headrace.quant.schemes import NAMES
 
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 def forms() -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, fields of the config) of every form in which a plain checkpoint is loaded."""
-    kv_dtypes = [name for name in KV_DTYPES if name not in KV_FLOATS]
+    kv_dtypes = [name for name in KV_DTYPES if name not in KV_FLOATS and name not in KV_ALIASES]
     yield "bf16", {}
     yield "fp16", {"dtype": "float16"}
     for kv in kv_dtypes:

@@ -82,9 +82,9 @@ void codes_i4(const float* x, int64_t width, int8_t* codes, uint16_t* scale) {
     uint16_t halves[32];
     store_bf16(halves, set1((greatest - least) / 15.0f + nan)), store_bf16(halves + 16, set1(least + nan));
     scale[0] = halves[0], scale[16] = halves[16];
-    float step;
-    store_n(&step, load_bf16(halves), 1);
-    const V inverse = set1(step > 0.0f ? 1.0f / step : 0.0f), from = load_bf16(halves + 16);
+    float step[16];
+    store(step, load_bf16(halves));
+    const V inverse = set1(step[0] > 0.0f ? 1.0f / step[0] : 0.0f), from = load_bf16(halves + 16);
     for (int64_t i = 0; i < width; i += 16) {
         const int64_t n = width - i < 16 ? width - i : 16;
         const V y = mul(sub(load_n(x + i, n), from), inverse);

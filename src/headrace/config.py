@@ -16,7 +16,8 @@ from headrace.errors import RequestError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_ALIASES = {"fp8": "fp8_e4m3"}
 POLICIES = ("fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
 """What the native core's team takes (csrc/include/team.h)."""

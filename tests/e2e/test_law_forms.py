@@ -30,6 +30,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8-channel": {"quantization": "int8-channel", "kv_cache_dtype": "float32"},
     "int8, cache of int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "cache of int8": {"kv_cache_dtype": "int8"},
+    "cache of int4": {"kv_cache_dtype": "int4"},
+    "cache of fp8": {"kv_cache_dtype": "fp8"},
+    "cache of fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "torch_ref": {"backend": "torch_ref"},
 }
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.cache import KINDS, Cache
-from tests.kernels.calls import FAST, ISAS, Array, Floats, call, fma, normals, padded, same, tree
+from tests.kernels.cache import KINDS, SCALED, Cache
+from tests.kernels.calls import FAST, ISAS, Array, Floats, call, fma, lanes_sum, normals, padded, same, tree
 
 from headrace.backends.torch_ref import attention as reference
 
@@ -94,27 +94,35 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     k, v, k_scale, v_scale = (np.repeat(a, group, 1) for a in problem.cache.get(problem.slots(i)))
     low = max(0, p - problem.window + 1) if problem.window else 0
     m, total = np.full(problem.heads, -np.inf, np.float32), np.zeros(problem.heads, np.float32)
-    acc = np.zeros(q.shape, np.float32)
+    acc, extra = np.zeros(q.shape, np.float32), np.zeros(problem.heads, np.float32)
+    k_least = v_least = None
+    if problem.kind == "int4":
+        (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(own, -1, 0) for own in (k_scale, v_scale))
     for begin in range((low - origin) // SPAN * SPAN + origin, p + 1, SPAN):
         keys = np.arange(max(begin, low), min(begin + SPAN, p + 1))
         s = np.zeros((len(keys), problem.heads), np.float32)
         for d in range(problem.head_dim):
             s = fma(q[:, d], k[keys, :, d], s)
-        s = s * (f32(problem.scale) * k_scale[keys] if problem.kind == "int8" else f32(problem.scale))
+        s = s * (f32(problem.scale) * k_scale[keys] if problem.kind in SCALED else f32(problem.scale))
+        if k_least is not None:
+            s = fma(f32(problem.scale) * k_least[keys], lanes_sum(q)[None], s)
         if problem.softcap:
             t = s / f32(problem.softcap)
             s = f32(problem.softcap) * (f32(1) - f32(2) / (f32(1) + exp(t + t)))
         top = np.maximum(m, s.max(0))
         alpha, w = exp(m - top), exp(s - top)
-        lanes = np.zeros((problem.heads, 16), np.float32)
+        lanes, least = np.zeros((2, problem.heads, 16), np.float32)
         for j in range(len(keys)):
             lanes[:, keys[j] % 16] += w[j]
+            if v_least is not None:
+                least[:, keys[j] % 16] = fma(w[j], v_least[keys[j]], least[:, keys[j] % 16])
         m, total, acc = top, total * alpha + tree(lanes), acc * alpha[:, None]
-        if problem.kind == "int8":
+        extra = extra * alpha + tree(least)
+        if problem.kind in SCALED:
             w = w * v_scale[keys]
         for j in reversed(range(len(keys))) if backwards else range(len(keys)):
             acc = fma(w[j][:, None], v[keys[j]], acc)
-    out: Floats = (acc / total[:, None]).astype(np.float32)
+    out: Floats = ((acc + extra[:, None] if v_least is not None else acc) / total[:, None]).astype(np.float32)
     return out.reshape(-1)
 
 
@@ -253,8 +261,9 @@ def test_what_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(isa: s
             fill = Cache(16, 1, 1, kind, bad)
             if what == "query":
                 problem.queries[0][at, 2] = bad
-            elif kind == "int8":
-                (problem.cache.k_scale if what == "key" else problem.cache.v_scale)[tile, 0, lane] = np.nan
+            elif kind in SCALED:
+                own = problem.cache.k_scale if what == "key" else problem.cache.v_scale
+                own[tile, 0, ..., lane] = 0x7FC0 if kind == "int4" else np.nan
             elif what == "key":
                 problem.cache.k[tile, 0, :, lane] = fill.k.flat[0]
             else:
@@ -265,7 +274,7 @@ def test_what_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(isa: s
             sees[at:last, 2 if what == "query" else slice(0, 3)] = True
             shown = ~np.isfinite(out[0].reshape(150, 6, 20))
             # An infinite key may give a score of minus infinity, whose weight is 0.
-            if what != "key" or np.isnan(bad) or kind == "int8":
+            if what != "key" or np.isnan(bad) or kind in SCALED:
                 assert shown[sees].all()
             assert not shown[~sees].any()
             assert same(out[0].reshape(150, 6, 20)[~sees], sound[0].reshape(150, 6, 20)[~sees])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kernels.cache import KINDS, Cache, encoded
+from tests.kernels.cache import KINDS, SCALED, Cache, encoded
 from tests.kernels.calls import FAST, ISAS, Array, Floats, call, fma, lanes_sum, normals, same
 
 EPS = 1e-6
@@ -43,8 +43,9 @@ SHAPES = [
 class Call:
     """Inputs of one call, drawn anew for each shape; `x` is what the call may change."""
 
-    def __init__(self, shape: Shape, kind: str, seed: int = 1) -> None:
+    def __init__(self, shape: Shape, kind: str, seed: int = 1, centred: bool = False) -> None:
         self.shape = shape
+        self.mean = normals(seed + 3, shape.kv_heads, shape.head_dim, spread=5) if centred else None
         rng = np.random.default_rng(seed)
         self.x = normals(seed, shape.rows, shape.width + 3, spread=2)
         self.positions = rng.integers(0, 50, shape.rows).astype(np.int32)
@@ -61,6 +62,8 @@ class Call:
         if s.normed:
             values |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
         values |= {"positions": self.positions, "slots": self.slots}
+        if self.mean is not None:
+            values["k_mean"] = self.mean
         cache = Cache(s.rows + 40, s.kv_heads, s.head_dim, self.cache.kind, RUBBISH)
         call("rope_store", isa, s.rows, num_threads=num_threads, **values, **cache.fields())
         return x, cache
@@ -83,7 +86,8 @@ class Call:
             else:
                 parts = [left * cos - right * sin, right * cos + left * sin]
             turned = np.concatenate([*parts, turned[..., 2 * s.pairs :]], -1)
-        self.cache.put(self.slots, turned[:, s.heads :], heads[:, s.heads + s.kv_heads :])
+        keys = turned[:, s.heads :] if self.mean is None else turned[:, s.heads :] - self.mean
+        self.cache.put(self.slots, keys, heads[:, s.heads + s.kv_heads :])
         queries = turned[:, : s.heads].reshape(s.rows, -1)
         return queries, self.cache
 
@@ -97,10 +101,10 @@ def agree(a: Cache, b: Cache) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_and_cache_to_the_bit(isa: str, kind: str) -> None:
     for seed, shape in enumerate(SHAPES):
-        problem = Call(shape, kind, seed)
+        problem = Call(shape, kind, seed, centred=seed % 2 == 1)
         x, cache = problem.run(isa)
         queries, expected = problem.expected()
-        if kind != "int8":  # scales where nothing was stored are rubbish, which only int8 has room for
+        if kind not in SCALED:  # they have no room for what the caller's rubbish is
             cache.k_scale[:], cache.v_scale[:] = expected.k_scale, expected.v_scale
         width = queries.shape[1]
         assert same(x[:, :width].copy(), queries), shape
@@ -156,7 +160,7 @@ def test_half_precision_rounds_to_even_and_saturates_to_infinity(isa: str) -> No
     numbers = np.array(
         [65519, 65520, -1e30, np.inf, np.nan, 1e-8, 6e-8, 2049, 2051, 1 + 2**-8, 1 + 3 * 2**-8], np.float32
     )
-    for kind in ("f16", "bf16"):
+    for kind in ("f16", "bf16", "e5m2"):
         problem = one_row(numbers, kind)
         stored = problem.run(isa)[1].get(problem.slots)
         right, _ = encoded(numbers, kind)
@@ -168,15 +172,16 @@ def test_half_precision_rounds_to_even_and_saturates_to_infinity(isa: str) -> No
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_int8_tells_of_what_is_not_finite_and_stores_zeros_as_zeros(isa: str) -> None:
+@pytest.mark.parametrize("kind", SCALED)
+def test_scales_tell_of_what_is_not_finite_and_zeros_are_stored_as_zeros(isa: str, kind: str) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         for at in (0, 17, 19):
             numbers = normals(3, 20)
             numbers[at] = bad
-            problem = one_row(numbers, "int8")
+            problem = one_row(numbers, kind)
             _, _, k_scale, v_scale = problem.run(isa)[1].get(problem.slots)
             assert not np.isfinite(k_scale).any()
             assert not np.isfinite(v_scale).any()
-    problem = one_row(np.zeros(20, np.float32), "int8")
+    problem = one_row(np.zeros(20, np.float32), kind)
     keys, values, k_scale, v_scale = problem.run(isa)[1].get(problem.slots)
     assert not np.concatenate([keys.ravel(), values.ravel(), k_scale.ravel(), v_scale.ravel()]).any()

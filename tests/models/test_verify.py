@@ -30,7 +30,9 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int4-g32-asym": {"quantization": "int4-g32-asym"},
 }
 CACHES = ("float32", "float16", "bfloat16", "int8")
-BLOCK_SIZES = {"float32": 16, "float16": 8, "bfloat16": 5, "int8": 16}
+FORMS = [(weights, cache) for cache in CACHES for weights in WEIGHTS]
+FORMS += [("float32", "int4"), ("int4", "int4"), ("float32", "fp8_e4m3"), ("float32", "fp8_e5m2")]
+BLOCK_SIZES = {"float32": 16, "float16": 8, "bfloat16": 5, "int8": 16, "int4": 16, "fp8_e4m3": 8, "fp8_e5m2": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +68,7 @@ def step(program: TapedProgram) -> list[int]:
     return [num_rows, 3, 3]
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("weights", "cache"), FORMS)
 @pytest.mark.parametrize("model_type", models.names())
 def test_every_record_agrees_with_numpy(
     model_type: str, weights: str, cache: str, directories: dict[str, Path]
@@ -112,6 +113,12 @@ PLANTS: list[tuple[str, dict[str, Any], str, str, Callable[[Any], Any]]] = [
     ("qwen3", {}, "rope_store", "k_norm", lambda old: None),
     ("llama", {"cache": "int8"}, "rope_store", "slots", lambda old: np.zeros_like(old)),
     ("gemma2", {"cache": "bfloat16"}, "rope_store", "positions", lambda old: np.zeros_like(old)),
+    ("llama", {"cache": "int4"}, "rope_store", "slots", lambda old: np.zeros_like(old)),
+    ("llama", {"cache": "int4"}, "rope_store", "k_mean", lambda old: None),
+    ("llama", {"cache": "int4"}, "rope_store", "k_scale", lambda old: np.zeros_like(old)),
+    ("mistral", {"cache": "int4"}, "attention", "window", lambda old: old - 1),
+    ("llama", {"cache": "int4"}, "attention", "v_scale", lambda old: old[..., ::-1].copy()),
+    ("llama", {"cache": "fp8_e4m3"}, "attention", "kv_type", lambda old: 3),
     ("llama", {}, "attention", "scale", lambda old: old * 1.001),
     ("mistral", {}, "attention", "window", lambda old: old - 1),
     ("llama", {}, "attention", "start", lambda old: np.zeros_like(old)),

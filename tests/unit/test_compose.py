@@ -27,9 +27,16 @@ def test_R_27_no_chunked_prefill_needs_a_budget_for_the_longest_prompt() -> None
     core.close()
 
 
-def test_a_cache_that_the_backend_does_not_have_is_refused() -> None:
+def test_a_cache_that_the_backend_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.backends.torch_ref.TorchRef.kv_dtypes", ("float32", "bfloat16"))
     with pytest.raises(RequestError, match=r"kv_cache_dtype: 'int8' .* one of auto, .* on backend torch_ref"):
         build_engine(EngineConfig(backend="torch_ref", kv_cache_dtype="int8"))
+
+
+def test_fp8_is_e4m3() -> None:
+    core = build_engine(EngineConfig(num_gpu_blocks_override=64, kv_cache_dtype="fp8"))
+    assert core.info.kv_cache_dtype == "fp8_e4m3"
+    core.close()
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_dtype": "int8", "quantization": "int4", "num_threads": 1}])

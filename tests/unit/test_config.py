@@ -31,7 +31,7 @@ def test_human_int_refuses(text: str) -> None:
     [
         (EngineConfig, "dtype", "float8"),
         (EngineConfig, "quantization", "int3"),
-        (EngineConfig, "kv_cache_dtype", "int4"),
+        (EngineConfig, "kv_cache_dtype", "int3"),
         (EngineConfig, "num_threads", -1),
         (EngineConfig, "num_threads", 257),
         (EngineConfig, "quantization", "int5"),

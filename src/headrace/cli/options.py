@@ -40,7 +40,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_model_len": "Context length in tokens; by default the model's own.",
         "block_size": "Tokens in a block of the KV cache.",
         "num_gpu_blocks_override": "Blocks in the KV cache, instead of what fits the memory.",
-        "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; int8 needs the native kernels.",
+        "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3. backend torch_ref "
+        "only shows what the quantised ones cost.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
         "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
         "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",

@@ -17,7 +17,7 @@ import msgspec
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend, KVShape
-from headrace.config import DEQUANTIZE, EngineConfig
+from headrace.config import DEQUANTIZE, KV_ALIASES, EngineConfig
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
@@ -230,6 +230,7 @@ def choose_kv_dtype(wanted: str, backend: Backend) -> str:
     """`wanted`, or for "auto" the model's own. Raises `RequestError` for one that the backend does not have."""
     if wanted == "auto":
         return backend.dtype
+    wanted = KV_ALIASES.get(wanted, wanted)
     if wanted not in backend.kv_dtypes:
         raise RequestError(
             "kv_cache_dtype", wanted, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"

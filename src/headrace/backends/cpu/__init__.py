@@ -14,13 +14,14 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import KVShape
+from headrace.backends.base import Chunks, KVShape
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
+from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.errors import RequestError
 from headrace.quant.schemes import K_BLOCK, K_TYPES
 
@@ -29,7 +30,7 @@ class Cpu:
     """Memory and operators of the native backend."""
 
     name = "cpu"
-    kv_dtypes = ("float32", "bfloat16", "float16", "int8")
+    kv_dtypes = tuple(cache.TYPE_CODES)
     block_tables = tuple(K_TYPES)
 
     def __init__(self, device: str, dtype: str) -> None:
@@ -90,6 +91,8 @@ class Cpu:
         feature_layers: Sequence[int] = (),
     ) -> TapedProgram:
         kv = cache.KVCache(model.kv_shape, num_blocks, block_size, kv_dtype)
+        if kv_dtype == "int4":
+            self._measure_keys(model, kv, (max_blocks_per_seq - 1) * block_size + 1, num_threads)
         max_rows = min(MAX_ROWS, max_num_batched_tokens)
         max_chunks = min(max_num_seqs, max_rows)
         max_blocks = max_chunks * max_blocks_per_seq
@@ -97,6 +100,22 @@ class Cpu:
         return TapedProgram(
             model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads, check=check, layers=feature_layers
         )
+
+    def _measure_keys(self, model: Any, kv: cache.KVCache, max_len: int, num_threads: int) -> None:
+        """Run the probe over a float32 cache, and tell each layer of `kv` its mean key."""
+        length = min(LENGTH, max_len)
+        own = cache.KVCache(model.kv_shape, NUM_SEQS, length, "float32")
+        probe = TapedProgram(model, self.ops, own, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
+        tables = [[i] for i in range(NUM_SEQS)]
+        probe.forward(Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables), [])
+        stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
+        for layer, store, look in zip(kv.layers, stores, looks, strict=True):
+            # A soft cap sees where scores lie.
+            if layer.key_mean is not None and not look["softcap"]:
+                keys = cache.numbers(store, "k", np.arange(NUM_SEQS * length))
+                turn = (store["cos"], store["sin"]) if store["pairs"] else (None, None)
+                layer.key_mean[:] = mean_key(keys.reshape(NUM_SEQS, length, *keys.shape[1:]), *turn)
+        probe.close()
 
     def available_memory(self) -> int:
         return int(psutil.virtual_memory().available)

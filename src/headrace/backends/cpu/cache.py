@@ -6,36 +6,45 @@ not know sequences. Made and used by `program`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import ITEM_BYTES, KVShape
+from headrace.backends.base import KVShape
 from headrace.backends.cpu.memory import aligned
 
 TILE = 16
-TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3}
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
+TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5, "fp8_e5m2": 6}
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8, "int4": np.uint8,
+          "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8}  # fmt: skip
+SCALED = ("int8", "int4", "fp8_e4m3")
+"""Types whose codes have 4 bytes of scales for each token and head."""
+TYPE_NAMES = {code: name for name, code in TYPE_CODES.items()}
+
+F64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """keys [tiles, kv_heads, head_dim, 16] and values [tiles, kv_heads, 16, head_dim] of one layer; bfloat16 as uint16.
+    """keys [tiles, kv_heads, rows, 16] and values [tiles, kv_heads, 16, row] of one layer; bfloat16 as uint16. `rows`
+    and `row` are head_dim, or for int4 the bytes that it takes (`packed_sizes`).
 
-    For int8, scales float32 [tiles, kv_heads, 16] of each.
+    For int8 and fp8_e4m3 scales float32 [tiles, kv_heads, 16] of each; for int4 uint16 [tiles, kv_heads, 2, 16] (step
+    and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is left out of the keys.
     """
 
     dtype: str
     keys: NDArray[Any]
     values: NDArray[Any]
-    key_scales: NDArray[np.float32] | None
-    value_scales: NDArray[np.float32] | None
+    key_scales: NDArray[Any] | None
+    value_scales: NDArray[Any] | None
+    key_mean: NDArray[np.float32] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The cache's fields of rope_store and attention."""
+        """The cache's fields that rope_store and attention share."""
         return {
             "kv_type": TYPE_CODES[self.dtype],
             "k": self.keys,
@@ -44,15 +53,54 @@ class LayerCache:
             "v_scale": self.value_scales,
         }
 
-    def arrays(self) -> list[NDArray[Any]]:
-        found = (self.keys, self.values, self.key_scales, self.value_scales)
-        return [array for array in found if array is not None]
+    def by_slot(self) -> list[NDArray[Any]]:
+        """Views [tiles, 16, kv_heads, ...] of everything that belongs to a slot."""
+        last = self.dtype == "int4"
+        views = [np.moveaxis(self.keys, 3, 1), np.moveaxis(self.values, 2, 1)]
+        scales = [scales for scales in (self.key_scales, self.value_scales) if scales is not None]
+        return views + [np.moveaxis(array, 3 if last else 2, 1) for array in scales]
+
+
+def packed_sizes(head_dim: int, dtype: str) -> tuple[int, int]:
+    """Elements that a token takes for one head: of its key, of its value."""
+    if dtype != "int4":
+        return head_dim, head_dim
+    return (head_dim + 1) // 2, head_dim // 32 * 16 + min(head_dim % 32, 16)
 
 
 def block_bytes(shape: KVShape, block_size: int, dtype: str) -> int:
     """Bytes of a block over all layers, scales included."""
-    per_head = shape.head_dim * ITEM_BYTES[dtype] + (4 if dtype == "int8" else 0)
-    return 2 * shape.num_layers * block_size * shape.num_kv_heads * per_head
+    per_head = sum(packed_sizes(shape.head_dim, dtype)) * np.dtype(STORED[dtype]).itemsize
+    per_head += 8 if dtype in SCALED else 0
+    return shape.num_layers * block_size * shape.num_kv_heads * per_head
+
+
+def numbers(fields: Mapping[str, Any], name: str, slots: NDArray[Any]) -> F64:
+    """What a cache with these fields of rope_store or attention holds at `slots` of "k" (less k_mean) or "v":
+    [slots, kv_heads, head_dim]."""
+    dtype, (tile, lane) = TYPE_NAMES[fields["kv_type"]], np.divmod(slots, TILE)
+    codes = np.moveaxis(fields[name], 3 if name == "k" else 2, 1)[tile, lane]
+    scales = fields[f"{name}_scale"]
+    if dtype == "int4":
+        at = np.arange(fields["head_dim"])
+        byte, shift = (at // 2, at % 2 * 4) if name == "k" else (at // 32 * 16 + at % 16, at % 32 // 16 * 4)
+        step, least = np.moveaxis(widened(np.moveaxis(scales, 3, 1)[tile, lane], "bfloat16"), -1, 0)
+        found: F64 = (codes[..., byte] >> shift & 15) * step[..., None] + least[..., None]
+        return found
+    found = widened(codes, dtype)
+    return found if scales is None else found * np.moveaxis(scales, 2, 1)[tile, lane][..., None]
+
+
+def widened(raw: NDArray[Any], dtype: str) -> F64:
+    """Stored numbers as float64, without their scales; bfloat16 comes as uint16, fp8 as uint8."""
+    if dtype == "bfloat16":
+        raw = (raw.astype(np.uint32) << 16).view(np.float32)
+    elif dtype == "fp8_e5m2":
+        raw = (raw.astype(np.uint16) << 8).view(np.float16)
+    elif dtype == "fp8_e4m3":
+        half = raw.astype(np.uint16)
+        raw = ((half & 0x80) << 8 | (half & 0x7F) << 7).view(np.float16)
+    return raw.astype(np.float64)
 
 
 class KVCache:
@@ -68,11 +116,18 @@ class KVCache:
             return made
 
         self.layers = []
+        rows, row = packed_sizes(size, dtype)
         for _ in range(shape.num_layers):
-            keys = zeros(tiles, heads, size, TILE, item=STORED[dtype])
-            values = zeros(tiles, heads, TILE, size, item=STORED[dtype])
-            scales = [zeros(tiles, heads, TILE, item=np.float32) if dtype == "int8" else None for _ in range(2)]
-            self.layers.append(LayerCache(dtype, keys, values, scales[0], scales[1]))
+            keys = zeros(tiles, heads, rows, TILE, item=STORED[dtype])
+            values = zeros(tiles, heads, TILE, row, item=STORED[dtype])
+            scales: list[Any] = [None, None]
+            if dtype in SCALED:
+                scales = [zeros(tiles, heads, TILE, item=np.float32) for _ in range(2)]
+            mean = None
+            if dtype == "int4":
+                scales = [own.view(np.uint16).reshape(tiles, heads, 2, TILE) for own in scales]
+                mean = np.zeros((heads, size), np.float32)
+            self.layers.append(LayerCache(dtype, keys, values, scales[0], scales[1], mean))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one pair after the other."""
@@ -81,14 +136,11 @@ class KVCache:
             if size % TILE == 0:
                 tiles = size // TILE
                 for layer in self.layers:
-                    for array in layer.arrays():
+                    for array in layer.by_slot():
                         array[target * tiles : (target + 1) * tiles] = array[source * tiles : (source + 1) * tiles]
                 continue
             slots = np.arange(size)
-            (from_tile, from_lane), (to_tile, to_lane) = (
-                divmod(block * size + slots, TILE) for block in (source, target)
-            )
+            from_at, to_at = (np.divmod(block * size + slots, TILE) for block in (source, target))
             for layer in self.layers:
-                layer.keys[to_tile, :, :, to_lane] = layer.keys[from_tile, :, :, from_lane]
-                for array in layer.arrays()[1:]:
-                    array[to_tile, :, to_lane] = array[from_tile, :, from_lane]
+                for array in layer.by_slot():
+                    array[to_at] = array[from_at]

@@ -163,6 +163,7 @@ class CpuOps:
             "slots": rows.slots,
             "copy_begin": rows.copy_begin,
             "copy_slots": rows.copy_slots,
+            "k_mean": cache.key_mean,
         }
         node = self.graph.put("rope_store", qkv.dim, None, fields | cache.fields())
         return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, node)

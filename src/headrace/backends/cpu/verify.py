@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.cpu.cache import STORED, TYPE_CODES
+from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.graph import Node
 from headrace.backends.cpu.matrix import CpuMatrix
 from headrace.backends.cpu.tape import Tape
@@ -29,9 +29,9 @@ SPARE = 1e-12
 CODE_STEP = 0.51
 """How far a code may be from the quotient that it rounds: a half, and what float32 adds to it."""
 
-CACHE_TYPES = {code: name for name, code in TYPE_CODES.items()}
-CACHE_STEPS = {TYPE_CODES[name]: step for name, step in
-               (("float32", 0.0), ("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("int8", 1 / 254))}  # fmt: skip
+_STEPS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 254, "int4": 1 / 15 + 2**-7,
+          "fp8_e4m3": 1 / 28, "fp8_e5m2": 1 / 8}  # fmt: skip
+CACHE_STEPS = {TYPE_CODES[name]: step for name, step in _STEPS.items()}
 """What rounding to a type may cost, of the greatest number of a row."""
 
 BEYOND = -1
@@ -110,7 +110,7 @@ class View:
     def error(self, name: str, wanted: NDArray[Any]) -> float:
         """Of what field `name` holds now, relative to the greatest number of each row."""
         if name in ("k", "v"):
-            got: NDArray[Any] = self.stored(name).reshape(wanted.shape)
+            got: NDArray[Any] = numbers(self.node.fields, name, self.ints("slots", self.rows)).reshape(wanted.shape)
             return self._relative(got, wanted, CACHE_STEPS[self["kv_type"]])
         if name in CODES:
             got = self.array(name, np.int8, self.rows, self["ld_q"])[:, : wanted.shape[1]].astype(np.float64)
@@ -126,14 +126,6 @@ class View:
         if kind == np.int32:
             return float((got != wanted).any())
         return self._relative(got.astype(np.float64), wanted, 0.0)
-
-    def stored(self, name: str) -> F64:
-        """What lies at the rows' slots of the cache, "k" or "v" -> [rows, kv_heads, head_dim]."""
-        tile, lane = np.divmod(self.ints("slots", self.rows), 16)
-        at = (tile, slice(None), slice(None), lane) if name == "k" else (tile, slice(None), lane)
-        found = widened(self[name][at], CACHE_TYPES[self["kv_type"]])
-        scales = self[f"{name}_scale"]
-        return found if scales is None else found * scales[tile, :, lane][..., None]
 
     def _relative(self, got: F64, wanted: F64, step: float) -> float:
         if (np.isnan(got) != np.isnan(wanted)).any():
@@ -193,12 +185,12 @@ def _embedding(view: View) -> dict[str, NDArray[Any]]:
     kind = next((kind for kind in K_TYPES if K_TYPES[kind].code == view["type"]), None)
     if kind is not None:
         return {"out": _block_rows(view, kind, ids) * view["scale"]}
-    dtype = STORED[CACHE_TYPES[view["type"]]]
+    dtype = STORED[TYPE_NAMES[view["type"]]]
     rows = []
     for token_id in ids.tolist():
         size = width * np.dtype(dtype).itemsize
         raw = np.frombuffer(ctypes.string_at(view["table"] + token_id * size, size), dtype)
-        rows.append(widened(raw, CACHE_TYPES[view["type"]]))
+        rows.append(widened(raw, TYPE_NAMES[view["type"]]))
     return {"out": np.stack(rows) * view["scale"]}
 
 
@@ -209,13 +201,6 @@ def _block_rows(view: View, kind: str, ids: NDArray[np.int32]) -> F64:
     raw = np.stack([np.frombuffer(ctypes.string_at(view["table"] + i * size, size), np.uint8) for i in ids.tolist()])
     found: F64 = decode(kind, raw).dequantize().numpy().astype(np.float64)
     return found
-
-
-def widened(raw: NDArray[Any], dtype: str) -> F64:
-    """Stored numbers as float64; bfloat16 comes as uint16."""
-    if dtype == "bfloat16":
-        raw = (raw.astype(np.uint32) << 16).view(np.float32)
-    return raw.astype(np.float64)
 
 
 def _gated(view: View) -> dict[str, NDArray[Any]]:
@@ -241,7 +226,7 @@ def _rope_store(view: View) -> dict[str, NDArray[Any]]:
 
     return {
         "x": turned(query, view["q_norm"]),
-        "k": turned(key, view["k_norm"]),
+        "k": turned(key, view["k_norm"]) - (0.0 if view["k_mean"] is None else view["k_mean"].reshape(-1)),
         "v": value.reshape(view.rows, -1),
     }
 
@@ -250,7 +235,6 @@ def _attention(view: View) -> dict[str, NDArray[Any]]:
     heads, kv_heads, size = view["heads"], view["kv_heads"], view["head_dim"]
     block_size, num_chunks = view["block_size"], view.sizes[1]
     begin, start, tables = view["row_begin"], view["start"], view["table_begin"]
-    dtype = CACHE_TYPES[view["kv_type"]]
     query = view.x(heads * size).reshape(view.rows, heads, size)
     out = np.zeros_like(query)
     for chunk in range(num_chunks):
@@ -259,14 +243,7 @@ def _attention(view: View) -> dict[str, NDArray[Any]]:
             low = max(0, position - view["window"] + 1) if view["window"] else 0
             at = np.arange(low, position + 1)
             slots = view["blocks"][tables[chunk] + at // block_size] * block_size + at % block_size
-            tile, lane = slots // 16, slots % 16
-            keys, values = (
-                widened(view["k"][tile, :, :, lane], dtype),
-                widened(view["v"][tile, :, lane, :], dtype),
-            )
-            if dtype == "int8":
-                keys = keys * view["k_scale"][tile, :, lane][..., None]
-                values = values * view["v_scale"][tile, :, lane][..., None]
+            keys, values = (numbers(view.node.fields, name, slots) for name in ("k", "v"))
             for head in range(heads):
                 own = head // (heads // kv_heads)
                 scores = keys[:, own] @ query[row, head] * view["scale"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import ITEM_BYTES, KVShape
+from headrace.backends.torch_ref import rounded
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
 
@@ -23,7 +24,7 @@ class TorchRef:
     """Memory and operators of the reference backend. Weights and KV cache hold `dtype`; sums are float32."""
 
     name = "torch_ref"
-    kv_dtypes = ("float32", "bfloat16", "float16")
+    kv_dtypes = ("float32", "bfloat16", "float16", *rounded.KINDS)
     block_tables = ()
 
     def __init__(self, device: str, dtype: str) -> None:
@@ -49,7 +50,7 @@ class TorchRef:
         raise NotImplementedError("torch_ref packs no weights")
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
-        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * ITEM_BYTES[kv_dtype]
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * ITEM_BYTES.get(kv_dtype, 4)
 
     def program(
         self,
@@ -65,8 +66,12 @@ class TorchRef:
     ) -> EagerProgram:
         shape: KVShape = model.kv_shape
         size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        kv = torch.zeros(size, dtype=DTYPES[kv_dtype], device=self.ops.device)
-        return EagerProgram(model, self.ops, kv, num_threads or self.num_threads(self.ops.weight_bytes), feature_layers)
+        kv = torch.zeros(size, dtype=DTYPES.get(kv_dtype, torch.float32), device=self.ops.device)
+        num_threads = num_threads or self.num_threads(self.ops.weight_bytes)
+        made = EagerProgram(model, self.ops, kv, num_threads, feature_layers, kv_dtype)
+        if kv_dtype == "int4":
+            made.measure_keys((max_blocks_per_seq - 1) * block_size + 1)
+        return made
 
     def available_memory(self) -> int:
         if self.ops.device.type == "cuda":

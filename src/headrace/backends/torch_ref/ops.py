@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.torch_ref import attention as paged
+from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.quant.base import MatrixSource
 from headrace.quant.schemes import Scheme
@@ -119,8 +120,10 @@ class RefOps:
             turned.append(x[..., 2 * half :].float())
         return torch.cat(turned, dim=-1).to(self.dtype)
 
-    def store(self, key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    def store(self, key: Tensor, value: Tensor, cache: Tensor | RoundedCache, slot_mapping: Tensor) -> None:
         """Write key and value [R, kv_heads, D] to slots of cache [2, num_blocks, block_size, kv_heads, D]."""
+        if isinstance(cache, RoundedCache):
+            (key, value), cache = cache.rounded(key, value), cache.data
         slots = cache.view(2, -1, *cache.shape[3:])
         slots[0].index_copy_(0, slot_mapping, key.to(cache.dtype))
         slots[1].index_copy_(0, slot_mapping, value.to(cache.dtype))
@@ -130,7 +133,7 @@ class RefOps:
         qkv: Tensor,
         heads: Heads,
         rows: ForwardBatch,
-        cache: Tensor,
+        cache: Tensor | RoundedCache,
         turn: Turn | None = None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
@@ -147,6 +150,8 @@ class RefOps:
                 angles = turn.cos.index_select(0, rows.positions), turn.sin.index_select(0, rows.positions)
                 rows.notes[id(turn.cos)] = angles
             query, key = self.rope(query, *angles), self.rope(key, *angles)
+        if isinstance(cache, RoundedCache):
+            cache.turn = turn
         self.store(key, value, cache, rows.slot_mapping)
         if rows.copies is not None:
             own, slots = rows.copies
@@ -158,11 +163,13 @@ class RefOps:
         query: Tensor,
         heads: Heads,
         rows: ForwardBatch,
-        cache: Tensor,
+        cache: Tensor | RoundedCache,
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
     ) -> Tensor:
+        if isinstance(cache, RoundedCache):
+            cache.softcap, cache = softcap, cache.data
         by_head = query.view(query.shape[0], heads.num_heads, heads.head_dim)
         return paged.attention(by_head, cache, rows, scale, window, softcap).to(self.dtype).flatten(1)
 

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.backends.base import Chunks, Logits
+from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
 from headrace.backends.torch_ref.ops import RefOps
+from headrace.backends.torch_ref.rounded import KINDS, RoundedCache
 
 UNBOUNDED = 2**31
 
@@ -71,13 +73,33 @@ class EagerProgram:
     max_rows = UNBOUNDED
     max_logits = UNBOUNDED
 
-    def __init__(self, model: Any, ops: RefOps, kv: Tensor, num_threads: int, layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ops: RefOps,
+        kv: Tensor,
+        num_threads: int,
+        layers: Sequence[int] = (),
+        kv_dtype: str = "float32",
+    ) -> None:
         self.model, self.ops, self.kv = model, ops, kv
+        self._caches: Any = [RoundedCache(own, kv_dtype) for own in kv] if kv_dtype in KINDS else kv
         self.num_threads = num_threads
         self.vocab_size: int = model.vocab_size
         self.num_blocks, self.block_size = kv.shape[2], kv.shape[3]
         self._hidden: Tensor | None = None
         self._layers, self._kept = layers, [kv.new_empty(0)] * len(layers)
+
+    def measure_keys(self, max_len: int) -> None:
+        """Run the probe over a float32 cache, and tell each layer's cache its mean key."""
+        length = min(LENGTH, max_len)
+        sizes = (len(self.kv), 2, NUM_SEQS, length, *self.kv.shape[4:])
+        probe = EagerProgram(self.model, self.ops, self.kv.new_zeros(sizes), self.num_threads)
+        probe._caches = [RoundedCache(own, "float32") for own in probe.kv]
+        tokens = probe_tokens(self.vocab_size, length)
+        probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]), [])
+        for own, probed in zip(self._caches, probe._caches, strict=True):
+            own.learn_mean(probed, NUM_SEQS, length)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with torch.inference_mode():
@@ -95,7 +117,7 @@ class EagerProgram:
             if features is not None:
                 batch.features = torch.from_numpy(features).to(self.kv.device, self.ops.dtype)
             streams: list[Tensor] = []
-            self._hidden = hidden = self.model.forward(batch, self.kv, streams if self._layers else None)
+            self._hidden = hidden = self.model.forward(batch, self._caches, streams if self._layers else None)
             self._kept = [streams[layer] for layer in self._layers]
             # A chunk without logits is looked at too: what it left in the cache must not be published (R-17).
             finite = [bool(part.all()) for part in torch.split(torch.isfinite(hidden).all(dim=-1), batch.lens)]
@@ -124,7 +146,7 @@ class EagerProgram:
         return found
 
     def close(self) -> None:
-        self.kv, self._hidden, self._kept = self.kv.new_empty(0), None, []
+        self.kv, self._caches, self._hidden, self._kept = self.kv.new_empty(0), [], None, []
 
     def _logits(self, rows: list[int]) -> Logits:
         if not rows or self._hidden is None:

@@ -1,0 +1,66 @@
+"""A layer's cache whose numbers are what quantised codes stand for: the oracle of the native caches.
+
+Codes are made as csrc/include/kernels.h says, and widened again at once: the cache holds float32, so it shows what
+rounding costs and saves no memory. Knows tensors; must not know requests. Made by `program`, used by `ops`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.backends.base import Turn
+from headrace.backends.key_means import mean_key
+
+KINDS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
+E4M3_MOST = 448.0
+
+
+@dataclass(slots=True, eq=False)
+class RoundedCache:
+    """data float32 [2, num_blocks, block_size, kv_heads, D] of one layer. `mean` [kv_heads, D] is left out of int4's
+    keys before they are rounded. `turn` and `softcap` are what the layer's operators were last given."""
+
+    data: Tensor
+    dtype: str
+    mean: Tensor | None = None
+    turn: Turn | None = field(default=None, repr=False)
+    softcap: float = 0.0
+
+    def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, kv_heads, D] as the cache gives them back, float32."""
+        key, value = key.float(), value.float()
+        if self.mean is None:
+            return as_stored(key, self.dtype), as_stored(value, self.dtype)
+        return as_stored(key - self.mean, self.dtype) + self.mean, as_stored(value, self.dtype)
+
+    def learn_mean(self, probed: RoundedCache, num_seqs: int, length: int) -> None:
+        """From a cache that the probe has filled, one block for each of its sequences."""
+        # A soft cap sees where scores lie.
+        if not probed.softcap:
+            keys: Any = probed.data[0, :num_seqs, :length].cpu().numpy()
+            turn = probed.turn
+            angles = (None, None) if turn is None else (turn.cos.cpu().numpy(), turn.sin.cpu().numpy())
+            self.mean = torch.from_numpy(mean_key(keys, *angles)).to(self.data.device)
+
+
+def as_stored(x: Tensor, dtype: str) -> Tensor:
+    """x [..., D] float32 rounded to `dtype` and back, with scales over the last axis where it has them."""
+    if dtype == "float32":
+        return x
+    if dtype == "fp8_e5m2":
+        return x.to(torch.float8_e5m2).float()
+    if dtype == "int4":
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        step, least = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
+        codes = torch.where(step > 0, torch.round((x - least) * (1 / step)).clamp(0, 15), 0)
+        return codes * step + least
+    amax = x.abs().amax(-1, keepdim=True)
+    most = 127.0 if dtype == "int8" else E4M3_MOST
+    inverse = torch.where(amax > 0, most / amax, 0)
+    codes = (x * inverse).clamp(-most, most)
+    codes = torch.round(codes) if dtype == "int8" else codes.to(torch.float8_e4m3fn).float()
+    return codes * (amax / most)
