@@ -175,7 +175,8 @@ def form_of(directory: Path, target: Target) -> Form:
         raise CheckpointError(f"{directory} has no fc.weight: it is no EAGLE checkpoint{hint}")
     if not any(name.endswith(".hidden_norm.weight") for name in names):
         return Form(False, values, ())
-    width = checkpoint.entry("fc.weight").shape[-1]
+    shape = checkpoint.entry("fc.weight").shape
+    width = shape[-1] if shape else 0
     own = values.get("eagle_config")
     told = values.get("eagle_aux_hidden_state_layer_ids")
     if told is None and isinstance(own, dict):

@@ -24,7 +24,7 @@ from tests.unit.drafters.play import (
 )
 
 from headrace import builtin
-from headrace.drafters import draft_model, eagle, early_exit, medusa, mtp
+from headrace.drafters import context, draft_model, eagle, early_exit, features, medusa, mtp
 from headrace.drafters.base import Context, Drafter
 from headrace.drafters.context import Job, Line, PrivateContext
 from headrace.errors import CheckpointError, RequestError
@@ -138,9 +138,9 @@ def test_a_leap_a_drop_and_an_unknown_sequence(kind: str) -> None:
         assert (draft.token_ids, draft.parents) == first_guesses(kind, 4, plays[0], at)
     assert draft.token_ids
     # What the target has not computed yet can not be gone on from.
-    context = context_of(plays[0], 4, 4)
-    context.tokens += [5, 6]
-    (draft,) = drafter.propose([context])
+    ahead = context_of(plays[0], 4, 4)
+    ahead.tokens += [5, 6]
+    (draft,) = drafter.propose([ahead])
     assert bool(draft.token_ids) == (drafter.feature_layers is None)
     drafter.drop(plays[1].seq_id)
     drafter.drop(999)
@@ -237,8 +237,8 @@ class Ranking(Greedy):
         self.rows: list[tuple[list[int], list[int], Any]] = []
 
     def rank(self, logits: Any, contexts: Any, tails: Any, width: int) -> Any:
-        for row, context, tail in zip(logits, contexts, tails, strict=True):
-            self.rows.append((list(context.tokens), list(tail), row.copy()))
+        for row, own, tail in zip(logits, contexts, tails, strict=True):
+            self.rows.append((list(own.tokens), list(tail), row.copy()))
         return super().rank(logits, contexts, tails, width)
 
 
@@ -289,9 +289,9 @@ def test_depths_and_numbers_of_nodes_may_differ_in_a_step() -> None:
     contexts = [context_of(plays[i], most, nodes) for i, (most, nodes) in enumerate([(1, 1), (4, 11), (2, 3), (0, 0)])]
     together = drafter.propose(contexts)
     assert [len(draft.token_ids) for draft in together] == [1, 11, 3, 0]
-    for context, draft in zip(contexts, together, strict=True):
+    for each, draft in zip(contexts, together, strict=True):
         alone = drafter_of("early_exit", 11)
-        (own,) = alone.propose([context])
+        (own,) = alone.propose([each])
         # A chain is a tree of one branch.
         parents = own.parents or list(range(-1, len(own.token_ids) - 1))
         assert (own.token_ids, parents) == (draft.token_ids, draft.parents or parents)
@@ -322,6 +322,22 @@ def test_a_long_prompt_is_computed_as_it_comes() -> None:
     whole = drafter_of("mtp")
     whole.observe(1, 0, tokens[:479], features)
     assert whole.propose([Context(1, tokens, 480, GREEDY, 4, 4)])[0].token_ids == draft.token_ids
+
+
+@SHAPES
+@ALL
+def test_calls_that_do_not_fit_are_cut(kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = drafter_of(kind, nodes)
+    wanted = plays_for(whole, num_tokens=24)
+    run(whole, wanted, num_nodes=nodes)
+    for module in (context, features):
+        monkeypatch.setattr(module, "MAX_ROWS", 8)
+        monkeypatch.setattr(module, "MAX_LINES", 3)
+    monkeypatch.setattr(features, "MAX_WAITING", 5)
+    cut = drafter_of(kind, nodes)
+    got = plays_for(cut, num_tokens=24)
+    run(cut, got, num_nodes=nodes)
+    assert drafts_of(got) == drafts_of(wanted)
 
 
 REFUSED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [

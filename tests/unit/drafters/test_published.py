@@ -17,6 +17,7 @@ from tests.unit.drafters import plain
 from tests.unit.drafters.play import GREEDY, Greedy, spec_of, target_of
 from torch import Tensor
 
+from headrace.backends.cpu.verify import verify
 from headrace.drafters import eagle, medusa, mtp
 from headrace.drafters.base import F32, Context, Drafter
 from headrace.errors import CheckpointError, RequestError
@@ -78,7 +79,9 @@ def save(directory: Path, config: dict[str, Any], weights: plain.Weights) -> Pat
     return directory
 
 
-def foretold(drafter: Drafter, guide: Recording, width: int, chunk: int = 17) -> tuple[list[int], Tensor, list[int]]:
+def foretold(
+    drafter: Drafter, guide: Recording, width: int, chunk: int = 17, close: bool = True
+) -> tuple[list[int], Tensor, list[int]]:
     """Play a random sequence; -> its tokens, its features, the draft. The guide has the logits."""
     random = np.random.default_rng(3)
     tokens = random.integers(0, VOCAB, NUM_TOKENS).tolist()
@@ -87,7 +90,8 @@ def foretold(drafter: Drafter, guide: Recording, width: int, chunk: int = 17) ->
         drafter.observe(7, start, tokens[start : NUM_TOKENS - 1][:chunk], features[start : start + chunk])
     (draft,) = drafter.propose([Context(7, tokens, 5, GREEDY, DEPTH, DEPTH)])
     assert len(draft.token_ids) == DEPTH
-    drafter.close()
+    if close:
+        drafter.close()
     return tokens, torch.from_numpy(features), draft.token_ids
 
 
@@ -382,14 +386,94 @@ def _twice(path: Path, name: str) -> None:
     save_file(weights, str(path / "model.safetensors"))
 
 
-@pytest.mark.parametrize(("method", "files", "words"), REFUSED, ids=[f"{m} {w}" for m, _, w in REFUSED])
+@pytest.mark.parametrize(("method", "make_files", "words"), REFUSED, ids=[f"{m} {w}" for m, _, w in REFUSED])
 def test_what_does_not_fit_the_target_is_told(
-    method: str, files: Callable[[Path], Any], words: str, base: Any, tmp_path: Path
+    method: str, make_files: Callable[[Path], Any], words: str, base: Any, tmp_path: Path
 ) -> None:
-    files(tmp_path)
-    module = {"eagle": eagle, "mtp": mtp, "medusa": medusa}[method]
+    make_files(tmp_path)
+    module = MODULES[method]
     with pytest.raises(CheckpointError, match=words.replace(".", r"\.")):
         module.make(spec_of(method=method, model=str(tmp_path)), target_of(base[0]))
+
+
+MODULES: dict[str, Any] = {"eagle": eagle, "mtp": mtp, "medusa": medusa}
+
+
+def files(method: str, directory: Path) -> None:
+    if method == "eagle 1":
+        eagle1_files(directory, BLOCK)
+    elif method == "eagle 3":
+        eagle3_files(directory, EAGLE3["layers told"])
+    elif method == "mtp":
+        save(directory, TARGET | {"num_nextn_predict_layers": 1}, mtp_files("deepseek", TARGET)[0])
+    else:
+        medusa_files(directory, "vllm, token_map")
+
+
+ODD: list[Any] = [None, -1, 0, 1, 7, 10**12, 0.5, 1e400, "x", "", True, [], [1], [[]], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("method", ["eagle 1", "eagle 3", "mtp", "medusa"])
+def test_S_28_odd_values_in_a_config_are_refused_or_do_no_harm(method: str, base: Any, tmp_path: Path) -> None:
+    target = target_of(base[0])
+    module = MODULES[method.split()[0]]
+    files(method, tmp_path)
+    right = json.loads((tmp_path / "config.json").read_text())
+    random = np.random.default_rng(0)
+    keys = [*right, "norm_before_residual", "eagle_config", "transformer_layer_config", "quantization_config",
+            "rope_scaling", "layer_types", "attention_bias", "rope_parameters"]  # fmt: skip
+    num_refused = 0
+    for _ in range(60):
+        changed = {
+            keys[random.integers(len(keys))]: ODD[random.integers(len(ODD))] for _ in range(random.integers(1, 3))
+        }
+        (tmp_path / "config.json").write_text(json.dumps(right | changed))
+        try:
+            module.make(spec_of(method=method.split()[0], model=str(tmp_path)), target).close()
+        except (CheckpointError, RequestError):
+            num_refused += 1
+    assert 5 < num_refused < 60
+
+
+@pytest.mark.parametrize("method", ["eagle 1", "eagle 3", "mtp", "medusa"])
+def test_each_record_of_a_drafters_tape_agrees_with_numpy(method: str, base: Any, tmp_path: Path) -> None:
+    files(method, tmp_path)
+    module = MODULES[method.split()[0]]
+    drafter = module.make(spec_of(method=method.split()[0], model=str(tmp_path)), target_of(base[0]))
+    foretold(drafter, Recording(), HIDDEN * len(drafter.feature_layers or (0,)), close=False)
+    programs = [head._program for head in drafter._heads] if method == "medusa" else [drafter.private.program]
+    programs += [drafter._fuse._program] if getattr(drafter, "_fuse", None) else []
+    for program in programs:
+        # The last row that was computed lies there still.
+        assert verify(program.tape, [1, 1, 1]) == []
+        assert program.tape.dump()
+    node = next(node for node in programs[0].tape.nodes if node.op.startswith("linear"))
+    node.fields["bias"] = np.ones(node.fields["num_out"], np.float32)
+    assert verify(programs[0].tape, [1, 1, 1])[0].index == node.index  # control
+    drafter.close()
+
+
+def test_an_eagle_that_is_narrower_than_its_target(base: Any, tmp_path: Path) -> None:
+    directory, _, _ = base
+    config = BLOCK | {"hidden_size": 32, "draft_vocab_size": VOCAB, "target_hidden_size": HIDDEN}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (32, 3 * HIDDEN), "norm.weight": (32,), "lm_head.weight": (VOCAB, 32),
+        "midlayer.hidden_norm.weight": (32,), "embed_tokens.weight": (VOCAB, 32),
+        **plain.layer_tensors("midlayer", config, wide=2),
+    }  # fmt: skip
+    weights = plain.random_weights(shapes)
+    save(tmp_path, config, weights)
+    guide = Recording()
+    drafter = eagle.make(spec_of(method="eagle", model=str(tmp_path)), target_of(directory, guide=guide))
+    tokens, features, drafted = foretold(drafter, guide, 3 * HIDDEN)
+    table, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
+    wanted = followed(lambda x, e: plain.eagle3(x, e, weights, config, head, "midlayer"),
+                      features @ weights["fc.weight"].T, lambda ids: table[ids], tokens, drafted)  # fmt: skip
+    assert agree(guide.seen, wanted)
+    del weights["embed_tokens.weight"]
+    save(tmp_path, config, weights)
+    with pytest.raises(CheckpointError, match="no embed_tokens"):
+        eagle.make(spec_of(method="eagle", model=str(tmp_path)), target_of(directory))
 
 
 @pytest.mark.parametrize("module", [eagle, mtp, medusa])
