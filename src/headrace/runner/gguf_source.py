@@ -26,7 +26,8 @@ from headrace.quant.base import QWeight, concatenated
 from headrace.quant.schemes import K_TYPES, Quantization, Scheme
 from headrace.runner.gguf_config import BLOCK_BYTES, FLOATS, Part, Reading
 from headrace.runner.mapped import MappedTensor, Names, stacked_name
-from headrace.runner.packed import Packable, PackedWriter
+from headrace.runner.packed import PackedWriter
+from headrace.runner.packing import Packable
 
 logger = logging.getLogger(__name__)
 

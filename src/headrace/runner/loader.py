@@ -26,7 +26,8 @@ from headrace.quant.schemes import Quantization, Scheme
 from headrace.runner.mapped import MappedCheckpoint, MappedFile, Names, stacked_name
 
 if TYPE_CHECKING:
-    from headrace.runner.packed import Packable, PackedWriter
+    from headrace.runner.packed import PackedWriter
+    from headrace.runner.packing import Packable
 
 logger = logging.getLogger(__name__)
 

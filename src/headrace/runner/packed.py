@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from headrace.errors import CheckpointError
 from headrace.quant.schemes import METHOD
 from headrace.runner.mapped import MappedFile, Names, stacked_name
+from headrace.runner.packing import Origin, Packable, PackedBackend
 
 logger = logging.getLogger(__name__)
 
@@ -64,75 +65,6 @@ class PackedMatrix:
     group: int
     flag: int
     bias: NDArray[np.float32] | None
-
-
-class Packable(Protocol):
-    """A backend's matrix that can be written."""
-
-    @property
-    def packed(self) -> NDArray[np.uint8]: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def num_in(self) -> int: ...
-    @property
-    def num_out(self) -> int: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def flag(self) -> int: ...
-
-
-class PackedOps(Protocol):
-    def stacked(self, name: str, matrices: Sequence[Any]) -> Any:
-        """Matrices over the same inputs as one."""
-        ...
-
-    def packed(self, matrix: PackedMatrix) -> Any:
-        """The mapped matrix as the backend's own."""
-        ...
-
-
-class PackedBackend(Protocol):
-    """What a backend has beside `backends.base.Backend` if its weights can be mapped."""
-
-    dtype: str
-
-    @property
-    def ops(self) -> PackedOps: ...
-
-    def constant(self, values: Any) -> Any: ...
-
-    def table(self, values: Any) -> Any: ...
-
-    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory that is read fast, starting on a page."""
-        ...
-
-    def layouts(self) -> dict[str, str]:
-        """Name of the layout of each kind of matrix; changes when the bytes do."""
-        ...
-
-    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int: ...
-
-
-class Origin(Protocol):
-    """What was packed: a `MappedCheckpoint`, or a GGUF file (`runner.gguf_origin`)."""
-
-    @property
-    def directory(self) -> Path: ...
-    @property
-    def names(self) -> list[str]: ...
-    @property
-    def files(self) -> list[Path]: ...
-    @property
-    def mark(self) -> str: ...
-
-    def config(self) -> bytes: ...
-
-    def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """An embedding table as `PackedBackend.table` takes it."""
-        ...
 
 
 def fingerprint(checkpoint: Origin) -> dict[str, Any]:

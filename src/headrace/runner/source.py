@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from headrace.backends.base import Backend
 from headrace.errors import CheckpointError
-from headrace.runner.packed import Form, Origin, PackedWeights, PackedWriter, find
+from headrace.runner.packed import Form, PackedWeights, PackedWriter, find
+from headrace.runner.packing import Origin
 
 logger = logging.getLogger(__name__)
 
