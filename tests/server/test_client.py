@@ -26,10 +26,11 @@ from headrace.errors import (
 )
 from headrace.executor.simulated import Oracle
 from headrace.sampling.params import SamplingParams
-from headrace.server.client import EngineClient, RequestStream
+from headrace.server.client import EngineClient
 from headrace.server.inputs import new_request_id
 from headrace.server.links import ProcessLink
 from headrace.server.outputs import Delta
+from headrace.server.request_stream import RequestStream
 from headrace.server.watchdog import Watchdog
 from headrace.types import Finish, Request
 

@@ -14,8 +14,8 @@ from tests.server.conftest import HTTP, Live, inproc
 from tests.server.test_faults import LONG, events, is_idle
 
 from headrace.config import ServerConfig
-from headrace.server import client as client_module
 from headrace.server import deadlines
+from headrace.server.request_stream import RequestStream
 from headrace.server.text import Tokenizer
 
 HEADER = "x-request-timeout"
@@ -114,17 +114,17 @@ def test_R_13_a_header_that_is_no_time_is_refused(slow: Live, value: str) -> Non
 def test_R_13_a_call_that_ended_leaves_no_timer(slow: Live) -> None:
     """A long deadline must not keep what belongs to it: timers are seen through the streams that hold them."""
     made: list[Any] = []
-    real = client_module.RequestStream.arm
+    real = RequestStream.arm
 
     def arm(self: Any, timer: Any) -> None:
         made.append(timer)
         real(self, timer)
 
-    client_module.RequestStream.arm = arm  # type: ignore[method-assign]
+    RequestStream.arm = arm  # type: ignore[method-assign]
     try:
         slow.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
     finally:
-        client_module.RequestStream.arm = real  # type: ignore[method-assign]
+        RequestStream.arm = real  # type: ignore[method-assign]
     (timer,) = made
     slow.wait(timer.cancelled)
 

@@ -15,11 +15,12 @@ from headrace.errors import HeadraceError
 from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
 from headrace.server.beams import make_search, parts_of
-from headrace.server.client import EngineClient, RequestStream
+from headrace.server.client import EngineClient
 from headrace.server.deadlines import current as current_deadline
 from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
 from headrace.server.outputs import Delta, Piece, RequestState, best
+from headrace.server.request_stream import RequestStream
 from headrace.server.rates import Limits, Rates
 from headrace.server.tenants import salted
 from headrace.server.text import Tokenizer
