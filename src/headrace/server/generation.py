@@ -20,8 +20,8 @@ from headrace.server.deadlines import current as current_deadline
 from headrace.server.grammars import GrammarChecker
 from headrace.server.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
 from headrace.server.outputs import Delta, Piece, RequestState, best
-from headrace.server.request_stream import RequestStream
 from headrace.server.rates import Limits, Rates
+from headrace.server.request_stream import RequestStream
 from headrace.server.tenants import salted
 from headrace.server.text import Tokenizer
 from headrace.server.words import THINK
