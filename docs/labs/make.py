@@ -176,6 +176,51 @@ def beam_row(label: str, answer: Any) -> str:
     return f"| {label} | {answer.cum_logprob:.2f} | … {' '.join(answer.text.removeprefix(STORY).split())} |"
 
 
+def speculation(num_rounds: int = 8) -> None:
+    """Rounds of prompt lookup and of a draft model, as the engine itself runs them, written into the page."""
+    from headrace.drafters.speculator import Speculator
+
+    lines = []
+    echo = "Tom had a red ball. Tom had a red ball. Tom had a"
+    for method, prompt, temperature in (("ngram", echo, 0.0), ("draft_model", STORY, 0.0), ("draft_model", STORY, 0.9)):
+        spec: Any = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+        guessing = LLM(num_threads=1, enable_prefix_caching=False, speculative_config=spec)
+        speculator: Speculator = guessing.core.executor.speculator  # type: ignore[attr-defined]
+        drafted: list[list[int]] = []
+        propose = speculator.propose
+
+        def watch(contexts: Any, propose: Any = propose, drafted: Any = drafted) -> Any:
+            found = propose(contexts)
+            drafted.append(found[0].token_ids if 0 in found else [])
+            return found
+
+        speculator.propose = watch  # type: ignore[method-assign]
+        lines += [
+            "",
+            f"`{method}`, temperature {temperature:g}, after “{prompt}” (`python docs/labs/make.py` made this):",
+            "",
+        ]
+        lines += ["| round | drafted | kept | the model's own |", "|---|---|---|---|"]
+        before = 0
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=64, ignore_eos=True)
+        for number, output in enumerate(guessing.stream(prompt, params)):
+            if number > num_rounds:
+                break
+            token_ids = output.outputs[0].token_ids
+            new, guess = list(token_ids[before:]), drafted[number - 1] if number else []
+            before = len(token_ids)
+            cells = [words(guess), words(new[:-1]), words(new[-1:])]
+            lines.append(f"| {number} | {' | '.join(cells)} |")
+        guessing.close()
+    fill("speculation", lines)
+
+
+def words(token_ids: list[int]) -> str:
+    """Tokens with dots between them."""
+    told = [tokenizer.decode([token_id]).replace("\n", "↵").strip() or "␣" for token_id in token_ids]
+    return " · ".join(told).replace("|", "\\|") or "–"
+
+
 BOTH = [SURE, UNSURE]
 MIROSTAT: dict[str, dict[str, Any]] = {
     f"mirostat 2, tau {tau:g}, eta 0.3": {"mirostat": 2, "mirostat_tau": tau, "mirostat_eta": 0.3} for tau in (1.0, 2.0)
@@ -216,3 +261,4 @@ if __name__ == "__main__":
             samples(name, cold, *((LOOP, 50) if name == "dry" else (STORY, 90)))
     mirostat()
     beams()
+    speculation()
