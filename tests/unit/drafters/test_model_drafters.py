@@ -190,15 +190,13 @@ def test_a_window_bounds_what_is_kept(kind: str) -> None:
     plays = plays_for(drafter)
     while not all(play.done for play in plays):
         at = [play.known for play in plays]
-        step(drafter, plays)
-        if kind in ("draft_model", "early_exit") and len(plays[0].drafts) % 9 == 0:
+        step(drafter, [play for play in plays if not play.done])
+        if kind in ("draft_model", "early_exit") and len(plays[0].drafts) == 9:
             fresh = drafter_of(kind, max_model_len=32)
             own = Play(5, plays[0].story, known=at[0])
             assert fresh.propose([context_of(own, 4, 4)])[0].token_ids == plays[0].drafts[-1].token_ids
         assert all(len(line.table) <= 3 for line in drafter.private.lines.values())
-    # At the end nothing is left to be told, and so nothing is gone on from.
-    drafts = [draft for play in plays for at, draft in enumerate(play.drafts) if at < len(plays[0].drafts) // 2]
-    assert all(draft.token_ids for draft in drafts)
+    assert all(draft.token_ids for play in plays for draft in play.drafts)
     drafter.private.check()
 
 
