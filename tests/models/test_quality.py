@@ -13,13 +13,26 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace import hub
+from headrace.builtin import PATH
 from headrace.cli.bench_plans import QualityPlan
-from headrace.cli.bench_quality import Text, file_text, judge, measure_quality, opened, reference_config, written_text
+from headrace.cli.bench_quality import (
+    Text,
+    file_text,
+    judge,
+    matrices_of,
+    measure_quality,
+    opened,
+    program_of,
+    reference_config,
+    sizes,
+    written_text,
+)
 from headrace.cli.main import app
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.insight import audit
 from headrace.llm import LLM
+from headrace.quantize.gguf_writer import convert
 
 SMALL = {"num_gpu_blocks_override": 512, "max_num_seqs": 16}
 NUM_TOKENS = 2048
@@ -76,6 +89,16 @@ def test_errors_of_the_weights(rows: dict[str, dict[str, Any]]) -> None:
     layers = rows["int4"]["layers"]
     assert len(layers) == 4 * 4 + 1
     assert [layer["relative_error"] for layer in layers] == sorted((e["relative_error"] for e in layers), reverse=True)
+
+
+def test_bits_of_blocks_of_two_types(tmp_path: Path) -> None:
+    """q, k and v of two types of GGUF's blocks are one matrix of parts, which takes what the file takes."""
+    path = tmp_path / "model.gguf"
+    convert(PATH, path, "Q4_K_M")
+    with closing(opened(EngineConfig(model=str(path), backend="cpu", **SMALL))) as own:
+        told = sizes(program_of(own), path)
+        assert any(hasattr(matrix, "parts") for matrix in matrices_of(program_of(own)))
+    assert told["held_bits_per_weight"] == pytest.approx(told["stored_bits_per_weight"], rel=1e-6)
 
 
 def test_figures_do_not_depend_on_threads_or_company(reference: LLM, text: Text) -> None:

@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.insight import audit
 from headrace.insight.quality import LayerError, Tally, layer_errors, score, short_name
 from headrace.llm import LLM
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import K_TYPES, Scheme
 from headrace.runner import gguf_config
 from headrace.runner.build import progress_bar
 from headrace.runner.mapped import MappedCheckpoint
@@ -209,11 +209,16 @@ def sizes(program: Program, path: Path) -> dict[str, Any]:
 
 def held_bits(matrix: Any) -> float:
     """Of a weight, scales and minimums included, padding not."""
+    parts = getattr(matrix, "parts", None)  # of other forms, one under the other
+    if parts is not None:
+        return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
     scheme = getattr(matrix, "scheme", None)
     form: Any = scheme or matrix
     kind, group, flag = form.kind, int(form.group), int(form.flag)
     if kind == "f":
         return float({0: 32}.get(flag, 16))
+    if kind == "k":
+        return next(own.bits for own in K_TYPES.values() if own.code == flag)
     bits = Scheme(kind, group).bits
     if getattr(matrix, "outliers", None) is not None:
         bits += 16 * len(matrix.outliers.columns) / matrix.num_in

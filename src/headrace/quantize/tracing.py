@@ -19,6 +19,7 @@ from headrace.backends.base import Activation, Array, HeadNorm, Heads, Matrix, T
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import ForwardBatch
+from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
 from headrace.runner.loader import Weights
@@ -100,7 +101,7 @@ class TracingOps(RefOps):
         qkv: Tensor,
         heads: Heads,
         rows: ForwardBatch,
-        cache: Tensor,
+        cache: Tensor | RoundedCache,
         turn: Turn | None = None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
@@ -113,7 +114,7 @@ class TracingOps(RefOps):
         query: Tensor,
         heads: Heads,
         rows: ForwardBatch,
-        cache: Tensor,
+        cache: Tensor | RoundedCache,
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
