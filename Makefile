@@ -19,7 +19,7 @@ AUDIT    := build/audit
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf native native-test test-lm-eval lock audit clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test test-lm-eval lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -86,6 +86,15 @@ sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the
 
 fuzz-gguf: $(STAMP)  ## damaged GGUF files, 100,000 more at a time (ARGS="--count N --seed S"); counts in build/fuzz-gguf
 	$(BIN)/python -m tests.fuzz_gguf $(ARGS)
+
+campaign-commit: $(STAMP)  ## the campaigns of docs/reliability.md that fit 15 minutes; counts in bench/results/campaign-commit.json
+	$(BIN)/python -m tests.campaigns commit $(ARGS)
+
+campaign-nightly: $(STAMP)  ## the same with the counts of a night; in pieces with ARGS="--only C-1,C-4"
+	$(BIN)/python -m tests.campaigns nightly $(ARGS)
+
+campaign-release: $(STAMP)  ## the same with the counts of a release (days)
+	$(BIN)/python -m tests.campaigns release $(ARGS)
 
 # The build folder is the one of `make setup`. Where there is none (no compiler then), the install is made again.
 native: $(STAMP)  ## compile what was edited in csrc/ and put the extension into .venv

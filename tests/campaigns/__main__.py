@@ -91,6 +91,16 @@ def gguf(num: int, seed: int) -> Counts:
     return {"mutations": num} | dict(counts) | {"violations": num - counts["read"] - counts["refused"]}
 
 
+def live_faults(num: int, seed: int) -> Counts:
+    from tests.campaigns.faults import run
+
+    report = run(num, seed, per_round=4)
+    known = {name: report[name] for name in ("streams_at_once", "watchdog_s", "restarts", "recovery_s")}
+    kinds = {name: count for name, count in report["counts"].items() if name != "faults"}
+    found = {"faults": report["counts"].get("faults", 0), "by_kind": kinds} | known
+    return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit/core").glob("test_planted_*.py"))]
@@ -115,6 +125,11 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "C-3-drafters": Campaign(
         "every drafter against no guesses (prompts)", {"commit": 20, "nightly": 200, "release": 2000}, drafters
+    ),
+    "C-5": Campaign(
+        "faults of a live engine's process under 32 streams",
+        {"commit": 40, "nightly": 1000, "release": 20_000},
+        live_faults,
     ),
     "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
