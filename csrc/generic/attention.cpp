@@ -302,7 +302,7 @@ void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st
     const int32_t *from = st.lo + base, *to = st.hi + base;
     int all_from = 0, all_to = HR_SPAN;
     for (int i = 0; i < combos; i++) all_from = (int)most(all_from, from[i]), all_to = (int)least(all_to, to[i]);
-    int64_t dim = span.ld_v;
+    const int64_t dim = K::pair == 2 ? c.head_dim : span.ld_v; /* widened values are padded to whole vectors */
     auto alone = [&](int i, int begin, int end) {
         if (begin >= end) return;
         int64_t n = base + i;
