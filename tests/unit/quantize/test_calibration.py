@@ -44,7 +44,15 @@ def test_files(tmp_path: Path) -> None:
     lines.write_text('{"text": "One."}\n\n{"text": "Two.", "id": 2}\n{"token_ids": [3, 0]}\n')
     assert read_texts(plain) == ["One.\nTwo.\n"]
     assert read_texts(lines) == ["One.", "Two.", [3, 0]]
-    for bad in ("{", "[1]", '{"words": "x"}', '{"text": 3}', '{"token_ids": [1, -1]}', '{"token_ids": [true]}', "[" * 100_000):
+    for bad in (
+        "{",
+        "[1]",
+        '{"words": "x"}',
+        '{"text": 3}',
+        '{"token_ids": [1, -1]}',
+        '{"token_ids": [true]}',
+        "[" * 100_000,
+    ):
         lines.write_text('{"text": "One."}\n' + bad)
         with pytest.raises(RequestError, match="line 2"):
             read_texts(lines)
