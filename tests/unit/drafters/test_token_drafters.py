@@ -55,7 +55,7 @@ def cycle(tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("name", MADE)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_drafts_are_well_formed_whatever_happens(name: str, data: st.DataObject) -> None:
     """Sequences grow, leap, shrink without a word, are dropped, and come back; drafts are told of, or are not."""
@@ -186,7 +186,7 @@ def naive_count(text: list[int], part: list[int]) -> int:
     return sum(text[i : i + len(part)] == part for i in range(len(text)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_the_automaton_counts_as_counting_does(text: list[int]) -> None:
     automaton, last = Automaton(), 0
