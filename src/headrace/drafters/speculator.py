@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from headrace.drafters.base import Context, Draft, Drafter
 from headrace.types import DraftTokens
 
+MAX_REST = 16
+"""Steps without a question, where no answer was wanted before."""
+
 logger = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
@@ -104,11 +107,19 @@ class Speculator:
         # What was said last of each sequence, until it is verified.
         self._said: dict[int, Draft] = {}
         self._watching = drafter.feature_layers is not None
+        # Steps until the plan is asked again, how many there were, and of how many sequences they are.
+        self._rest = self._rest_steps = self._rest_seqs = 0
 
     @property
     def watches(self) -> bool:
         """Whether the drafter wants to be shown what the target computes just now."""
         return self._watching
+
+    def rests(self, num_seqs: int) -> bool:
+        """Whether nothing is asked after this step, of so many sequences: it was worth it for nobody lately, and to find
+        out costs time. Called once a step. With fewer sequences it may be worth it again."""
+        self._rest -= 1
+        return self._rest >= 0 and num_seqs >= self._rest_seqs
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
         """See `Drafter.observe`."""
@@ -156,7 +167,10 @@ class Speculator:
         if wanted and self.drafter.feature_layers is not None:
             self._watching = bool(asked)
         if not asked:
+            self._rest = self._rest_steps = min(MAX_REST, max(1, 2 * self._rest_steps))
+            self._rest_seqs = len(contexts)
             return {}
+        self._rest_steps = 0
         start = self.clock()
         drafts = self.drafter.propose([contexts[i] for i in asked])
         found: dict[int, DraftTokens] = {}

@@ -279,6 +279,8 @@ class Runner:
     def _propose(self, batch: ScheduledBatch, result: StepResult, speculator: Speculator) -> None:
         """Guesses for the next step, after everything that this one gave."""
         speculator.drop(batch.ended)
+        if speculator.rests(len(batch)):
+            return
         chunk_ids: list[int] = []
         contexts: list[Context] = []
         for i, token_id in enumerate(result.token_ids):
@@ -486,8 +488,7 @@ class Runner:
     def _row(self, batch: ScheduledBatch, trial: Trial, best: int, mask: Mask | None) -> Row:
         i, known = trial.chunk_id, trial.token_ids
         # Where guesses are made every sequence's tokens are at hand; few samplers look at them.
-        looks = self.speculator is None or batch.params[i].needs_history
-        history = batch.histories.get(i, []) if looks else []
+        history = batch.histories.get(i, []) if self.speculator is None or batch.params[i].needs_history else []
         return Row(
             params=batch.params[i],
             position=batch.starts[i] + batch.lens[i] + len(known),
