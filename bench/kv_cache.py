@@ -82,18 +82,19 @@ def speed(shape: Shape, dtype: str, contexts: list[int]) -> Row:
         str(formats.checkpoint(shape)), skip_tokenizer_init=True, dtype="bfloat16", quantization="int4", backend="cpu",
         kv_cache_dtype=dtype, enable_prefix_caching=False, **fields,
     )  # fmt: skip
-    rows = []
+    rows: list[Row] = []
     with closing(llm):
         program: Any = program_of(llm)
         filled(program)
         weights = sum(matrix.data.nbytes for matrix in program.model.ops.matrices)
+        limits = [formats.bandwidth()]
         for context in contexts:
-            limits = [formats.bandwidth()]
-            seconds = step_seconds(program, context)
-            limits.append(formats.bandwidth())
+            rate = 1 / step_seconds(program, context)
             read = weights + capacity(shape, dtype)["bytes_per_token"] * context
-            row: Row = {"context": context, "tokens_per_s": 1 / seconds, "read_bytes": read, "bandwidth": limits}
-            rows.append(row | {"bandwidth_share": read / seconds / max(limits)})
+            rows.append({"context": context, "tokens_per_s": rate, "read_bytes": read})
+        limits.append(formats.bandwidth())
+    for row in rows:
+        row |= {"bandwidth": limits, "bandwidth_share": row["read_bytes"] * row["tokens_per_s"] / max(limits)}
     return {"speed": rows}
 
 
