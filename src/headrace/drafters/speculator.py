@@ -116,8 +116,8 @@ class Speculator:
         return self._watching
 
     def rests(self, num_seqs: int) -> bool:
-        """Whether nothing is asked after this step, of so many sequences: it was worth it for nobody lately, and to find
-        out costs time. Called once a step. With fewer sequences it may be worth it again."""
+        """Whether nothing is asked after this step, of so many sequences: nobody was worth it lately, and finding out
+        costs time. Called once a step. With fewer sequences it may be worth it again."""
         self._rest -= 1
         return self._rest >= 0 and num_seqs >= self._rest_seqs
 
