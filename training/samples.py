@@ -112,8 +112,9 @@ def continued(model: Llama, prompts: Tensor, temperatures: Tensor, length: int, 
 
 
 @torch.inference_mode()
-def judged(model: Llama, other: Samples, num_rows: int = 32) -> Samples:
-    """Another target's rows with this one's likeliest next tokens."""
+def judged(model: Llama, other: Samples, most: int = 1 << 30, num_rows: int = 32) -> Samples:
+    """The first rows of another target, `most` at most, with this one's likeliest next tokens."""
+    other = Samples(other.tokens[:most], other.lengths[:most], other.best[:most], other.logprobs[:most])
     best, logprobs = np.zeros_like(other.best), np.full_like(other.logprobs, -100)
     order = np.argsort(other.lengths, kind="stable")
     for at in range(0, len(order), num_rows):
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--texts", type=Path, help="samples of another target with the same tokenizer")
+    parser.add_argument("--text-rows", type=int, default=1 << 30, help="rows of them at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -162,7 +164,7 @@ def main() -> None:
                 groups.setdefault(len(prompt), []).append(prompt)
     batches = [np.stack(g[i : i + BATCH]) for g in groups.values() for i in range(0, len(g), BATCH)]
     batches = [b for b in batches if len(b) >= 16]
-    parts, began = [judged(model, Samples.load(args.texts))] if args.texts else [], time.perf_counter()
+    parts, began = [judged(model, Samples.load(args.texts), args.text_rows)] if args.texts else [], time.perf_counter()
     for i in rng.permutation(len(batches)):
         prompts = torch.from_numpy(batches[i].astype(np.int64))
         temperatures = torch.tensor(TEMPERATURES)[torch.arange(len(prompts)) % len(TEMPERATURES)]
