@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64",)
 APART = "torch"
+GPU_ONLY = ("nvidia-", "cuda-", "triton")
+"""What torch's builds for GPUs need beside: where one is installed, the lock is of the other all the same."""
 HEAD = """\
 # Written by `make lock`: what headrace needs to run, each with the hashes of its wheels for Linux on x86-64.
 # pip install --require-hashes --no-deps -r requirements.lock --extra-index-url https://download.pytorch.org/whl/cpu
@@ -49,6 +51,8 @@ def needed(names: list[str]) -> dict[str, str]:
         found[name] = installed.version
         for text in installed.requires or ():
             other = Requirement(text)
+            if normal(other.name).startswith(GPU_ONLY):
+                continue
             if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in wanted.extras or ("",)):
                 todo.append(other)
     return dict(sorted(found.items()))

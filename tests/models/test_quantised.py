@@ -86,7 +86,7 @@ def test_quantised_activations_cost_little(quantization: str, cache: str) -> Non
 def test_a_narrow_cache_costs_little(cache: str, most: float) -> None:
     own, reference = logits_of("cpu", None, cache), logits_of("torch_ref", None)
     assert most / 100 < distance(own, reference) < most
-    assert (own.argmax(1) == reference.argmax(1)).double().mean() > 0.98
+    assert (own.argmax(1) == reference.argmax(1)).double().mean() > 1 - max(0.02, most / 2)
 
 
 @pytest.mark.parametrize(("cache", "most"), [("int8", 0.002), ("int4", 0.03), ("fp8_e4m3", 0.01), ("fp8_e5m2", 0.02)])

@@ -28,7 +28,16 @@ def parsed(text: str) -> dict[str, tuple[str, int]]:
 def unlocked(names: dict[str, str], text: str) -> list[str]:
     """Packages that the lock does not pin with a hash."""
     lock = parsed(text)
-    return [name for name, version in names.items() if lock.get(name, ("", 0))[0] != version or not lock[name][1]]
+    return [
+        name
+        for name, version in names.items()
+        if name not in lock or plain(lock[name][0]) != plain(version) or not lock[name][1]
+    ]
+
+
+def plain(version: str) -> str:
+    """Without the name of the build: torch has one for CPUs, which is locked, and may be installed as another."""
+    return version.partition("+")[0]
 
 
 def needed() -> dict[str, str]:

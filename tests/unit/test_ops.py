@@ -131,6 +131,7 @@ class Rows:
     lens: list[int]
     block_tables: Tensor
     slot_mapping: Tensor
+    copies: Tensor | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -23,7 +23,14 @@ def test_counters_of_speculation_survive_a_restart() -> None:
 
 def test_metrics_tell_them_by_vllms_names() -> None:
     client: Any = SimpleNamespace(
-        stats=NOW, total=EngineClient._sum(PAST, NOW), is_alive=True, is_started=False, num_unfinished=0, num_restarts=1
+        stats=NOW,
+        total=EngineClient._sum(PAST, NOW),
+        is_alive=True,
+        is_started=False,
+        num_unfinished=0,
+        num_restarts=1,
+        num_expired=0,
+        num_quarantined=0,
     )
     told = ServerMetrics(client, "m").render().decode()
     for line in (

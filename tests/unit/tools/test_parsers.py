@@ -15,7 +15,7 @@ from headrace.server.parts import Content, ContentParser, MessageParser, ToolCal
 from headrace.server.reasoning import STYLES, ReasoningParser
 from headrace.server.tools import registry
 from headrace.server.tools.parser import HOLD, MAX_HELD
-from headrace.server.tools.reader import Reader
+from headrace.server.tools.reader import SPACE, Reader
 
 SCHEMAS: dict[str, Any] = {
     "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "null"]}}},
@@ -366,7 +366,7 @@ def test_reasoning_loses_nothing_but_its_marks_and_space(style: str, data: st.Da
     content, reasoning, _ = read(ReasoningParser(style, inside, ContentParser()), pieces)
     for cut in ([text], list(text)):
         assert read(ReasoningParser(style, inside, ContentParser()), cut) == (content, reasoning, [])
-    if not inside and not text.lstrip().startswith(STYLES[style].openings):
+    if not inside and not text.lstrip(SPACE).startswith(STYLES[style].openings):
         assert (content, reasoning) == (text, "")
     plain = text
     for mark in (STYLES[style].openings, STYLES[style].closings):
@@ -374,7 +374,7 @@ def test_reasoning_loses_nothing_but_its_marks_and_space(style: str, data: st.Da
         if found and (content, reasoning) != (text, ""):
             at, _, one = found[0]
             first = mark is STYLES[style].openings
-            if not first or not plain[:at].strip():
+            if not first or not plain[:at].strip(SPACE):
                 plain = plain[:at] + plain[at + len(one) :]
     assert "".join((reasoning + content).split()) == "".join(plain.split())
 
