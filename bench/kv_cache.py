@@ -116,7 +116,7 @@ def loss(args: argparse.Namespace, dtypes: list[str]) -> dict[str, Row]:
 
 
 def table(rows: dict[str, Row]) -> str:
-    contexts = next((row["speed"] for row in rows.values() if "speed" in row), [])
+    contexts: list[Row] = next((row["speed"] for row in rows.values() if "speed" in row), [])
     headings = ["cache", "bits a number", "tokens a GiB"]
     headings += [f"{own['context']:,} tokens [tok/s]" for own in contexts] + ["of bandwidth"] * bool(contexts)
     headings += ["KL [mnats]", "perplexity", "top-1 flips"]

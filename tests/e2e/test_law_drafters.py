@@ -54,3 +54,17 @@ def test_rejection_sampling_with_a_model(requests, name):
     assert all(0 <= token_id < 2048 for bits in found.values() for token_id in bits[0])
     assert stats.num_accepted_tokens > 0
     assert len(found) == len(plain)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
+def test_a_cache_of_int4_that_the_drafter_has_too(requests, backend):
+    """Its mean key is measured without a target's features."""
+    own = [msgspec.structs.replace(r, params=msgspec.structs.replace(r.params, max_tokens=8)) for r in requests[:3]]
+    found, stats = [], None
+    for more in ({}, {"speculative_config": {"method": "eagle", "adaptive": False}}):
+        core = make_core(backend=backend, kv_cache_dtype="int4", **more)
+        found.append(run(core, own))
+        stats = core.stats()
+        core.close()
+    assert_same(found[1], found[0])
+    assert stats.num_draft_tokens > 0

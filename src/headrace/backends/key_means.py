@@ -51,8 +51,9 @@ def mean_key(
 
 def _mean(x: NDArray[Any]) -> NDArray[Any]:
     """Over the first two axes, entry by entry."""
-    total = np.zeros(x.shape[2:], x.dtype)
+    total: NDArray[Any] = np.zeros(x.shape[2:], x.dtype)
     for position in x:
         for entry in position:
             total = total + entry
-    return total / (x.shape[0] * x.shape[1])
+    mean: NDArray[Any] = total / (x.shape[0] * x.shape[1])
+    return mean

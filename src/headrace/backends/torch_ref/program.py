@@ -97,7 +97,9 @@ class EagerProgram:
         probe = EagerProgram(self.model, self.ops, self.kv.new_zeros(sizes), self.num_threads)
         probe._caches = [RoundedCache(own, "float32") for own in probe.kv]
         tokens = probe_tokens(self.vocab_size, length)
-        probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]), [])
+        # A drafter sees zeros beside its tokens, as on the native backend.
+        features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)
+        probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]), [], features)
         for own, probed in zip(self._caches, probe._caches, strict=True):
             own.learn_mean(probed, NUM_SEQS, length)
 
