@@ -1,0 +1,234 @@
+"""C-7 overload, C-8 soak, C-9 drain and restart: the server over the oracle engine, as an operator meets it.
+
+Sizes are seconds or cycles. The clients are those of the load campaign (C-4), with its ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from tests.campaigns import load
+from tests.campaigns.faults import is_live
+from tests.campaigns.oracle_server import Oracle, oracle
+
+SETTLE_S = 10.0
+MAX_REJECT_S = 0.05
+MAX_PROBE_S = 0.5
+MIN_GOODPUT = 0.9
+MAX_OBJECTS = 0.5
+WARM_UP = 1000
+"""Requests, by number like the others."""
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Nearest rank; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+# C-7
+
+
+async def offer(port: int, ledger: load.Ledger, rate: float, seconds: float, seed: int, first: int) -> list[float]:
+    """Requests at a steady rate, whatever becomes of them. Returns the seconds of those that were turned away."""
+    times: list[float] = []
+    running: set[asyncio.Task[None]] = set()
+    begin = time.monotonic()
+
+    async def one(number: int) -> None:
+        asked = load.asked(number, seed, "plain")
+        start = time.monotonic()
+        if await load.work(port, ledger, asked, seed) == "turned away":
+            times.append(time.monotonic() - start)
+
+    for index in itertools.count():
+        due = begin + index / rate
+        if due > begin + seconds:
+            break
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        task = asyncio.create_task(one(first + index))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await asyncio.gather(*running)
+    return times
+
+
+async def probing(served: Oracle, seconds: float) -> list[float]:
+    """How long the probes take meanwhile."""
+    times = []
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=30, verify=False) as client:
+        while time.monotonic() < end:
+            start = time.monotonic()
+            reply = await client.get(f"{served.url}/health/live")
+            times.append(time.monotonic() - start if reply.status_code == 200 else 30.0)
+            await asyncio.sleep(0.1)
+    return times
+
+
+def overload(seconds: float, seed: int) -> dict[str, Any]:
+    """Ten times what the server can do (8 at once, steps of 20 ms), with a queue of 64."""
+    ledger = load.Ledger()
+    with oracle(delay=0.02, max_queued=64, max_num_seqs=8) as served:
+        # The peak: always more clients than can run, each with the next request when one is answered.
+        begin = time.monotonic()
+        asyncio.run(load.drive(served.port, ledger, range(150), seed, 24, sort="plain"))
+        peak = ledger.outcomes["answered"] / (time.monotonic() - begin)
+        before = ledger.outcomes["answered"]
+
+        async def both() -> tuple[list[float], list[float]]:
+            return await asyncio.gather(
+                offer(served.port, ledger, 10 * peak, seconds, seed, 10**6), probing(served, seconds)
+            )
+
+        begin = time.monotonic()
+        rejected, probes = asyncio.run(both())
+        goodput = (ledger.outcomes["answered"] - before) / (time.monotonic() - begin) / peak
+        problems = ledger.problems + served.unsettled(SETTLE_S)
+        problems += ledger.balance({}, served.metrics())
+    reject, probe = percentile(rejected, 0.99), percentile(probes, 0.99)
+    if not rejected:
+        problems.append("nobody was turned away")
+    if reject > MAX_REJECT_S or probe > MAX_PROBE_S or goodput < MIN_GOODPUT:
+        problems.append(f"p99 of refusals {reject:.3f} s, of probes {probe:.3f} s, goodput {goodput:.2f} of the peak")
+    return {
+        "seconds": seconds,
+        "requests": sum(ledger.sorts.values()),
+        "outcomes": dict(sorted(ledger.outcomes.items())),
+        "peak_a_second": round(peak, 1),
+        "goodput_share": round(goodput, 3),
+        "reject_p99_s": round(reject, 4),
+        "probe_p99_s": round(probe, 4),
+        "violations": len(problems),
+        "examples": problems[:5],
+    }
+
+
+# C-8
+
+
+def memory(served: Oracle) -> int:
+    """Bytes of anonymous memory of the server and its children, swapped ones too."""
+    total = 0
+    for process in (psutil.Process(served.process.pid), *served.children()):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                if line.startswith(("RssAnon:", "VmSwap:")):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+def held(served: Oracle) -> dict[str, int]:
+    """Open files and threads of the server and the engine."""
+    processes = [psutil.Process(served.process.pid), *served.children()]
+    return {"files": sum(p.num_fds() for p in processes), "threads": sum(p.num_threads() for p in processes)}
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Least squares: the growth of the second number with the first."""
+    if len(points) < 3:
+        return 0.0
+    return statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
+
+
+def soak(size: tuple[float, float], seed: int, leak: int = 0) -> dict[str, Any]:
+    """`size` is (seconds, bytes a request that are too many). Over the second half of the requests: anonymous memory of
+    all processes, and the server's number of objects, which tells of a small leak long before the memory does."""
+    seconds, most = size
+    ledger = load.Ledger()
+    points: list[tuple[float, float]] = []
+    objects: list[tuple[float, float]] = []
+    with oracle(leak=leak) as served:
+        asyncio.run(load.drive(served.port, ledger, range(WARM_UP), seed, 16))
+        problems = served.unsettled()
+        idle = held(served)
+        begin, first = time.monotonic(), WARM_UP
+        while time.monotonic() < begin + seconds:
+            asyncio.run(load.drive(served.port, ledger, range(first, first + 200), seed, 16))
+            first += 200
+            objects.append((float(first), float(served.get("/objects").text)))
+            points.append((float(first), float(memory(served))))
+        problems += ledger.problems + served.unsettled()
+        now = held(served)
+    growth, more = slope(points[len(points) // 2 :]), slope(objects[len(objects) // 2 :])
+    if now["threads"] > idle["threads"] + 2 or now["files"] > idle["files"] + 8:
+        problems.append(f"held at idle: {idle}, and at the end: {now}")
+    if growth > most:
+        problems.insert(0, f"memory grows by {growth:.0f} bytes a request")
+    if more > MAX_OBJECTS:
+        problems.insert(0, f"{more:.2f} objects are left of each request")
+    return {
+        "seconds": seconds,
+        "requests": first,
+        "bytes_a_request": round(growth, 1),
+        "objects_a_request": round(more, 3),
+        "anonymous_mib": round(points[-1][1] / 2**20, 1) if points else 0,
+        "outcomes": dict(sorted(ledger.outcomes.items())),
+        "violations": len(problems),
+        "examples": problems[:5],
+    }
+
+
+# C-9
+
+
+def drain(num_cycles: int, seed: int) -> dict[str, Any]:
+    """Start, load, and an end: SIGTERM, after which every accepted stream comes to its end, or SIGKILL of the server,
+    after which its children are gone within five seconds and its port is free at once."""
+    problems: list[str] = []
+    answered = 0
+    for cycle in range(num_cycles):
+        ledger = load.Ledger()
+        polite = cycle % 2 == 0
+        with oracle(delay=0.005) as served:
+            children = served.children()
+            asyncio.run(_until_signal(served, ledger, seed + cycle, signal.SIGTERM if polite else signal.SIGKILL))
+            status = served.process.wait(timeout=60)
+            if polite:
+                # Refused connections are no accepted requests.
+                problems += [each for each in ledger.problems if "ConnectionRefused" not in each]
+                answered += ledger.outcomes["answered"]
+                if status:
+                    problems.append(f"cycle {cycle}: exit status {status}")
+            end = time.monotonic() + 5
+            while (left := [process for process in children if is_live(process)]) and time.monotonic() < end:
+                time.sleep(0.02)
+            problems += [f"cycle {cycle}: {process} is left" for process in left]
+            with socket.socket() as again:
+                again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    again.bind(("127.0.0.1", served.port))
+                except OSError as error:
+                    problems.append(f"cycle {cycle}: the port is not free: {error}")
+    return {
+        "cycles": num_cycles,
+        "sigterm": (num_cycles + 1) // 2,
+        "sigkill": num_cycles // 2,
+        "answers_after_sigterm": answered,
+        "violations": len(problems),
+        "examples": problems[:5],
+    }
+
+
+async def _until_signal(served: Oracle, ledger: load.Ledger, seed: int, name: signal.Signals) -> None:
+    """32 streams, and the signal when all of them have begun."""
+    working = [
+        asyncio.create_task(load.work(served.port, ledger, load.asked(number, seed, "slow"), seed))
+        for number in range(32)
+    ]
+    end = time.monotonic() + 60
+    async with httpx.AsyncClient(timeout=20, verify=False) as client:
+        while (await client.get(f"{served.url}/load")).json()["server_load"] < 32 and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+    served.process.send_signal(name)
+    await asyncio.gather(*working)

@@ -1,0 +1,187 @@
+"""The campaigns notice what they are there for: each judge is shown what must not pass."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.campaigns import load, machines, operations, parsers
+from tests.campaigns.isolation import foreign_hits
+
+from headrace.core.queue import WaitingQueue
+from headrace.server.text import DetokenizeStream
+
+
+def first(sort: str) -> load.Asked:
+    """A request of this sort that is a stream, or of the invalid ones any."""
+    numbers = (load.asked(number, 0, sort) for number in range(100))
+    return next(one for one in numbers if one.stream or sort == "invalid")
+
+
+def stream(one: load.Asked, **more: Any) -> bytes:
+    """The body of its right answer, with something changed."""
+    answers = more.get("answers", one.wanted)
+    events = [
+        {"choices": [{"index": i, "token_ids": ids, "finish_reason": more.get("finish", "length")}]}
+        for i, ids in enumerate(answers)
+    ]
+    lines = [f"data: {json.dumps(event)}\n\n" for event in [*events, *more.get("events", [])]]
+    return "".join([*lines, more.get("end", "data: [DONE]\n\n")]).encode()
+
+
+def test_C_4_the_judge_takes_what_is_right() -> None:
+    for sort in ("plain", "several", "slow", "deadline"):
+        one = first(sort)
+        assert load.judge(one, load.Reply(200, stream(one), True)) == ("answered", "")
+    late = [{"error": {"code": "deadline_exceeded"}}]
+    body = stream(first("deadline"), events=late, end="")
+    assert load.judge(first("deadline"), load.Reply(200, body, True)) == ("expired", "")
+    assert load.judge(first("invalid"), load.Reply(400, b'{"error": {}}', True)) == ("refused", "")
+    assert load.judge(first("plain"), load.Reply(429, b'{"error": {}}', True)) == ("turned away", "")
+
+
+WRONG: dict[str, Callable[[load.Asked], load.Reply]] = {
+    "cut off": lambda one: load.Reply(200, stream(one), False),
+    "without its end": lambda one: load.Reply(200, stream(one, end=""), True),
+    "another's tokens": lambda one: load.Reply(200, stream(one, answers=[[1] * len(one.wanted[0])]), True),
+    "a token too few": lambda one: load.Reply(200, stream(one, answers=[one.wanted[0][:-1]]), True),
+    "an answer too few": lambda one: load.Reply(200, stream(one, answers=[]), True),
+    "another end": lambda one: load.Reply(200, stream(one, finish="abort"), True),
+    "an error": lambda one: load.Reply(200, stream(one, events=[{"error": {"code": "internal_error"}}]), True),
+    "late without a deadline": lambda one: load.Reply(504, b'{"error": {}}', True),
+    "a 500": lambda one: load.Reply(500, b'{"error": {}}', True),
+    "no JSON": lambda one: load.Reply(200, b"data: {\n\n", True),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_C_4_the_judge_notices(name: str) -> None:
+    one = first("plain")
+    assert load.judge(one, WRONG[name](one))[1]
+
+
+def test_C_4_the_judge_notices_what_should_have_been_refused() -> None:
+    assert load.judge(first("invalid"), load.Reply(200, b"{}", True))[1]
+    assert load.judge(first("invalid"), load.Reply(500, b'{"error": {}}', True))[1]
+
+
+def test_C_4_a_reply_is_whole_with_its_last_byte_only() -> None:
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    assert load.parse(chunked) == load.Reply(200, b"abcde", True)
+    plain = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nabcd"
+    assert load.parse(plain) == load.Reply(400, b"abcd", True)
+    for whole in (chunked, plain):
+        assert not any(load.parse(whole[:end]).whole for end in range(len(whole)))
+
+
+def test_C_4_the_ledger_balances_or_says_why() -> None:
+    ledger, one = load.Ledger(), first("several")
+    count = len(one.wanted)
+    ledger.opened(one)
+    assert ledger.balance({}, {}) == [f"{one.number} was lost"]
+    ledger.closed(one, "answered")
+    assert ledger.balance({}, {"request_success_total/length": float(count)}) == []
+    assert ledger.balance({}, {"request_success_total/length": float(count - 1)})
+    assert ledger.balance({}, {"request_success_total/length": float(count), "request_success_total/abort": 1.0})
+    assert not ledger.problems
+    ledger.closed(one, "answered")
+    assert "ended twice" in ledger.problems[0]
+
+
+def test_C_4_the_phases_have_all_requests() -> None:
+    assert [number for _, numbers in load.phases(57) for number in numbers] == list(range(57))
+
+
+class Unaged(WaitingQueue):
+    def count_overtaking(self, by: Any, passed_by: Any) -> bool:
+        return False
+
+
+class Late(WaitingQueue):
+    """One overtaking more than promised."""
+
+    def __init__(self, max_overtaking: int) -> None:
+        super().__init__(max_overtaking + 1)
+
+
+class Hasty(DetokenizeStream):
+    """Tells what may still become a stop string."""
+
+    def _scan(self, text: str) -> str:
+        told = super()._scan(text)
+        held, self._held = self._held, ""
+        return told + held
+
+
+class UnboundQueue(machines.QueueMachine):
+    queue_class = Unaged
+
+
+class LateQueue(machines.QueueMachine):
+    queue_class = Late
+
+
+class HastyStream(machines.StopMachine):
+    stream_class = Hasty
+
+
+@pytest.mark.parametrize("machine", [UnboundQueue, LateQueue, HastyStream])
+def test_C_2_planted_bugs_are_found(machine: Any) -> None:
+    report = machines.run_campaign((100, 20), 1, {"planted": machine})
+    assert report["violations"] == 1
+    assert "AssertionError" in report["found"][0]
+
+
+@pytest.mark.parametrize("machine", [machines.QueueMachine, machines.StopMachine])
+def test_C_2_machines_agree_with_their_models(machine: Any) -> None:
+    report = machines.run_campaign((40, 20), 2, {"sound": machine})
+    assert report["violations"] == 0, report
+    assert report["examples"] >= 10
+    assert report["steps"] > report["examples"]
+
+
+@pytest.mark.parametrize("name", ["bodies", "frames", "safetensors", "configs", "tokenizers", "constraints"])
+def test_C_6_a_slice_of_the_parsers(name: str, tmp_path: Any) -> None:
+    made = {
+        "bodies": parsers.bodies,
+        "frames": parsers.frames,
+        "safetensors": lambda: parsers.safetensors(tmp_path),
+        "configs": lambda: parsers.configs(tmp_path),
+        "tokenizers": lambda: parsers.tokenizers(tmp_path),
+        "constraints": parsers.constraints,
+    }[name]()
+    outcomes, wrong = parsers.attack(made, name, 100, 5)
+    assert not wrong
+    assert outcomes["refused"] > 20
+    assert outcomes["sound"] == len(made.corpus)
+
+
+def test_C_6_an_error_that_is_not_clear_is_noticed() -> None:
+    def careless(data: bytes) -> None:
+        if not data.startswith(b"{"):
+            raise KeyError(data[:1])
+
+    outcomes, wrong = parsers.attack(parsers.Target([b"{}"], careless, ValueError), "planted", 50, 1)
+    assert outcomes["KeyError"] == len(wrong) > 0
+
+
+def test_C_6_mutations_repeat() -> None:
+    corpus = [b"some text", b"another"]
+    found = [parsers.damaged(corpus, "a", 1, number) for number in range(50)]
+    assert found == [parsers.damaged(corpus, "a", 1, number) for number in range(50)]
+    assert len(set(found)) > 30
+
+
+def test_C_8_a_leak_is_a_slope() -> None:
+    rng = random.Random(1)
+    noise = [rng.uniform(0, 20_000) for _ in range(100)]
+    still = [(200.0 * i, 5e7 + noise[i]) for i in range(100)]
+    assert abs(operations.slope(still)) < 5
+    assert 190 < operations.slope([(x, y + 200 * x) for x, y in still]) < 210
+
+
+def test_C_11_no_tenant_finds_anothers_prompt() -> None:
+    assert foreign_hits(20, 1) == 0
