@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from bench.record import commit
 from rich.console import Console
 from rich.table import Table
+from tests.campaigns import page
 
 from headrace import doctor
 
@@ -101,6 +102,56 @@ def live_faults(num: int, seed: int) -> Counts:
     return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
+def state_machines(size: tuple[int, int], seed: int) -> Counts:
+    from tests.campaigns.machines import run_campaign
+
+    return run_campaign(size, seed)
+
+
+def load(num: int, seed: int) -> Counts:
+    from tests.campaigns.load import run_campaign
+
+    return run_campaign(num, seed)
+
+
+def parsers(counts: dict[str, int], seed: int) -> Counts:
+    from tests.campaigns.parsers import run_campaign
+
+    return run_campaign(counts, seed)
+
+
+def overload(seconds: float, seed: int) -> Counts:
+    from tests.campaigns.operations import overload
+
+    return overload(seconds, seed)
+
+
+def soak(size: tuple[float, float], seed: int) -> Counts:
+    """With its control: the same with 200 bytes leaked of every request, which has to be noticed."""
+    from tests.campaigns.operations import soak
+
+    seconds, most = size
+    leaky = soak((min(seconds, 30.0), most), seed, leak=200)
+    counts = soak(size, seed)
+    counts |= {f"with_the_leak_{name}": leaky[name] for name in ("bytes_a_request", "objects_a_request")}
+    if not any("memory grows" in each or "objects are left" in each for each in leaky["examples"]):
+        counts["violations"] += 1
+        counts["examples"] = [*counts["examples"], "the planted leak was not noticed"]
+    return counts
+
+
+def drain(num_cycles: int, seed: int) -> Counts:
+    from tests.campaigns.operations import drain
+
+    return drain(num_cycles, seed)
+
+
+def isolation(num: int, seed: int) -> Counts:
+    from tests.campaigns.isolation import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit/core").glob("test_planted_*.py"))]
@@ -114,11 +165,24 @@ def planted(kind: str, seed: int) -> Counts:
     return {"planted": caught + len(missed), "caught": caught, "violations": len(missed), "examples": missed[:5]}
 
 
+PARSERS: dict[str, dict[str, int]] = {
+    "commit": {"bodies": 10_000, "frames": 500_000, "safetensors": 100_000, "configs": 100_000, "tokenizers": 5_000,
+               "constraints": 100_000, "templates": 300},
+    "nightly": {"bodies": 500_000, "frames": 5_000_000, "safetensors": 5_000_000, "configs": 1_000_000,
+                "tokenizers": 100_000, "constraints": 1_000_000, "templates": 20_000},
+    "release": {"bodies": 5_000_000, "frames": 50_000_000, "safetensors": 50_000_000, "configs": 10_000_000,
+                "tokenizers": 1_000_000, "constraints": 10_000_000, "templates": 200_000},
+}  # fmt: skip
 CAMPAIGNS: dict[str, Campaign] = {
     "C-1": Campaign(
         "simulation of the real scheduler (seeds, steps)",
         {"commit": (300, 1000), "nightly": (20_000, 1000), "release": (400_000, 1000)},
         simulate,
+    ),
+    "C-2": Campaign(
+        "state machines against naive models (examples of each, steps)",
+        {"commit": (200, 50), "nightly": (5000, 50), "release": (20_000, 100)},
+        state_machines,
     ),
     "C-3": Campaign(
         "differential generations over pairs", {"commit": 3000, "nightly": 40_000, "release": 120_000}, combinations
@@ -126,12 +190,26 @@ CAMPAIGNS: dict[str, Campaign] = {
     "C-3-drafters": Campaign(
         "every drafter against no guesses (prompts)", {"commit": 20, "nightly": 200, "release": 2000}, drafters
     ),
+    "C-4": Campaign(
+        "HTTP requests of every sort of client", {"commit": 5000, "nightly": 200_000, "release": 1_000_000}, load
+    ),
     "C-5": Campaign(
         "faults of a live engine's process under 32 streams",
         {"commit": 40, "nightly": 1000, "release": 20_000},
         live_faults,
     ),
+    "C-6": Campaign("damaged inputs of every other parser", PARSERS, parsers),
     "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),
+    "C-7": Campaign("ten times the load (seconds)", {"commit": 15.0, "nightly": 1200.0, "release": 7200.0}, overload),
+    "C-8": Campaign(
+        "memory under the mix of C-4 (seconds, bytes a request)",
+        {"commit": (30.0, 2000.0), "nightly": (7200.0, 20.0), "release": (86_400.0, 20.0)},
+        soak,
+    ),
+    "C-9": Campaign("drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, drain),
+    "C-11": Campaign(
+        "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
+    ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
 }
 
@@ -183,6 +261,8 @@ def main() -> int:
         row = (CAMPAIGNS[name].about, "\n".join(told[:4]), str(counts["violations"]), str(counts["minutes"]))
         table.add_row(name, *row)
     console.print(table)
+    if args.out is None:
+        page.write()
     return 1 if any(counts["violations"] for counts in results.values()) else 0
 
 

@@ -118,7 +118,7 @@ def judge(one: Asked, reply: Reply) -> tuple[str, str]:
 def _read(one: Asked, body: bytes) -> tuple[dict[int, list[int]], dict[int, str], str, bool]:
     """Token ids and finish reason of each answer, the code of an error, and whether it says that it is done."""
     if one.stream:
-        lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+        lines = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
         events = [json.loads(line) for line in lines if line != "[DONE]"]
         done = bool(lines) and lines[-1] == "[DONE]"
     else:

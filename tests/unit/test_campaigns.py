@@ -43,6 +43,12 @@ def test_C_4_the_judge_takes_what_is_right() -> None:
     assert load.judge(first("plain"), load.Reply(429, b'{"error": {}}', True)) == ("turned away", "")
 
 
+def test_C_4_a_line_of_a_stream_ends_at_a_newline_only() -> None:
+    one = first("plain")
+    body = stream(one).replace(b'"finish_reason"', '"text": "\x85\u2028", "finish_reason"'.encode())
+    assert load.judge(one, load.Reply(200, body, True)) == ("answered", "")
+
+
 WRONG: dict[str, Callable[[load.Asked], load.Reply]] = {
     "cut off": lambda one: load.Reply(200, stream(one), False),
     "without its end": lambda one: load.Reply(200, stream(one, end=""), True),
