@@ -108,3 +108,11 @@ def test_R_12_whoever_is_refused_is_told_when_to_come_back() -> None:
     with pytest.raises(QueueFullError) as late:
         queue.admit([50], "", 1000.0)
     assert late.value.retry_after == 10
+
+
+def test_R_21_starts_are_forgotten_where_nobody_is_turned_away() -> None:
+    door = Admission(10, 1000)
+    for second in range(1000):
+        door.enter(5, "")
+        door.leave(5, "", float(second))
+    assert len(door._starts) <= 31

@@ -83,6 +83,7 @@ class Admission:
         self._move(-1, -work, name)
         if started is not None:
             self._starts.append((started, work))
+            self._forget(started)
 
     def ended(self, num_tokens: int) -> None:
         """An answer of so many tokens has come to its end."""
@@ -98,11 +99,15 @@ class Admission:
 
     def _retry_after(self, num: int, num_tokens: int, now: float) -> int:
         """Seconds that so many requests take at the rate of the last half minute, 1 to 60."""
-        while self._starts and self._starts[0][0] < now - RATE_WINDOW_S:
-            self._starts.popleft()
+        self._forget(now)
         if not self._starts:
             return 10
         span = max(now - self._starts[0][0], 1.0)
         wait_reqs = num * span / len(self._starts)
         wait_tokens = num_tokens * span / max(1, sum(work for _, work in self._starts))
         return min(60, max(1, math.ceil(max(wait_reqs, wait_tokens))))
+
+    def _forget(self, now: float) -> None:
+        """Starts of longer ago than the window: they would be kept for ever where nobody is turned away."""
+        while self._starts and self._starts[0][0] < now - RATE_WINDOW_S:
+            self._starts.popleft()
