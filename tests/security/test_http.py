@@ -74,11 +74,16 @@ def trickle(live: Live, text: bytes, pause: float, seconds: float) -> bytes:
         client.settimeout(pause)
         end = time.monotonic() + seconds
         for index in range(10**6):
-            with contextlib.suppress(TimeoutError):
+            try:
                 data = client.recv(4096)
-                said += data
-                if not data:
-                    return said
+            except TimeoutError:
+                data = None
+            except ConnectionResetError:
+                # It hung up with bytes of ours unread, and that may overtake its answer.
+                return said
+            if data == b"":
+                return said
+            said += data or b""
             if time.monotonic() > end:
                 return said + b"(still open)"
             try:
@@ -99,10 +104,16 @@ def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
     # And one that was answered, and begins again.
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as client:
         client.sendall(rig.head("GET", "/health/live"))
-        assert status(client.recv(4096)) == 200
+        said = client.recv(4096)
+        assert status(said) == 200
+        while b"}" not in said:
+            said += client.recv(4096)
         client.sendall(b"GET /hea")
-        assert status(client.recv(4096)) == 408
-        assert client.recv(4096) == b""
+        said = client.recv(4096)
+        assert status(said) == 408
+        # The rest of the answer, and then the end.
+        while client.recv(4096):
+            pass
 
 
 def test_S_19_control_without_the_timer_they_stay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +126,9 @@ def test_S_19_bodies_that_stop_or_trickle_are_given_up(hasty: Live, monkeypatch:
     start = rig.head("POST", "/v1/completions", "Content-Length: 1000000", "Content-Type: application/json")
     assert status(rig.raw(hasty, start + b"{", 20)) == 408
     monkeypatch.setattr(limits, "MIN_BODY_RATE", 10**6)
-    assert status(trickle(hasty, start + b"{" * 10**5, 0.01, 20)) == 408
+    said = trickle(hasty, start + b"{" * 10**5, 0.01, 20)
+    assert not said.endswith(b"(still open)")
+    assert not said or status(said) == 408
 
 
 def test_S_19_many_that_trickle_keep_nobody_out(live: Live) -> None:

@@ -12,6 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.flags.optimize > 0, reason="this is that run")
 def test_S_05_the_tier_passes_under_python_O() -> None:
