@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- written by python -m tests.campaigns.page -->", "<!-- end -->"
 TIERS = ("commit", "nightly", "release")
-NOT_COUNTS = ("seed", "violations")
+NOT_COUNTS = ("seed", "violations", "minutes")
 
 
 def section(folder: Path = RESULTS) -> str:
@@ -27,22 +27,33 @@ def section(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts) or "No campaign has been run to its end yet."
 
 
+def summed(pieces: list[dict[str, Any]]) -> dict[str, int | float]:
+    """Counts and minutes of all pieces together; what is a measure and no count is that of the last piece."""
+    told: dict[str, int | float] = {}
+    for piece in pieces:
+        for key, value in piece.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                is_sum = isinstance(value, int) or key == "minutes"
+                told[key] = round(told.get(key, 0) + value, 2) if is_sum else value
+    return told
+
+
 def table(report: dict[str, Any]) -> str:
     """The counts of one tier."""
-    minutes = sum(counts["minutes"] for counts in report["campaigns"].values())
+    rows = {name: (summed(pieces), pieces) for name, pieces in sorted(report["campaigns"].items())}
+    minutes = sum(counts["minutes"] for counts, _ in rows.values())
+    host = report["host"]
     lines = [
-        f"`make campaign-{report['tier']}`, commit {report['commit']}, {report['host']}, {minutes:.1f} minutes:",
+        f"`make campaign-{report['tier']}` on {host['name']}, {host['cores_allowed']} cores, {minutes:.1f} minutes:",
         "",
-        "| campaign | counts | violations | seed | minutes |",
-        "|---|---|---|---|---|",
+        "| campaign | counts | violations | seeds | minutes | commits |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, counts in sorted(report["campaigns"].items()):
-        told = ", ".join(
-            f"{key.replace('_', ' ')} {value:,}"
-            for key, value in counts.items()
-            if isinstance(value, int | float) and key not in (*NOT_COUNTS, "minutes")
-        )
-        lines.append(f"| {name} | {told} | {counts['violations']} | {counts['seed']} | {counts['minutes']} |")
+    for name, (counts, pieces) in rows.items():
+        told = ", ".join(f"{key.replace('_', ' ')} {value:,}" for key, value in counts.items() if key not in NOT_COUNTS)
+        seeds = ", ".join(str(piece["seed"]) for piece in pieces)
+        commits = ", ".join(dict.fromkeys(piece["commit"] for piece in pieces))
+        lines.append(f"| {name} | {told} | {counts['violations']} | {seeds} | {counts['minutes']:.1f} | {commits} |")
     return "\n".join(lines)
 
 

@@ -15,11 +15,12 @@ def test_the_page_quotes_the_counts_as_they_are() -> None:
 
 
 def test_a_count_that_is_another_is_noticed(tmp_path: Path) -> None:
-    counts = {"steps": 2000, "violations": 0, "seed": 7, "minutes": 0.5, "examples": []}
-    report = {"tier": "commit", "commit": "abc", "host": "a machine", "campaigns": {"C-1": counts}}
+    one = {"steps": 1500, "violations": 0, "seed": 7, "minutes": 0.5, "examples": [], "commit": "abc"}
+    pieces = [one, one | {"steps": 500, "seed": 8, "commit": "def"}]
+    report = {"tier": "commit", "host": {"name": "a machine", "cores_allowed": 2}, "campaigns": {"C-1": pieces}}
     (tmp_path / "campaign-commit.json").write_text(json.dumps(report))
     made = page.written(f"before\n{page.BEGIN}\n{page.END}\nafter\n", page.section(tmp_path))
-    assert "| C-1 | steps 2,000 | 0 | 7 | 0.5 |" in made
+    assert "| C-1 | steps 2,000 | 0 | 7, 8 | 1.0 | abc, def |" in made
     assert page.quoted(made) == page.section(tmp_path)
     assert page.quoted(made.replace("2,000", "3,000")) != page.section(tmp_path)
     assert made.startswith("before\n")
