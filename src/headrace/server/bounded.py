@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import BinaryIO, cast
 
@@ -27,6 +28,8 @@ MAX_WALL_SECONDS = 30.0
 
 class BoundedProcess:
     """`python -m MODULE ARGUMENTS`, one job at a time, in whichever thread calls.
+
+    The process ends with `close`, with this object or with the program, whichever comes first.
 
     Args:
         greeting: gives the first frame that a new process is sent; None: it is sent none.
@@ -45,6 +48,7 @@ class BoundedProcess:
         self._greeting = greeting
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
     def ask(self, body: bytes) -> bytes | str:
         """The answer to a job, or as a text why its process had to end. Raises `HeadraceError` if none starts."""
@@ -52,6 +56,7 @@ class BoundedProcess:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
                 self._process = self._start()
+                self._ending = weakref.finalize(self, _end, self._process)
                 if self._greeting is not None and self._exchange(self._process, self._greeting()) is None:
                     raise HeadraceError(f"the process of {self._command[3]} does not start: {self._epitaph()}")
             reply = self._exchange(self._process, body)
@@ -81,26 +86,29 @@ class BoundedProcess:
         return read_frame(stdout)
 
     def _stop(self) -> int:
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        try:
-            # One that has closed its pipe is about to say how it ended.
-            process.wait(timeout=0.5 if process.poll() is None else 0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-        return process.returncode
+        """The process's exit status, after its end; 0 if there is none."""
+        ending, self._ending, self._process = self._ending, None, None
+        return (ending() if ending else None) or 0
 
     def _epitaph(self) -> str:
         returncode = self._stop()
         if returncode in (-signal.SIGPROF, -signal.SIGKILL):
             return f"it took more than {self._max_cpu_seconds:g} s of processor time"
         return "it brought its process to an end"
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+    # A process whose input has ended goes; one that has ended its output is about to say how it ended.
+    with contextlib.suppress(BrokenPipeError):
+        stdin.close()
+    try:
+        process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    stdout.close()
+    return process.returncode
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

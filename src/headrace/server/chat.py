@@ -7,7 +7,6 @@ tokens and no engine; called by the server's routes and by the offline `chat`.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import re
@@ -153,9 +152,7 @@ class TemplateRunner:
 @functools.cache
 def shared_runner() -> TemplateRunner:
     """The runner of all templates that nobody gave one of their own."""
-    runner = TemplateRunner()
-    atexit.register(runner.close)
-    return runner
+    return TemplateRunner()
 
 
 def _source(chat_template: str) -> str:
