@@ -2,7 +2,8 @@
 
 One batch at a time, oldest first, some lines at once, and no new line while other requests wait: whoever is there in
 person goes first. Every answer is on its way to the output file before it is counted, so a batch whose server ended
-goes on with the next one where there is a storage folder. Knows files and lines; no HTTP but in `add_routes`.
+goes on with the next one where there is a storage folder. One whose disk is full or fails waits for it. Knows files and
+lines; no HTTP but in `add_routes`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace.server.batch_lines import Answerer, Line, answers, has_failed, rea
 from headrace.server.errors import json_response
 from headrace.server.files import PAGE, Files, NotFoundError, page
 from headrace.server.parsing import Body, convert
-from headrace.server.store import Store, StoreFullError
+from headrace.server.store import StorageError, Store, StoreFullError
 from headrace.server.tenants import Tenant, acting_as
 
 logger = logging.getLogger("headrace.server")
@@ -36,6 +37,7 @@ MAX_OPEN = 64
 MAX_TOLD = 100
 MAX_METADATA = 16
 LOOK_AGAIN_S = 0.02
+DISK_AGAIN_S = 5.0
 HOUR_S = 3600
 ENDED = ("failed", "completed", "expired", "cancelled")
 DEFAULT_PAGE = 20
@@ -150,13 +152,19 @@ class Batches:
     # -- the work
 
     async def _work(self) -> None:
+        stuck: set[str] = set()
         while True:
             self._wake.clear()
             waiting = [batch_id for batch_id in self.store if self._card(batch_id)["status"] not in ENDED]
             if not waiting:
                 await self._wake.wait()
                 continue
-            batch_id = waiting[0]
+            batch_id = next((batch_id for batch_id in waiting if batch_id not in stuck), "")
+            if not batch_id:
+                # The disk may be well again.
+                await asyncio.sleep(DISK_AGAIN_S)
+                stuck.clear()
+                continue
             # In the name of whoever sent it, as if the lines came in one by one.
             with acting_as(Tenant(self.store.owner(batch_id))):
                 task = asyncio.ensure_future(self._do(batch_id))
@@ -169,12 +177,19 @@ class Batches:
                 [error] = await asyncio.gather(task, return_exceptions=True)
             if isinstance(error, EngineDeadError):
                 return  # the server ends; the next one goes on with this batch
-            if isinstance(error, Exception):
-                logger.error("batch %s failed", batch_id, exc_info=error)
-                told = str(error) if isinstance(error, HeadraceError) else "internal error; the server's log has more"
-                self._fail(batch_id, [{"code": "batch_failed", "message": told, "line": None, "param": None}])
-            elif self._card(batch_id)["status"] == "cancelling":
-                self._end(batch_id, "cancelled")
+            try:
+                if isinstance(error, StorageError):
+                    raise error
+                if isinstance(error, Exception):
+                    logger.error("batch %s failed", batch_id, exc_info=error)
+                    is_ours = isinstance(error, HeadraceError)
+                    told = str(error) if is_ours else "internal error; the server's log has more"
+                    self._fail(batch_id, [{"code": "batch_failed", "message": told, "line": None, "param": None}])
+                elif self._card(batch_id)["status"] == "cancelling":
+                    self._end(batch_id, "cancelled")
+            except (StorageError, StoreFullError) as waits:
+                logger.warning("batch %s waits: %s", batch_id, waits)
+                stuck.add(batch_id)
 
     async def _do(self, batch_id: str) -> None:
         card = self._card(batch_id)
@@ -221,6 +236,11 @@ class Batches:
             if file_id is None or file_id not in self.files.store:
                 made = self.files.create(f"{batch_id}_{kind}.jsonl", "batch_output", b"", hidden=True)
                 card[name] = made.id
+                try:
+                    self.store.tell(batch_id, card)
+                except HeadraceError:
+                    self.files.store.discard(made.id)
+                    raise
                 continue
             written = self.files.store.body(file_id)
             whole = written[: written.rfind(b"\n") + 1]

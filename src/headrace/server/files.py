@@ -65,7 +65,7 @@ class Files:
         self.store = store
 
     def create(self, filename: str, purpose: str, content: bytes, hidden: bool = False) -> FileObject:
-        """Keep a file. Raises `RequestError`, `StoreFullError`."""
+        """Keep a file. Raises `RequestError`, `StoreFullError`, `StorageError`."""
         if not 0 < len(filename) <= MAX_FILENAME or not filename.isprintable():
             raise RequestError("file", filename, f"named, in 1 to {MAX_FILENAME} printable characters")
         file_id = self.store.new_id()
@@ -81,15 +81,15 @@ class Files:
         return self._object(file_id, about)
 
     def content(self, file_id: str) -> bytes:
-        """Raises `NotFoundError`."""
+        """Raises `NotFoundError`, `StorageError`."""
         self.get(file_id)
         try:
             return self.store.body(file_id)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise NotFoundError("file", file_id) from error
 
     def delete(self, file_id: str) -> None:
-        """Raises `NotFoundError`."""
+        """Raises `NotFoundError`, `StorageError`."""
         self.get(file_id)
         self.store.delete(file_id)
 

@@ -28,7 +28,7 @@ from headrace.server.parsing import renamed
 from headrace.server.parts import Content, Part
 from headrace.server.responses_events import Output, encode
 from headrace.server.responses_input import ResponsesRequest, chat_body, input_items, read
-from headrace.server.store import Store, StoreFullError
+from headrace.server.store import StorageError, Store, StoreFullError
 
 # What a chat calls otherwise.
 NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -260,12 +260,13 @@ class Responses:
         """Store what became of a response, if it is stored and still there."""
         if response["id"] not in self.store:
             return
-        entry = self._entry(response["id"])
         try:
+            entry = self._entry(response["id"])
             self.store.put(response["id"], {}, _encode(response, entry["input"], entry["history"]))
-        except StoreFullError as error:
+        except (StoreFullError, StorageError, NotFoundError) as error:
+            # The caller gets its answer; what would be read again later is not the whole of it.
             logger.warning("response %s is not kept: %s", response["id"], error)
-            self.store.delete(response["id"])
+            self.store.discard(response["id"])
 
     async def _chat(self, request: ResponsesRequest, items: list[dict[str, Any]], more: dict[str, Any]) -> ChatAnswer:
         """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
@@ -292,7 +293,7 @@ class Responses:
             raise NotFoundError("response", response_id)
         try:
             entry: dict[str, Any] = msgspec.json.decode(self.store.body(response_id))
-        except (OSError, msgspec.DecodeError) as error:
+        except (FileNotFoundError, msgspec.DecodeError) as error:
             logger.warning("the stored response %s can not be read: %s", response_id, error)
             raise NotFoundError("response", response_id) from error
         return entry
@@ -301,8 +302,8 @@ class Responses:
         """A response that an earlier server left unfinished stays so."""
         try:
             response = self._entry(response_id)["response"]
-        except NotFoundError:
-            return
+        except (NotFoundError, StorageError):
+            return  # the log has why
         if response["status"] in RUNNING:
             error = {"code": "server_error", "message": "the server ended before this response did"}
             self.keep(response | {"status": "failed", "error": error})

@@ -1,13 +1,15 @@
 """`Store`: what the server keeps for its clients (files, batches, responses), bounded in number and in bytes.
 
 Every entry is a JSON object that tells about it and a body of bytes; in memory, or in a folder, where it outlives the
-server. Ids are drawn here and looked up among those that exist, so nothing that a client sends ever becomes a path
-(S-21). An entry belongs to whoever made it (`server.tenants`), and for others it is not there. Knows no HTTP and no
-API. Called by `server.files`, `server.batches` and `server.responses`.
+server. A disk that is full or fails costs the call and no entry: what is told here is what the folder holds (R-28). Ids
+are drawn here and looked up among those that exist, so nothing that a client sends ever becomes a path (S-21). An entry
+belongs to whoever made it (`server.tenants`), and for others it is not there. Knows no HTTP and no API. Called by
+`server.files`, `server.batches` and `server.responses`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -35,6 +37,13 @@ class StoreFullError(HeadraceError):
 
     status = 413
     code = "storage_full"
+
+
+class StorageError(HeadraceError):
+    """The disk is full or fails, and what was wanted is not done (HTTP 503): it may be later."""
+
+    status = 503
+    code = "storage_failed"
 
 
 class _Entry:
@@ -103,36 +112,42 @@ class Store:
         return self.prefix + secrets.token_hex(16)
 
     def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
-        """Keep an entry under an id of `new_id`, or replace one. Raises `StoreFullError`; then nothing changes."""
+        """Keep an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
+        changes."""
         known = self._entries.get(entry_id)
         owner = tenants.current().name if known is None else known.owner
         text = _encode(about, owner)
         self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
-        if self.folder is not None:
-            self._write(f"{entry_id}.bin", body)
-            self._write(f"{entry_id}.json", text)
+        # In this order: a body alone is swept up by the next start.
+        self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
         kept = bytearray(body) if self.folder is None else None
         self._entries[entry_id] = _Entry(text, kept, len(text) + len(body), owner)
         self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
 
     def tell(self, entry_id: str, about: dict[str, Any]) -> None:
-        """Replace what is told about an entry; its body stays. Raises KeyError, `StoreFullError`."""
+        """Replace what is told about an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
         text = _encode(about, entry.owner)
         size = entry.size - len(entry.text) + len(text)
         self._make_room(entry_id, size, entry.size)
-        if self.folder is not None:
-            self._write(f"{entry_id}.json", text)
+        self._write({f"{entry_id}.json": text})
         self.num_bytes += size - entry.size
         entry.text, entry.size = text, size
 
     def append(self, entry_id: str, data: bytes) -> None:
-        """Add to the end of a body. Raises KeyError, `StoreFullError`."""
+        """Add to the end of a body, all or nothing. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
         self._make_room(entry_id, entry.size + len(data), entry.size)
         if self.folder is not None:
-            with open(self.folder / f"{entry_id}.bin", "ab") as file:
-                file.write(data)
+            with _disk("written to"), open(self.folder / f"{entry_id}.bin", "r+b", buffering=0) as file:
+                end = entry.size - len(entry.text)
+                try:
+                    # At its place and not at the file's end, where a write that failed may have left a part.
+                    _write_all(file.fileno(), data, end)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        file.truncate(end)
+                    raise
         elif entry.body is not None:
             entry.body += data
         entry.size += len(data)
@@ -157,25 +172,34 @@ class Store:
         return entry.size - len(entry.text)
 
     def body(self, entry_id: str) -> bytes:
-        """Raises KeyError, and OSError if its file is gone."""
+        """Raises KeyError, FileNotFoundError if its file is gone, and `StorageError`."""
         entry = self._seen(entry_id)
         if entry is None:
             raise KeyError(entry_id)
         if self.folder is None:
             return bytes(entry.body or b"")
-        return (self.folder / f"{entry_id}.bin").read_bytes()
+        with _disk("read"):
+            return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.size - len(entry.text)]
 
     def delete(self, entry_id: str) -> bool:
-        """Forget an entry. False if there is none."""
-        entry = self._entries.pop(entry_id, None)
-        if entry is None:
+        """Forget an entry. False if there is none. Raises `StorageError`; then it is still there."""
+        if entry_id not in self._entries:
             return False
-        self.num_bytes -= entry.size
         if self.folder is not None:
-            # What is told about it goes first: a body alone is swept up by the next start.
-            for suffix in ("json", "bin"):
-                (self.folder / f"{entry_id}.{suffix}").unlink(missing_ok=True)
+            with _disk("written to"):
+                # What is told about it goes first: a body alone is swept up by the next start.
+                (self.folder / f"{entry_id}.json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.folder / f"{entry_id}.bin").unlink(missing_ok=True)
+        self.num_bytes -= self._entries.pop(entry_id).size
         return True
+
+    def discard(self, entry_id: str) -> None:
+        """Know no more of an entry, even if the folder can not be rid of it. There need be none."""
+        try:
+            self.delete(entry_id)
+        except StorageError:
+            self.num_bytes -= self._entries.pop(entry_id).size
 
     def _seen(self, entry_id: str) -> _Entry | None:
         """The entry, if there is one that the caller may know of."""
@@ -198,18 +222,26 @@ class Store:
                 )
             self.delete(oldest)
 
-    def _write(self, name: str, data: bytes) -> None:
-        """All of it or nothing."""
+    def _write(self, files: dict[str, bytes]) -> None:
+        """All of them or none, if there is a folder."""
         if self.folder is None:
             return
-        part = self.folder / (_TORN + secrets.token_hex(8))
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        parts: list[Path] = []
         try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            os.replace(part, self.folder / name)
+            with _disk("written to"):
+                for data in files.values():
+                    parts.append(self.folder / (_TORN + secrets.token_hex(8)))
+                    descriptor = os.open(parts[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                    try:
+                        _write_all(descriptor, data, 0)
+                    finally:
+                        os.close(descriptor)
+                for part, name in zip(parts, files, strict=True):
+                    os.replace(part, self.folder / name)
         except BaseException:
-            part.unlink(missing_ok=True)
+            for part in parts:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
             raise
 
     def _read_in(self, folder: Path) -> None:
@@ -242,6 +274,26 @@ class Store:
         size = len(text) + status.st_size
         self._entries[entry_id] = _Entry(text, None, size, str(about.get(_OWNER, "")))
         self.num_bytes += size
+
+
+@contextlib.contextmanager
+def _disk(done: str) -> Iterator[None]:
+    """Tells an error of the disk in the log with its kind, and to the client without a path."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        logger.warning("the storage can not be %s: %s", done, error)
+        raise StorageError(f"storage: it can not be {done} just now; nothing was changed") from error
+
+
+def _write_all(descriptor: int, data: bytes, begin: int) -> None:
+    """`data` from byte `begin` on, and the file's end behind it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.pwrite(descriptor, view, begin + len(data) - len(view)) :]
+    os.ftruncate(descriptor, begin + len(data))
 
 
 def _encode(about: dict[str, Any], owner: str) -> bytes:
