@@ -127,18 +127,23 @@ def overload(seconds: float, seed: int) -> Counts:
     return overload(seconds, seed)
 
 
-def soak(size: tuple[float, float], seed: int) -> Counts:
+def soak(size: tuple[float, float, float], seed: int) -> Counts:
     """With its control: the same with 200 bytes leaked of every request, which has to be noticed."""
     from tests.campaigns.operations import soak
 
-    seconds, most = size
-    leaky = soak((min(seconds, 30.0), most), seed, leak=200)
+    leaky = soak((min(size[0], 30.0), *size[1:]), seed, leak=200)
     counts = soak(size, seed)
     counts |= {f"with_the_leak_{name}": leaky[name] for name in ("bytes_a_request", "objects_a_request")}
     if not any("memory grows" in each or "objects are left" in each for each in leaky["examples"]):
         counts["violations"] += 1
         counts["examples"] = [*counts["examples"], "the planted leak was not noticed"]
     return counts
+
+
+def long(num_tokens: int, seed: int) -> Counts:
+    from tests.campaigns.long import run_campaign
+
+    return run_campaign(num_tokens, seed)
 
 
 def drain(num_cycles: int, seed: int) -> Counts:
@@ -204,10 +209,11 @@ CAMPAIGNS: dict[str, Campaign] = {
     "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),
     "C-7": Campaign("ten times the load (seconds)", {"commit": 15.0, "nightly": 1200.0, "release": 7200.0}, overload),
     "C-8": Campaign(
-        "memory under the mix of C-4 (seconds, bytes a request)",
-        {"commit": (30.0, 2000.0), "nightly": (7200.0, 20.0), "release": (86_400.0, 20.0)},
+        "memory under 80 % of the load (seconds, bytes a request, MiB an hour)",
+        {"commit": (30.0, 2000.0, 500.0), "nightly": (7200.0, 20.0, 1.0), "release": (86_400.0, 20.0, 1.0)},
         soak,
     ),
+    "C-8-long": Campaign("one answer (tokens)", {"commit": 10_000, "nightly": 50_000, "release": 120_000}, long),
     "C-9": Campaign("drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, drain),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation

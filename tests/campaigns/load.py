@@ -265,6 +265,16 @@ async def drive(port: int, ledger: Ledger, numbers: range, seed: int, at_once: i
     await asyncio.gather(*(client() for _ in range(at_once)))
 
 
+async def pace(port: int, ledger: Ledger, numbers: range, seed: int, rate: float) -> None:
+    """Requests `numbers`, so many a second, whatever becomes of them."""
+    begin = time.monotonic()
+    working = []
+    for index, number in enumerate(numbers):
+        await asyncio.sleep(max(0.0, begin + index / rate - time.monotonic()))
+        working.append(asyncio.create_task(work(port, ledger, asked(number, seed), seed)))
+    await asyncio.gather(*working)
+
+
 def phases(num: int) -> list[tuple[int, range]]:
     """(requests at once, their numbers)."""
     made, first = [], 0

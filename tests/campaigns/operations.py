@@ -26,6 +26,11 @@ MAX_REJECT_S = 0.05
 MAX_PROBE_S = 0.5
 MIN_GOODPUT = 0.9
 MAX_OBJECTS = 0.5
+LOAD = 0.8
+STEP_S = 0.005
+ROUND = 200
+"""The soak's load as a share of the peak, how long a step takes then, and its requests from one idle moment to the
+next."""
 WARM_UP_S = 40.0
 """The server remembers half a minute of starts."""
 
@@ -146,40 +151,48 @@ def slope(points: list[tuple[float, float]]) -> float:
     return statistics.linear_regression([x for x, _ in points], [y for _, y in points]).slope
 
 
-def soak(size: tuple[float, float], seed: int, leak: int = 0) -> dict[str, Any]:
-    """`size` is (seconds, bytes a request that are too many). Over the second half of the requests: anonymous memory of
-    all processes, and the server's number of objects, which tells of a small leak long before the memory does."""
-    seconds, most = size
+def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str, Any]:
+    """`size` is (seconds, bytes a request that are too many, MiB an hour that are too many). The mix of C-4 at 80 % of
+    what the server can do; whenever a round of it is over and nothing runs, anonymous memory of all processes and the
+    server's number of objects, which tells of a small leak long before the memory does. Growth is judged over the
+    second half."""
+    seconds, most, most_an_hour = size
     ledger = load.Ledger()
-    points: list[tuple[float, float]] = []
-    objects: list[tuple[float, float]] = []
-    with oracle(leak=leak) as served:
-        asyncio.run(load.drive(served.port, ledger, range(200), seed, 16))
+    points: list[tuple[float, float, float, float]] = []
+    with oracle(delay=STEP_S, max_num_seqs=8, leak=leak) as served:
+        begin = time.monotonic()
+        asyncio.run(load.drive(served.port, ledger, range(ROUND), seed, 24))
+        rate = LOAD * ROUND / (time.monotonic() - begin)
         problems = served.unsettled()
         idle = held(served)
-        begin, first = time.monotonic(), 200
-        while time.monotonic() < begin + WARM_UP_S + seconds:
-            asyncio.run(load.drive(served.port, ledger, range(first, first + 200), seed, 16))
-            first += 200
-            if time.monotonic() < begin + WARM_UP_S:
-                continue
-            objects.append((float(first), float(served.get("/objects").text)))
-            points.append((float(first), float(memory(served))))
-        problems += ledger.problems + served.unsettled()
-        now = held(served)
-    growth, more = slope(points[len(points) // 2 :]), slope(objects[len(objects) // 2 :])
-    if now["threads"] > idle["threads"] + 2 or now["files"] > idle["files"] + 8:
-        problems.append(f"held at idle: {idle}, and at the end: {now}")
-    if growth > most:
-        problems.insert(0, f"memory grows by {growth:.0f} bytes a request")
+        begin, first = time.monotonic(), ROUND
+        while (now := time.monotonic() - begin) < WARM_UP_S + seconds:
+            asyncio.run(load.pace(served.port, ledger, range(first, first + ROUND), seed, rate))
+            problems += served.unsettled()
+            first += ROUND
+            if now > WARM_UP_S:
+                count = float(served.get("/objects").text)
+                points.append((float(first), time.monotonic() - begin, float(memory(served)), count))
+        problems += ledger.problems
+        left = held(served)
+    half = points[len(points) // 2 :] if len(points) > 9 else points
+    growth = slope([(number, taken) for number, _, taken, _ in half])
+    an_hour = slope([(at, taken) for _, at, taken, _ in half]) * 3600 / 2**20
+    more = slope([(number, count) for number, _, _, count in half])
+    if left["threads"] > idle["threads"] + 2 or left["files"] > idle["files"] + 8:
+        problems.append(f"held at idle: {idle}, and at the end: {left}")
+    if growth > most or an_hour > most_an_hour:
+        problems.insert(0, f"memory grows by {growth:.0f} bytes a request, {an_hour:.2f} MiB an hour")
     if more > MAX_OBJECTS:
         problems.insert(0, f"{more:.2f} objects are left of each request")
     return {
         "seconds": seconds,
         "requests": first,
+        "offered_a_second": round(rate, 1),
         "bytes_a_request": round(growth, 1),
+        "mib_an_hour": round(an_hour, 3),
         "objects_a_request": round(more, 3),
-        "anonymous_mib": round(points[-1][1] / 2**20, 1) if points else 0,
+        "anonymous_mib": round(points[-1][2] / 2**20, 1) if points else 0,
         "outcomes": dict(sorted(ledger.outcomes.items())),
         "violations": len(problems),
         "examples": problems[:5],

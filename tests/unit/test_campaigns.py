@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.campaigns import load, machines, operations, parsers
+from tests.campaigns import load, long, machines, operations, parsers
 from tests.campaigns.isolation import foreign_hits
 
 from headrace.core.queue import WaitingQueue
@@ -187,6 +187,22 @@ def test_C_8_a_leak_is_a_slope() -> None:
     still = [(200.0 * i, 5e7 + noise[i]) for i in range(100)]
     assert abs(operations.slope(still)) < 5
     assert 190 < operations.slope([(x, y + 200 * x) for x, y in still]) < 210
+
+
+def times(**more: Callable[[int], float]) -> dict[str, list[float]]:
+    """Of 20,000 steps, of which every third is disturbed."""
+    made = {"native": lambda at: 1e-4 + 1e-7 * at, "engine": lambda at: 3e-4, "text": lambda at: 1e-5} | more
+    return {name: [cost(at) * (1.0 if at % 100 < 60 else 3.0) for at in range(20_000)] for name, cost in made.items()}
+
+
+def test_C_8_an_answer_gets_slower_by_attention_only() -> None:
+    told, problems = long.judge(times())
+    assert not problems
+    assert 99 < told["native_us_per_1000_tokens"] < 101
+    (found,) = long.judge(times(text=lambda at: 1e-5 + 3e-8 * at))[1]
+    assert "beside attention" in found
+    (found,) = long.judge(times(native=lambda at: 1e-4 + 1e-11 * at * at))[1]
+    assert "from the line" in found
 
 
 def test_C_11_no_tenant_finds_anothers_prompt() -> None:

@@ -1,0 +1,158 @@
+"""C-8-long: one answer of very many tokens, whose steps get slower by what attention reads and by nothing else.
+
+The built-in model with its context made wider, one sequence, through engine, sampler and text. Each step is timed in
+three parts: the native call (the model), the rest of the engine's step (scheduler, runner, sampling), and the text. The
+native part has to be a straight line over the context; the others may grow by little of what that line grows by.
+What a part costs is processor time, and the least of some windows of steps: what else the machine does makes steps
+slower, never faster.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from tests.e2e.law import make_core
+
+from headrace import hub
+from headrace.core.engine import EngineCore
+from headrace.sampling.params import SamplingParams
+from headrace.server.outputs import Delta, RequestState
+from headrace.server.text import Tokenizer
+from headrace.types import Request
+
+WINDOW, BIN = 25, 1000
+"""Steps whose mean is one time, and steps of which the least such time is kept."""
+MAX_BEND = 0.1
+"""How far a time may be from the line, as a share of it."""
+MAX_HOST_SHARE = 0.1
+"""Growth of scheduler, runner, sampling and text, as a share of the native call's growth."""
+MAX_BYTES = 400
+"""Memory that may be taken for a token, besides its place in the cache: what was answered is kept until the end."""
+FIRST = 5
+"""Bins that are left out: there the cache still lies in the processor's own."""
+
+
+class Step(NamedTuple):
+    """Seconds of one step's parts."""
+
+    native: float
+    engine: float
+    text: float
+
+
+class TimedTape:
+    """A tape that knows how long it ran."""
+
+    def __init__(self, tape: Any) -> None:
+        self._tape = tape
+        self.seconds = 0.0
+
+    def run(self, *arguments: Any) -> None:
+        begin = time.thread_time()
+        self._tape.run(*arguments)
+        self.seconds += time.thread_time() - begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+
+def widened(folder: Path, num_positions: int) -> Path:
+    """The built-in model, whose config says that it knows so many positions."""
+    for path in hub.resolve("builtin").iterdir():
+        if path.is_file() and path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    config = json.loads((hub.resolve("builtin") / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = num_positions
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def anonymous() -> int:
+    """Bytes of this process's own memory."""
+    return int(psutil.Process().memory_full_info().uss)
+
+
+def steps(core: EngineCore, request: Request, tokenizer: Tokenizer) -> Iterator[tuple[Step, int]]:
+    """Each step's parts and how many tokens there are after it."""
+    program: Any = core.executor.program  # type: ignore[attr-defined]
+    program.tape = tape = TimedTape(program.tape)
+    state = RequestState(request, tokenizer)
+    core.add(request)
+    while core.has_work():
+        tape.seconds = 0.0
+        begin = time.thread_time()
+        output = core.step()
+        done = time.thread_time()
+        finish = output.finished.get(request.request_id)
+        token_ids = output.token_ids[0] if output.token_ids else []
+        state.feed(Delta(0.0, 0.0, output.end_time, token_ids=token_ids, finish=finish))
+        yield Step(tape.seconds, done - begin - tape.seconds, time.thread_time() - done), len(state.token_ids)
+
+
+def least(seconds: list[float]) -> list[tuple[float, float]]:
+    """(context, seconds) of each bin."""
+    found = []
+    for first in range(0, len(seconds) - BIN + 1, BIN):
+        means = [statistics.fmean(seconds[at : at + WINDOW]) for at in range(first, first + BIN, WINDOW)]
+        found.append((first + BIN / 2, min(means)))
+    return found
+
+
+def line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """(seconds at 0, seconds a token of context, the largest distance from that line as a share of it)."""
+    slope, start = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
+    return start, slope, max(abs(y / (start + slope * x) - 1) for x, y in points)
+
+
+def judge(parts: dict[str, list[float]]) -> tuple[dict[str, Any], list[str]]:
+    """What the times say, and what is wrong with that. Times are seconds of each step, by part."""
+    lines = {name: line(least(seconds)[FIRST:]) for name, seconds in parts.items()}
+    start, slope, bend = lines["native"]
+    others = sum(lines[name][1] for name in lines if name != "native")
+    told: dict[str, Any] = {f"{name}_us": round(at * 1e6, 1) for name, (at, _, _) in lines.items()}
+    told |= {f"{name}_us_per_1000_tokens": round(grows * 1e9, 2) for name, (_, grows, _) in lines.items()}
+    told |= {"farthest_from_the_line": round(bend, 4), "host_share_of_growth": round(others / slope, 4)}
+    problems = []
+    if bend > MAX_BEND:
+        problems.append(f"a step is {bend:.1%} from the line {start:.2e} s + {slope:.2e} s a token")
+    if others > MAX_HOST_SHARE * slope:
+        problems.append(f"beside attention, a step grows by {others:.2e} s a token, attention by {slope:.2e} s")
+    return told, problems
+
+
+def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
+    """One answer of `num_tokens`."""
+    params = SamplingParams(temperature=0.8, seed=seed, max_tokens=num_tokens, ignore_eos=True, stop=["\x00never"])
+    parts: dict[str, list[float]] = {name: [] for name in Step._fields}
+    memory: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = widened(Path(place), num_tokens + 64)
+        tokenizer = Tokenizer.load(folder)
+        request = Request(request_id="long", prompt_token_ids=tokenizer.encode("Once upon a time"), params=params)
+        core = make_core(model=str(folder), num_gpu_blocks_override=num_tokens // 16 + 8, max_model_len=num_tokens + 64)
+        with closing(core):
+            num = 0
+            cache: Any = core.executor.program.cache  # type: ignore[attr-defined]
+            stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            stored //= cache.num_blocks * cache.block_size
+            for step, num in steps(core, request, tokenizer):
+                for name, seconds in step._asdict().items():
+                    parts[name].append(seconds)
+                if num % BIN == 0 and num > num_tokens // 5:
+                    memory.append((num, anonymous()))
+    told, problems = judge(parts)
+    # The cache takes its memory as it is written.
+    grows = statistics.linear_regression(*zip(*memory, strict=True)).slope - stored
+    if num != num_tokens:
+        problems.append(f"{num} tokens came")
+    if grows > MAX_BYTES:
+        problems.append(f"memory grows by {grows:.0f} bytes a token")
+    return {"tokens": num, **told, "bytes_a_token": round(grows, 1), "violations": len(problems), "examples": problems}
