@@ -96,7 +96,8 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     prompt does: its last row foretells that token. `histories[i]` is all that chunk i's sequence knows, for chunks that
     sample and whose parameters need it: the scheduler's own list, lent as the tables are. `states[i]` is what the last
     `StepResult.states` told of that sequence, for chunks that sample. `pooling[i]` is there for chunks whose hidden
-    states are wanted: how, and what `StepResult.pooled` told of the rows before.
+    states are wanted: how, and what `StepResult.pooled` told of the rows before. `asks`: guesses are wanted of how the
+    sequences go on that sample, and `histories` has all that may be guessed for.
     """
 
     step_id: int
@@ -115,6 +116,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     pooling: dict[int, tuple[Pooling, list[float]]] = {}
     drafts: dict[int, DraftTokens] = {}
     ended: list[int] = []
+    asks: bool = False
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -134,6 +136,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
 
     `further[i]` are tokens sampled after token_ids[i], one for each guess that was kept, `further_logprobs[i]` theirs,
     and `paths[i]` a path of the tree that has all of these. `drafts[i]` are guesses of what follows all that is known.
+    Nobody need be asked for more in the next `rest` steps, unless fewer sequences run than in this one.
     """
 
     step_id: int
@@ -149,6 +152,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     further_logprobs: dict[int, list[TokenLogprob]] = {}
     paths: dict[int, int] = {}
     drafts: dict[int, DraftTokens] = {}
+    rest: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True):

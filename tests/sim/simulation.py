@@ -87,6 +87,7 @@ class Simulation:
             fail=self._fail_chunk,
             defer=self._defer_chunk,
             guess=self._guess if self.world.guess_share else None,
+            rest=self._draw_rest if self.world.guess_share else None,
         )
         self.checking = checking
         self.accounts: dict[str, Account] = {}
@@ -174,6 +175,9 @@ class Simulation:
         self.report.digest = self._digest.hexdigest()
 
     # -- events --------------------------------------------------------------------------------------------------
+
+    def _draw_rest(self) -> int:
+        return self.rng.choice([0, 0, 0, 0, 0, 3])
 
     def _guess(self, step_id: int, index: int, say: Callable[[list[int]], int]) -> DraftTokens | None:
         draft = draw_draft(self.rng, self.world, say)

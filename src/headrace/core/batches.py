@@ -16,9 +16,10 @@ def make_batch(
     copies: list[tuple[int, int]],
     drafts: dict[int, DraftTokens],
     ended: list[int],
+    asks: bool = False,
 ) -> tuple[list[Sequence], ScheduledBatch]:
     """The sequences of the step, in its order, and its batch: one token of each of `ready`, then the `chunks`; with
-    the `drafts` of some sequences."""
+    the `drafts` of some sequences. `asks`: the tokens of all that may be guessed for are lent."""
     flight = ready
     starts = [s.num_computed for s in ready]
     lens = [1] * len(ready)
@@ -39,6 +40,10 @@ def make_batch(
     special = [(i, s) for i, s in enumerate(flight) if s.special]
     for i, seq in special:
         samples[i] = samples[i] and not seq.pooling
+    if asks:
+        histories = {i: s.tokens for i, s in enumerate(flight) if samples[i] and (s.needs_history or may_guess(s))}
+    else:
+        histories = {i: s.tokens for i, s in special if s.needs_history and samples[i]}
     batch = ScheduledBatch(
         step_id=step_id,
         seq_ids=[s.seq_id for s in flight],
@@ -51,13 +56,19 @@ def make_batch(
         num_prompts=[s.num_prompt for s in flight],
         copies=copies,
         next_token_ids=nexts,
-        histories={i: s.tokens for i, s in special if s.needs_history and samples[i]},
+        histories=histories,
         states={i: s.state for i, s in special if s.state is not None and samples[i]},
         pooling={i: pooling_of(s) for i, s in special if s.pooling and wants_rows(s, lens[i])},
         drafts={i: drafts[s.seq_id] for i, s in enumerate(flight) if s.seq_id in drafts} if drafts else {},
         ended=ended,
+        asks=asks,
     )
     return flight, batch
+
+
+def may_guess(seq: Sequence) -> bool:
+    """Whether guesses of how it goes on are of use."""
+    return seq.params.speculation and seq.search is None
 
 
 def wants_rows(seq: Sequence, length: int) -> bool:

@@ -17,19 +17,36 @@ from headrace.types import DraftTokens, ScheduledBatch, StepResult
 
 
 class Drafts:
-    """`enabled`: whether the executor guesses at all. `ended` are sequences that it may forget."""
+    """`enabled`: whether the executor guesses at all. `ended` are sequences that it may forget.
+
+    An executor that found nobody worth a guess is not asked for some steps (`StepResult.rest`), in which nothing of this
+    costs anything.
+    """
 
     def __init__(self, tables: BlockTables, counters: Counters, enabled: bool) -> None:
         self.tables = tables
         self.counters = counters
         self.enabled = enabled
         self.ended: list[int] = []
+        # Whether a sequence may have a draft; steps without a question, and of how many sequences they are.
+        self._open = False
+        self._rest = self._rest_seqs = 0
+
+    def asks(self, num_seqs: int) -> bool:
+        """Whether guesses are wanted after a step of so many sequences. Called once a step."""
+        if self._rest > 0 and num_seqs >= self._rest_seqs:
+            self._rest -= 1
+            return False
+        self._rest = 0
+        return self.enabled
 
     def reserve(self, running: Iterable[Sequence], budget: int) -> int:
         """Tokens of a step's `budget` that guesses may use: not more than half, the rest is for what is known."""
-        if not self.enabled:
+        if not self._open:
             return 0
-        return min(sum(len(seq.draft.token_ids) for seq in running if seq.draft is not None), budget // 2)
+        num = sum(len(seq.draft.token_ids) for seq in running if seq.draft is not None)
+        self._open = num > 0
+        return min(num, budget // 2)
 
     def place(self, chunks: Iterable[tuple[Sequence, int]], budget: int) -> dict[int, DraftTokens]:
         """Blocks for the guesses of those sequences that compute all they know; by sequence id. Guesses that find no
@@ -79,6 +96,8 @@ class Drafts:
 
     def keep(self, flight: list[Sequence], batch: ScheduledBatch, result: StepResult, failed: set[int]) -> None:
         """Take back what rejected guesses wrote to, and remember the new guesses of those that go on."""
+        if batch.asks:
+            self._rest, self._rest_seqs = result.rest, len(flight)
         for index in batch.drafts:
             if flight[index].status is Status.RUNNING:
                 self.tables.trim(flight[index])
@@ -86,6 +105,7 @@ class Drafts:
             seq = flight[index]
             if index not in failed and seq.status is Status.RUNNING and seq.search is None:
                 seq.draft = draft
+                self._open = True
 
     def take_ended(self) -> list[int]:
         ended, self.ended = self.ended, []

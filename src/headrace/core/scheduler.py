@@ -40,7 +40,7 @@ class Scheduler:
     running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
     off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), by priority, or by
     tenants' shares ("fair"), then arrival; what was overtaken `max_overtaking` times goes before all others.
-    `speculates`: the executor guesses tokens, and wants to see those of every sequence.
+    `speculates`: the executor guesses tokens.
 
     Raises `ValueError` for numbers that can not work.
     """
@@ -118,8 +118,6 @@ class Scheduler:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
         seq = make_sequence(request, self._next_id(), self.max_model_len, self.eos_token_ids, self.cache)
         seq.rank = self.shares.rank(request, self.waiting.least_rank)
-        if self.drafts.enabled and request.params.speculation:
-            seq.needs_history = seq.special = True
         self.searches.begin(request, seq, self.max_num_seqs)
         self.sequences[seq.request_id] = seq
         self.num_added += 1
@@ -212,7 +210,8 @@ class Scheduler:
             counters.num_recomputed_tokens += again
         drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
         copies, ended = self.tables.take_copies(), self.drafts.take_ended()
-        self.flight, self.batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended)
+        asks = self.drafts.asks(len(ready) + len(chunks))
+        self.flight, self.batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended, asks)
         counters.num_batched_tokens += len(self.batch.token_ids) + sum(len(d.token_ids) for d in drafts.values())
         return self.batch
 
@@ -265,7 +264,7 @@ class Scheduler:
             self.tables.trim(flight[index])
         for seq, finish in ended:
             self._end(seq, finish)
-        if batch.drafts or result.drafts:
+        if batch.asks or batch.drafts:
             self.drafts.keep(flight, batch, result, failed)
         self.counters.num_generated_tokens += sum(map(len, added))
         output = StepOutput(

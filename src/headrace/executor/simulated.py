@@ -126,7 +126,7 @@ class SimulatedExecutor:
     `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
     `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots; `defer` makes it
     sample nothing in this step. `guess` is asked for (step id, chunk index, what the oracle would say after some more
-    tokens) and may draft what follows. `delay` is slept in each step, in seconds. Raises `InvariantError` for batches
+    tokens) and may draft what follows; `rest` says for how many steps nobody need ask. `delay` is slept in each step, in seconds. Raises `InvariantError` for batches
     that contradict themselves.
     """
 
@@ -140,6 +140,7 @@ class SimulatedExecutor:
         fail: Callable[[int, int], bool] | None = None,
         defer: Callable[[int, int], bool] | None = None,
         guess: Guess | None = None,
+        rest: Callable[[], int] | None = None,
         delay: float = 0.0,
     ) -> None:
         self.num_blocks = num_blocks
@@ -152,6 +153,7 @@ class SimulatedExecutor:
         self._fail = fail
         self._defer = defer
         self._guess = guess
+        self._rest = rest
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         """Copy blocks, write the chunks, read back, and derive the tokens."""
@@ -178,6 +180,8 @@ class SimulatedExecutor:
                 if batch.samples[index] and self._is_late(batch, index):
                     result.deferred.add(index)
                 self._sample(batch, index, tokens, result)
+        if batch.asks and self._rest is not None:
+            result.rest = self._rest()
         return result
 
     def close(self) -> None:
@@ -247,7 +251,7 @@ class SimulatedExecutor:
             result.logprobs[index] = logprobs[0]
             if further:
                 result.further_logprobs[index] = logprobs[1:]
-        if self._guess is not None and params.speculation:
+        if batch.asks and self._guess is not None and params.speculation:
             self._draft(batch, index, table, known + result.forced.get(index, []), result)
 
     def _draft(self, batch: ScheduledBatch, index: int, table: list[int], known: list[int], result: StepResult) -> None:

@@ -122,7 +122,7 @@ def lost_token(s, _):
     s.commit = losing
 
 
-@bug("I-13", "I-8", checking=False)
+@bug("I-13", "I-8", "I-11", checking=False)
 def token_known_twice(s, _):
     commit, now = s.commit, every(7)
 

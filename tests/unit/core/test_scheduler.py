@@ -371,3 +371,20 @@ def test_S_05_checks_survive_optimised_python():
     )
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "I-1\n"
+
+
+def test_nobody_is_asked_for_guesses_while_the_executor_rests() -> None:
+    """`StepResult.rest` steps without a question and without histories, unless fewer sequences run."""
+    bench = Bench(speculates=True)
+    bench.add("a", 6, max_tokens=20)
+    bench.add("b", 6, max_tokens=6)
+    asked = []
+    while bench.scheduler.has_work():
+        batch = bench.scheduler.schedule()
+        asked.append(batch.asks)
+        assert len(batch.histories) == (len(batch) if batch.asks else 0)
+        result = bench.executor.run(batch)
+        result.rest = 3 if batch.asks else 0
+        bench.commit(batch, result)
+    # The second ends in the sixth step; the first is asked about at once.
+    assert asked == [i % 4 == 0 for i in range(6)] + [i % 4 == 0 for i in range(14)]
