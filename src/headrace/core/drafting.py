@@ -19,8 +19,8 @@ from headrace.types import DraftTokens, ScheduledBatch, StepResult
 class Drafts:
     """`enabled`: whether the executor guesses at all. `ended` are sequences that it may forget.
 
-    An executor that found nobody worth a guess is not asked for some steps (`StepResult.rest`), in which nothing of this
-    costs anything.
+    An executor that found nobody worth a guess is not asked for some steps (`StepResult.rest`), in which nothing of
+    this costs anything.
     """
 
     def __init__(self, tables: BlockTables, counters: Counters, enabled: bool) -> None:

@@ -126,8 +126,8 @@ class SimulatedExecutor:
     `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
     `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots; `defer` makes it
     sample nothing in this step. `guess` is asked for (step id, chunk index, what the oracle would say after some more
-    tokens) and may draft what follows; `rest` says for how many steps nobody need ask. `delay` is slept in each step, in seconds. Raises `InvariantError` for batches
-    that contradict themselves.
+    tokens) and may draft what follows; `rest` says for how many steps nobody need ask. `delay` is slept in each step,
+    in seconds. Raises `InvariantError` for batches that contradict themselves.
     """
 
     def __init__(
