@@ -59,7 +59,7 @@ LAYERS: dict[str, Layer] = {
     "core": Layer(("types", "sampling.params", "sampling.beam"), PURE | {"msgspec"}),
     "core.blocks": Layer((), PURE | {"msgspec"}),
     "core.prefix": Layer(("core.blocks",), PURE | {"msgspec"}),
-    "executor": Layer(("types", "core.engine", "config", "env", "compose", "server.transport"), PURE),
+    "executor": Layer(("types", "core.engine", "config", "env", "compose", "server.transport", "server.black_box"), PURE),
     "executor.simulated": Layer(("types", "sampling.params"), PURE),
     # A packed model starts without torch, which takes a second to import: only what reads checkpoints may know it.
     "runner": Layer(
@@ -100,7 +100,8 @@ LAYERS: dict[str, Layer] = {
     ),
     "backends": Layer(("quant", "env", "_native"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
-    "insight": Layer(("types", "server.client", "server.outputs"), HEAVY),
+    "insight": Layer(("types", "server.client", "server.outputs", "server.sink"), HEAVY),
+    "insight.tracing": Layer(("server.calls", "server.generation", "server.outputs"), HEAVY),
     "insight.quality": Layer(("backends.base",), SERVING | {"torch"}),
     "insight.audit": Layer(("hub",), PURE),
     "server": Layer(
@@ -130,6 +131,7 @@ CONFIG_READERS = (
     "executor.process",
     "runner.build",
     "server.client",
+    "server.crash_reports",
     "server.http",
     "server.links",
     "server.transport",

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.server import sink
 from headrace.server.client import EngineClient
 from headrace.server.outputs import RequestState
 from headrace.types import StepOutput
@@ -145,6 +146,7 @@ class ServerMetrics:
             "spec_decode_num_accepted_tokens": ("Those of them that were kept.", total.num_accepted_tokens),
             "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
             "requests_expired": ("Calls that ended by their deadline.", client.num_expired),
+            "log_lines_dropped": ("Lines of the log that could not be written.", sink.num_dropped()),
             "requests_quarantined": ("Requests that were given up for killing the engine.", client.num_quarantined),
         }
         for name, (doc, value) in counters.items():
