@@ -14,6 +14,7 @@ import msgspec
 from headrace.drafters.config import SpeculativeConfig, speculative_config
 from headrace.errors import RequestError
 
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -56,6 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     skip_tokenizer_init: bool = False
     num_threads: int = 0
     speculative_config: SpeculativeConfig | None = None
+    record_schedule: str | None = None
+    max_record_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
@@ -66,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.num_threads > MAX_NUM_THREADS:
             raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"):
             _at_least(name, getattr(self, name), 1)
         # One token of prompt and one of answer.
         for name, low in (("max_model_len", 2), ("num_gpu_blocks_override", 1), ("kv_cache_memory_bytes", 1)):
@@ -107,6 +110,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_storage_bytes: int = 2**28
     max_batch_concurrency: int = 16
     uvicorn_log_level: str = "info"
+    log_format: str = "text"
+    crash_report_dir: str = "~/.cache/headrace/crash-reports"
+    otlp_traces_endpoint: str | None = None
     log_stats_interval: float = 10.0
     generation_config: str = "auto"
 
@@ -123,6 +129,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")
         _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
+        _member("log_format", self.log_format, LOG_FORMATS)
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^\s/]", self.otlp_traces_endpoint):
+            raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
         _member("generation_config", self.generation_config, ("auto", "headrace"))
 
 

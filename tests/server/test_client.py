@@ -132,7 +132,7 @@ def test_control_a_client_that_forgets_what_it_delivered_is_noticed(monkeypatch:
     assert run(child(delay=0.005), work) != undisturbed(made)
 
 
-def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """SIGSTOP in mid-answer: found by the steps that do not come, stacks shown, replaced; same bits as undisturbed."""
     made = requests(8)
     client = child(delay=0.005)
@@ -144,7 +144,7 @@ def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(capfd: pytest.Capt
     answers = run(client, work)
     assert client.num_restarts == 1
     assert answers == undisturbed(made)
-    assert "most recent call first" in capfd.readouterr().err
+    assert "most recent call first" in caplog.text
 
 
 def test_R_02_an_engine_that_freezes_while_idle_is_found_too() -> None:

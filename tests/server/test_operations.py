@@ -17,7 +17,7 @@ from headrace import AsyncLLM, __version__
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import EngineDeadError, RequestError
 from headrace.sampling.params import SamplingParams
-from headrace.server import http
+from headrace.server import calls, http
 from headrace.server.client import InprocClient
 from headrace.server.http import advised_params
 from headrace.server.text import Tokenizer
@@ -61,7 +61,8 @@ def test_a_callers_id_is_echoed_and_names_nothing(live: Live) -> None:
     body = {"prompt": "x", "max_tokens": 3, "request_id": "same\r\nid", "seed": 1}
     reply = live.post("/v1/completions", body)
     assert reply.json()["id"] == "cmpl-same\r\nid"
-    assert "x-request-id" not in reply.headers
+    assert calls.REQUEST_ID.fullmatch(reply.headers["x-request-id"])
+    assert "same" not in reply.headers["x-request-id"]
     given = live.post("/v1/completions", body, headers={"x-request-id": "trace-7"})
     assert given.headers["x-request-id"] == "trace-7"
 

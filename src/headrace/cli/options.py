@@ -51,6 +51,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "long_prefill_token_threshold": "Tokens of one prompt in one step at most; 0 leaves it to the budget.",
         "scheduling_policy": f"Who goes first: {', '.join(POLICIES)}; fair gives each API key its share.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
+        "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "
+        "prompts and answers, so it is private. The four before it are kept as FILE.1 to FILE.4.",
+        "max_record_bytes": "Bytes after which the recording of a life of the engine ends.",
         "skip_tokenizer_init": "Load no tokenizer: token ids in, token ids out.",
         "speculative_config": "Guess tokens ahead and verify them together, as a JSON object: "
         f"method ({', '.join(METHODS)}), num_speculative_tokens, model and more; see howto-speculate.md.",
@@ -83,6 +86,11 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_request_timeout": "Seconds that a request may take in all, whatever it asks for; 0 for no bound.",
         "shutdown_timeout": "Seconds that open requests may go on after SIGTERM before they end with an error.",
         "uvicorn_log_level": "critical, error, warning, info, debug or trace.",
+        "log_format": "text, or json: one object a line.",
+        "crash_report_dir": "Folder for reports of the engine's deaths, without prompts, keys or token ids; the last "
+        "ten are kept. Empty: none are written.",
+        "otlp_traces_endpoint": "Address that takes OpenTelemetry traces by OTLP over HTTP, such as "
+        "http://localhost:4318/v1/traces; needs the extra otel.",
         "log_stats_interval": "Seconds between two log lines of statistics; 0 for none.",
         "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace: none.",
     },

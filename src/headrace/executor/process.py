@@ -15,15 +15,17 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
 from headrace import env
 from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
+from headrace.core.engine import EngineCore, Executor
 from headrace.errors import HeadraceError, RequestError
 from headrace.server import transport
-from headrace.types import StepOutput
+from headrace.server.black_box import MAX_CHUNKS, BlackBox, StepShape
+from headrace.types import ScheduledBatch, StepOutput, StepResult
 
 PR_SET_PDEATHSIG = 1
 
@@ -84,6 +86,36 @@ def show(output: StepOutput) -> None:
     print(f"step {output.step_id} {took:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}", file=sys.stderr)
 
 
+class Noted:
+    """An executor that notes the shape of each step in a black box before it is computed."""
+
+    def __init__(self, core: EngineCore, box: BlackBox) -> None:
+        self._inner: Executor = core.executor
+        self._core = core
+        self._box = box
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        num = min(len(batch), MAX_CHUNKS)
+        shape = StepShape(
+            batch.step_id,
+            time.monotonic(),
+            len(batch),
+            [seq.request_id for seq in self._core.scheduler.flight[:num]],
+            batch.starts[:num],
+            batch.lens[:num],
+            [len(table) for table in batch.block_tables[:num]],
+            sum(len(draft.token_ids) for draft in batch.drafts.values()),
+            len(batch.copies),
+        )
+        self._box.begin(shape)
+        result = self._inner.run(batch)
+        self._box.end(batch.step_id)
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> int:
     """Serve one socket until it closes. Returns the exit status.
 
@@ -93,12 +125,14 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     die_with_parent()
-    # Of a crash in native code, too, the server's log shows where it was.
+    # Of a crash in native code, too, somebody is to be told where it was.
     faulthandler.enable()
     faulthandler.register(transport.STACKS_SIGNAL, all_threads=True)
+    faulthandler.register(transport.LAST_WORDS_SIGNAL, all_threads=True)
     channel = transport.EngineSocket(socket.socket(fileno=fd))
     ready = False
     core = None
+    box = None
 
     def send(message: transport.FromEngine) -> None:
         nonlocal ready
@@ -112,7 +146,13 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
         if not isinstance(first[0], transport.Start):
             raise transport.TransportError("the first message must be Start")
         early = first[1:]
+        if first[0].black_box is not None:
+            box = BlackBox.inherit(first[0].black_box)
+            faulthandler.enable(box.stacks_file)
+            faulthandler.register(transport.LAST_WORDS_SIGNAL, box.stacks_file, all_threads=True)
         core = (build or _build_engine)(first[0].config)
+        if box is not None:
+            core.executor = Noted(core, box)
         # Modules, weights and the model live as long as this process: the collector need not walk them in mid-step.
         gc.collect()
         gc.freeze()
@@ -131,7 +171,10 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
     except BaseException as error:
         # A refusal to start is told in one line by the server; everything else deserves its traceback.
         if ready or not isinstance(error, HeadraceError):
-            traceback.print_exc()
+            if box is not None:
+                box.note_error(error)
+            else:
+                traceback.print_exc()
         with contextlib.suppress(OSError):
             channel.send(transport.Failed(type(error).__name__, str(error) or repr(error), starting=not ready))
         return 1

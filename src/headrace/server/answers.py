@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.server import replies
+from headrace.server import calls, replies
 from headrace.server.beams import blocks_of
 from headrace.server.forms import shortfall
 from headrace.server.generation import Front, Generation
@@ -45,7 +45,7 @@ class Answer(ABC):
         self.tokenizer = front.tokenizer
         self.groups = [generation.of_prompt(place) for place in range(len(texts))]
         self.texts = texts
-        self.id = f"{self.prefix}-{request.request_id or new_request_id()}"
+        self.id = f"{self.prefix}-{request.request_id or calls.fresh_id() or new_request_id()}"
         info = front.info
         self._head = {
             "id": self.id,

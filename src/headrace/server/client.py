@@ -8,7 +8,6 @@ callers see a pause. Knows token ids, not text. `server.generation` and `server.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,11 +21,13 @@ from headrace.errors import ContextLengthError, DeadlineError, EngineDeadError, 
 from headrace.sampling.params import SamplingParams
 from headrace.server import tenants, transport
 from headrace.server.admission import Admission
+from headrace.server.crash_reports import CrashReports
 from headrace.server.inputs import max_context, new_request_id
 from headrace.server.links import InprocLink, Link, ProcessLink
 from headrace.server.outputs import Delta, deltas_of
 from headrace.server.request_stream import RequestStream
 from headrace.server.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption
+from headrace.server.totals import negated, summed
 from headrace.server.watchdog import Watchdog
 from headrace.types import EngineInfo, Finish, Request, Stats, StepOutput
 
@@ -89,6 +90,7 @@ class EngineClient:
         self.admission = Admission(max_num_queued_reqs, max_num_queued_tokens)
         self.watchdog = Watchdog(watchdog_timeout)
         self.observer: Observer | None = None
+        self.reports: CrashReports | None = None
         self.stats = Stats()
         self.num_restarts = 0
         self.num_expired = 0
@@ -111,7 +113,7 @@ class EngineClient:
                 async for _ in stream:
                     pass
             # What the probe cost is nobody's traffic.
-            self._past = Stats(**{name: -getattr(self.stats, name) for name in COUNTERS})
+            self._past = negated(self.stats)
             self.is_proven_once = True
         except BaseException:
             await self.close()
@@ -373,9 +375,12 @@ class EngineClient:
         if self._closing:
             return
         self._alive = False
+        logger.error("the engine died with %d open requests: %s", len(self._open), reason)
+        if self.reports is not None:
+            known = (self._info, self.stats, self.total, self.num_restarts)
+            self.reports.write(reason, self._link.black_box, list(self._open.values()), *known)
         # Its counts stay counted; what it held is held no more.
         self._past, self.stats = self.total, Stats()
-        logger.error("the engine died with %d open requests: %s", len(self._open), reason)
         self._supervisor = self._spawn(self._restart(reason))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -420,7 +425,7 @@ class EngineClient:
         found = self._resumption.judge(entries, self.info.max_num_seqs, self._link.was_killed, now)
         if found is None:
             return
-        logger.error("request %s is given up: %s, over and over", found.request.request_id, reason)
+        logger.error("request %s is given up: %s, over and over", found.stream.call_id, reason)
         if self._num_guilty < max(1, self._max_restarts):
             self._deaths = [death for death in self._deaths if death not in found.deaths]
         self._num_guilty += 1
@@ -447,30 +452,7 @@ class EngineClient:
     @property
     def total(self) -> Stats:
         """`stats` with counters summed over all lives of the engine. Gauges are those of the present one."""
-        return self._sum(self._past, self.stats)
-
-    @staticmethod
-    def _sum(past: Stats, now: Stats) -> Stats:
-        summed: dict[str, Any] = {name: getattr(past, name) + getattr(now, name) for name in COUNTERS}
-        both = itertools.zip_longest(past.num_accepted_per_pos, now.num_accepted_per_pos, fillvalue=0)
-        summed["num_accepted_per_pos"] = [before + since for before, since in both]
-        gauges = {name: getattr(now, name) for name in now.__struct_fields__ if name not in summed}
-        return Stats(**(gauges | summed))
-
-
-COUNTERS = (
-    "num_steps",
-    "num_preemptions",
-    "num_prompt_tokens",
-    "num_generated_tokens",
-    "num_recomputed_tokens",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_batched_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-)
+        return summed(self._past, self.stats)
 
 
 class ProcessClient(EngineClient):
@@ -478,12 +460,14 @@ class ProcessClient(EngineClient):
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         super().__init__(
-            ProcessLink(config),
+            ProcessLink(config, logs_stderr=server.log_format == "json"),
             max_num_queued_reqs=server.max_num_queued_reqs,
             max_num_queued_tokens=server.max_num_queued_tokens,
             max_restarts=server.max_restarts,
             watchdog_timeout=server.watchdog_timeout,
         )
+        if server.crash_report_dir:
+            self.reports = CrashReports(server.crash_report_dir, config, server)
 
 
 class InprocClient(EngineClient):

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from headrace.errors import HeadraceError, QueueFullError, RequestError
+from headrace.server import calls
 
 logger = logging.getLogger("headrace.server")
 
@@ -35,6 +36,8 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     else:
         logger.error("a request failed in a way nobody foresaw", exc_info=error)
         status, code, message = 500, "internal_error", "internal error; the server's log has more"
+        call_id = calls.current().call_id
+        message += f" of the request {call_id}" if call_id else ""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.field if isinstance(error, RequestError) else None
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

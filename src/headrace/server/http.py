@@ -27,8 +27,10 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import CheckpointError, EngineDeadError, HeadraceError
 from headrace.insight import audit
 from headrace.insight.metrics import ServerMetrics
+from headrace.insight.tracing import Tracer, otlp
 from headrace.server import anthropic, llama_server, logs, ollama, ollama_replies, openapi, reply_forms, routing, schema
 from headrace.server.auth import ApiKeyGate, refusal
+from headrace.server.calls import CallGate
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, ProcessClient
 from headrace.server.deadlines import DeadlineGate
@@ -72,6 +74,7 @@ def create_app(
     defaults: Mapping[str, Any] | None = None,
     seed: int | None = None,
     audits: Sequence[dict[str, Any]] = (),
+    exporter: Any = None,
 ) -> FastAPI:
     """The application. Starts `client` when it starts and closes it when it stops.
 
@@ -80,14 +83,16 @@ def create_app(
         defaults: sampling parameters for what a request does not give.
         seed: makes the seeds of requests that bring none repeatable, in their order of arrival.
         audits: what `insight.audit.find` found beside the weights.
+        exporter: takes the spans of answers, an OpenTelemetry `SpanExporter`; none are made without one.
     """
     metrics = ServerMetrics(client, model)
+    tracer = None if exporter is None else Tracer(exporter, model, metrics)
     client.observer = metrics
     ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
-    api = make_api(Front(client, tokenizer, metrics, rates), template, server, model, defaults, seed)
+    api = make_api(Front(client, tokenizer, tracer or metrics, rates), template, server, model, defaults, seed)
     storage = Storage(api, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    life = Life(client, server.log_stats_interval, api.warm_up, storage)
+    life = Life(client, server.log_stats_interval, api.warm_up, storage, tracer)
     app = FastAPI(
         title="headrace",
         version=__version__,
@@ -124,6 +129,7 @@ def create_app(
     app.add_middleware(ApiKeyGate, ring=ring, rates=rates, refusals=REFUSALS)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
     app.add_middleware(Doors, hosts=hosts, origins=origins, refusals=REFUSALS)
+    app.add_middleware(CallGate)
     if not ring and not is_loopback(server.host):
         logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)
     return app
@@ -258,8 +264,10 @@ class Life:
         log_stats_interval: float,
         warm_up: Callable[[], Awaitable[None]],
         storage: Storage,
+        tracer: Tracer | None = None,
     ) -> None:
         self.client = client
+        self.tracer = tracer
         self.storage = storage
         self.failure: BaseException | None = None
         self.draining = False
@@ -299,6 +307,8 @@ class Life:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.storage.close()
             await self.client.close()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
 
     async def _start(self) -> None:
         try:
@@ -409,13 +419,15 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
-    logs.set_up(server.uvicorn_log_level)
+    logs.set_up(server.uvicorn_log_level, server.log_format)
+    exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     model = server.served_model_name or engine.model
     client = ProcessClient(engine, server)
     audits = load_audits(engine)
-    status = run(create_app(client, tokenizer, template, server, model, defaults, engine.seed, audits), server)
+    app = create_app(client, tokenizer, template, server, model, defaults, engine.seed, audits, exporter)
+    status = run(app, server)
     if status:
         sys.exit(status)
 

@@ -18,17 +18,19 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.server import transport
+from headrace.server.black_box import BlackBox
 from headrace.types import EngineInfo
 
 logger = logging.getLogger("headrace.engine")
 
 CLOSE_TIMEOUT_S = 5.0
+MAX_LINE_BYTES = 2**16
 # What a process that is to be killed gets to tell where its threads are.
 STACKS_S = 0.5
 ENGINE_COMMAND = (sys.executable, "-m", "headrace.executor.process")
@@ -42,6 +44,8 @@ class Link(Protocol):
     """Whether requests stay objects of this process, functions in them too."""
     was_killed: bool
     """Whether the last engine ended by somebody else's SIGKILL."""
+    black_box: BlackBox | None
+    """What the engine, alive or dead, has left; of one in this process nothing."""
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         """Start an engine and wait until it is loaded. Raises what it failed with. May be called again after a loss."""
@@ -69,15 +73,21 @@ class Link(Protocol):
 class ProcessLink:
     """A child process on a socketpair. Its death is an end-of-file.
 
-    `command` is what to run; it gets the number of its end of the socket as last argument.
+    `command` is what to run; it gets the number of its end of the socket as last argument. With `logs_stderr` what the
+    process writes to stderr is logged here, line by line.
     """
 
     in_process = False
     was_killed = False
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(
+        self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND, logs_stderr: bool = False
+    ) -> None:
+        self.black_box: BlackBox | None = None
         self._config = config
         self._command = command
+        self._logs_stderr = logs_stderr
+        self._errors: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -89,19 +99,30 @@ class ProcessLink:
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         await self._reap()
+        self._drop_box()
+        box = self.black_box = BlackBox.make()
         ours, theirs = socket.socketpair()
         with theirs:
             # Not from a worker thread: the child asks to die with the thread that made it.
             command = [*self._command, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno(), *box.fds],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if self._logs_stderr else None,
+            )
+        if self._process.stderr is not None:
+            self._errors = asyncio.create_task(_log_lines(self._process.stderr))
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(transport.encode(transport.Start(self._config)))
+        self._writer.write(transport.encode(transport.Start(self._config, box.fds)))
         frames = transport.FrameBuffer()
         first: list[transport.FromEngine] = []
         while not first:
             data = await _read(reader)
             if not data:
-                raise EngineDeadError(f"the engine's process ended while it started ({await self._reap()})")
+                status = await self._reap()
+                self._tell_stacks()
+                raise EngineDeadError(f"the engine's process ended while it started ({status})")
             try:
                 first = [transport.decode_from_engine(payload) for payload in frames.feed(data)]
             except transport.TransportError:
@@ -138,17 +159,30 @@ class ProcessLink:
         process = self._process
         if process is not None and process.poll() is None:
             # In this order: a stopped process takes the first when it goes on.
-            for name in (transport.STACKS_SIGNAL, signal.SIGCONT):
+            for name in (transport.LAST_WORDS_SIGNAL, signal.SIGCONT):
                 process.send_signal(name)
             await asyncio.sleep(STACKS_S)
             process.kill()
         await self._reap()
+        self._tell_stacks()
         self.was_killed = False
 
     async def close(self) -> None:
         self._stop_listening()
         self.post(transport.Shutdown())
         await self._reap()
+        self._drop_box()
+        if self._errors is not None:
+            await self._errors
+
+    def _drop_box(self) -> None:
+        if self.black_box is not None:
+            self.black_box.close()
+            self.black_box = None
+
+    def _tell_stacks(self) -> None:
+        for line in self.black_box.stacks() if self.black_box is not None else ():
+            logger.error("%s", line)
 
     def _stop_listening(self) -> None:
         if self._pump is not None:
@@ -181,6 +215,7 @@ class ProcessLink:
             logger.exception("the reader of the engine's messages failed")
             reason = f"{type(error).__name__} in the server: {error}"
         status = await self._reap()
+        self._tell_stacks()
         on_lost(reason or status)
 
     async def _reap(self) -> str:
@@ -209,6 +244,23 @@ class ProcessLink:
         return status
 
 
+async def _log_lines(pipe: IO[bytes]) -> None:
+    """Log what comes through `pipe` until its end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    while True:
+        try:
+            line = await reader.readuntil(b"\n")
+        except asyncio.IncompleteReadError as error:
+            line = error.partial
+            if not line:
+                return
+        except asyncio.LimitOverrunError as error:
+            line = await reader.read(max(1, error.consumed))
+        logger.warning("%s", line.decode("utf-8", "replace").rstrip())
+
+
 async def _read(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.read(transport.READ_BYTES)
@@ -223,6 +275,7 @@ class InprocLink:
     was_killed = False
 
     def __init__(self, build: Callable[[], EngineCore]) -> None:
+        self.black_box: BlackBox | None = None
         self._build = build
         self._inbox: queue.SimpleQueue[transport.ToEngine | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

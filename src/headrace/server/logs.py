@@ -1,15 +1,21 @@
 """What a line of the log may hold: no control characters that a client sent, and no words of a client's (S-22).
 
 The traceback of a fault shows our own lines; the message of the exception may quote the request, so its length is
-told instead, except at the levels debug and trace. Called by `server.http`.
+told instead, except at the levels debug and trace. A line says which call it is about (`calls`). Called by
+`server.http`.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import re
 import traceback
 from types import TracebackType
+
+from headrace.server import calls
+from headrace.server.sink import Sink
 
 NAMES = ("headrace", "uvicorn", "asyncio")
 """The loggers that are set up; whatever else is imported stays as it is."""
@@ -24,14 +30,16 @@ def escaped(text: str) -> str:
 
 
 class Lines(logging.Formatter):
-    """One line for each message; of exceptions the places and kinds, and with `is_open` their messages too."""
+    """One line for each message, with the id of the call that it is about if there is one; of exceptions the places
+    and kinds, and with `is_open` their messages too."""
 
     def __init__(self, is_open: bool = False) -> None:
         super().__init__("%(levelname)-8s %(asctime)s %(name)s: %(message)s", "%m-%d %H:%M:%S")
         self._is_open = is_open
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return escaped(super().formatMessage(record))
+        call_id = calls.current().call_id
+        return escaped(super().formatMessage(record)) + (f" [{call_id}]" if call_id else "")
 
     def formatException(self, ei: ExcInfo) -> str:
         lines: list[str] = []
@@ -49,10 +57,33 @@ class Lines(logging.Formatter):
         return escaped(text) if self._is_open else f"({len(text)} characters; --uvicorn-log-level debug shows them)"
 
 
-def set_up(level: str) -> None:
-    """Log to stderr, at uvicorn's name of a level."""
-    stream = logging.StreamHandler()
-    stream.setFormatter(Lines(is_open=level in ("debug", "trace")))
+class Objects(Lines):
+    """One JSON object a line: time (UTC), level, logger, message; request_id if the line is about a call; exception, a
+    list of lines, if there was one. All that is not ASCII is escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        made: dict[str, object] = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        call_id = calls.current().call_id
+        if call_id:
+            made["request_id"] = call_id
+        if record.exc_info:
+            made["exception"] = self.formatException(record.exc_info).split("\n")
+        return json.dumps(made)
+
+
+FORMS: dict[str, type[Lines]] = {"text": Lines, "json": Objects}
+
+
+def set_up(level: str, form: str = "text") -> None:
+    """Log to stderr, at uvicorn's name of a level, in one of `FORMS`."""
+    # Nobody waits for the log, and nothing ends by it.
+    stream = Sink()
+    stream.setFormatter(FORMS[form](is_open=level in ("debug", "trace")))
     for name in NAMES:
         logger = logging.getLogger(name)
         logger.handlers = [stream]

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from headrace.errors import HeadraceError
+from headrace.server import calls
 from headrace.server.outputs import Delta
 from headrace.types import Request
 
@@ -24,6 +25,8 @@ class RequestStream:
 
     def __init__(self, requests: Sequence[Request], abort: Callable[[str], None]) -> None:
         self.requests = list(requests)
+        # What the call is known by outside, or else its first request in here.
+        self.call_id = calls.current().call_id or (requests[0].request_id if requests else "")
         self._abort = abort
         self._open = set(range(len(requests)))
         self._pending: dict[int, Delta] = {}

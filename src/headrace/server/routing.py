@@ -6,19 +6,17 @@ What a route takes and gives is kept beside it for the OpenAPI document. Knows n
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from headrace.server import calls
 from headrace.server.errors import error_response, json_response
 from headrace.server.generation import off_loop
 from headrace.server.limits import parse_json, read_body
 from headrace.server.streams import EventStream, until_gone
-
-REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 
 Endpoint = Callable[[Request], Awaitable[Any]]
 Refusal = Callable[[BaseException], Response]
@@ -117,7 +115,7 @@ async def deliver(
 
     `failure` makes the last event of a stream that broke; OpenAI's, if not given.
     """
-    sent = id_header(request, answer.id) | dict(headers or {})
+    sent = id_header(answer.id) | dict(headers or {})
     try:
         if answer.stream:
             return EventStream(answer.events(), answer.close, sent, media_type, failure)
@@ -127,7 +125,9 @@ async def deliver(
         raise
 
 
-def id_header(request: Request, answer_id: str) -> dict[str, str]:
-    """X-Request-Id: the caller's own, for its logs, else the reply's id; whichever can stand in a header (S-22)."""
-    fit = [x for x in (request.headers.get("x-request-id", ""), answer_id) if REQUEST_ID.fullmatch(x)]
-    return {"x-request-id": fit[0]} if fit else {}
+def id_header(answer_id: str) -> dict[str, str]:
+    """X-Request-Id: the caller's own, for its logs, else the reply's id if that can stand in a header (S-22). Where
+    there is neither, `calls` puts what the log calls it."""
+    if calls.current().is_callers or not calls.REQUEST_ID.fullmatch(answer_id):
+        return {}
+    return {"x-request-id": answer_id}

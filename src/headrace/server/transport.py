@@ -22,6 +22,8 @@ HEADER = struct.Struct("<I")
 READ_BYTES = 1 << 16
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes the engine's process write the stacks of all threads to stderr, whatever they are doing."""
+LAST_WORDS_SIGNAL = signal.SIGUSR2
+"""The same, into the black box."""
 
 
 class TransportError(HeadraceError):
@@ -31,9 +33,10 @@ class TransportError(HeadraceError):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To the engine, first: what to load."""
+    """To the engine, first: what to load, and its `black_box.BlackBox.fds` if it was given one."""
 
     config: EngineConfig
+    black_box: tuple[int, int] | None = None
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

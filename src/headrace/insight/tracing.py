@@ -1,0 +1,141 @@
+"""OpenTelemetry traces: one span for each answer, with where its time went. Needs the extra `otel`.
+
+Names are those of the GenAI semantic conventions, and vLLM's for what these have no name for (time in the queue, to the
+first token). A span takes over the caller's W3C traceparent. It holds counts, times and parameters, never a text or a
+token. Spans are sent by a thread of the exporter's own. `server.http` makes it; `server.generation` tells of ends.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.server import calls
+from headrace.server.generation import FinishObserver
+from headrace.server.outputs import RequestState
+
+CHAT_PATHS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
+CLOSE_MS = 5000
+"""Milliseconds that spans which are left get to be sent in at the end."""
+MISSING = "--otlp-traces-endpoint needs OpenTelemetry, which is not installed: pip install 'headrace[otel]'"
+
+
+class Tracer:
+    """An observer that makes a span of each answer that has ended, and then tells `after`.
+
+    Args:
+        exporter: where spans go, an OpenTelemetry `SpanExporter`; see `otlp`.
+        model: the name that is served.
+        after: the next observer.
+        batched: spans are sent together, by a thread; else each at once, for tests.
+
+    Raises `HeadraceError` if OpenTelemetry is not installed.
+    """
+
+    def __init__(self, exporter: Any, model: str, after: FinishObserver | None = None, batched: bool = True) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+            from opentelemetry.trace import SpanKind, Status, StatusCode
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise HeadraceError(MISSING) from error
+        # The name may be given in OTEL_SERVICE_NAME, as for every program that is traced.
+        named = {"service.name": "headrace"} | dict(Resource.create().attributes)
+        if str(named["service.name"]).startswith("unknown_service"):
+            named["service.name"] = "headrace"
+        self._provider = TracerProvider(resource=Resource(named))
+        process = BatchSpanProcessor if batched else SimpleSpanProcessor
+        self._provider.add_span_processor(process(exporter))
+        self._tracer = self._provider.get_tracer("headrace")
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind = SpanKind.SERVER
+        self._error = Status(StatusCode.ERROR)
+        self._model = model
+        self._after = after
+
+    def on_finish(self, state: RequestState, reason: str) -> None:
+        if self._after is not None:
+            self._after.on_finish(state, reason)
+        call, times = calls.current(), state.metrics
+        # Of monotonic seconds, nanoseconds since 1970.
+        shift = time.time() - time.monotonic()
+        ended = times.finished_time if times.finished_time is not None else time.monotonic()
+        operation = operation_of(state, call.path)
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            context=self._propagator.extract(call.trace),
+            kind=self._kind,
+            attributes=attributes_of(state, reason, ended)
+            | {
+                "gen_ai.operation.name": operation,
+                "gen_ai.request.model": self._model,
+                "gen_ai.response.model": self._model,
+                **({"headrace.call.id": call.call_id} if call.call_id else {}),
+            },
+            start_time=nanoseconds(times.arrival_time + shift),
+        )
+        for name, at in (("scheduled", times.first_scheduled_time), ("first_token", times.first_token_time)):
+            if at is not None:
+                span.add_event(name, timestamp=nanoseconds(at + shift))
+        if reason == "error":
+            span.set_attribute(
+                "error.type", (state.finish.message if state.finish else "").partition(":")[0] or "error"
+            )
+            span.set_status(self._error)
+        span.end(nanoseconds(ended + shift))
+
+    def close(self) -> None:
+        """Send what is left, for `CLOSE_MS` at most. May take as long, so not to be called on an event loop."""
+        self._provider.force_flush(CLOSE_MS)
+        self._provider.shutdown()
+
+
+def otlp(endpoint: str) -> Any:
+    """An exporter to `endpoint`, by OTLP over HTTP. Raises `HeadraceError` if OpenTelemetry is not installed."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise HeadraceError(MISSING) from error
+    return OTLPSpanExporter(endpoint=endpoint)
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def operation_of(state: RequestState, path: str) -> str:
+    """The conventions' word for what was asked for."""
+    if state.request.pooling:
+        return "embeddings"
+    return "chat" if path.startswith(CHAT_PATHS) else "text_completion"
+
+
+def attributes_of(state: RequestState, reason: str, ended: float) -> dict[str, Any]:
+    """What a span says of an answer. Times are in seconds."""
+    request, times = state.request, state.metrics
+    params = request.params
+    first = None if times.first_token_time is None else times.first_token_time - times.arrival_time
+    known = {
+        "gen_ai.provider.name": "headrace",
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k or None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.response.finish_reasons": [reason],
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+        "gen_ai.usage.output_tokens": len(state.token_ids),
+        "gen_ai.usage.cache_read.input_tokens": state.num_cached_tokens,
+        "gen_ai.latency.time_in_queue": times.time_in_queue,
+        "gen_ai.latency.time_to_first_token": first,
+        "gen_ai.latency.time_in_model_prefill": times.prefill_time,
+        "gen_ai.latency.time_in_model_decode": times.decode_time,
+        "gen_ai.latency.e2e": ended - times.arrival_time,
+    }
+    return {name: value for name, value in known.items() if value is not None}

@@ -1,0 +1,98 @@
+"""`Call`: what a call is known by, from its arrival to its end: in replies, lines of the log, errors and traces.
+
+`CallGate` is the outermost ASGI middleware: it takes the caller's X-Request-Id if that can stand in a header (S-22), or
+draws one, and puts it on every reply. Whoever works for a call asks `current`. Knows no routes and no requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from headrace.server.limits import Scope
+
+HEADER = b"x-request-id"
+REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\w.:-]{0,200})?", re.ASCII)
+_TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call. `call_id` is the caller's if `is_callers`, else fresh; empty outside of any call. `trace` has the
+    headers traceparent and tracestate of the W3C, as far as they came and are well formed."""
+
+    call_id: str = ""
+    is_callers: bool = False
+    path: str = ""
+    trace: dict[str, str] = {}
+
+
+NONE = Call()
+_call: ContextVar[Call] = ContextVar("headrace_call", default=NONE)
+
+
+def current() -> Call:
+    """The call that is being answered; `NONE` outside of any."""
+    return _call.get()
+
+
+def fresh_id() -> str:
+    """The id that was drawn for the call, so that its reply goes by it too; empty if the caller brought one."""
+    call = _call.get()
+    return "" if call.is_callers else call.call_id
+
+
+@contextlib.contextmanager
+def answering(call: Call) -> Iterator[None]:
+    """What is done in the block is done for `call`."""
+    token = _call.set(call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+class CallGate:
+    """Gives every call its `Call`, and every reply its X-Request-Id."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = call_of(scope)
+
+        async def sending(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if all(name != HEADER for name, _ in headers):
+                    message["headers"] = [*headers, (HEADER, call.call_id.encode())]
+            await send(message)
+
+        with answering(call):
+            await self._app(scope, receive, sending)
+
+
+def call_of(scope: Scope) -> Call:
+    """The call that an ASGI scope describes. A header that is malformed or given twice is as if it were not there."""
+    found: dict[bytes, list[str]] = {}
+    for name, value in scope["headers"]:
+        if name in (HEADER, b"traceparent", b"tracestate"):
+            found.setdefault(name, []).append(value.decode("latin-1"))
+    given = [text for text in found.get(HEADER, ()) if REQUEST_ID.fullmatch(text)]
+    parents = [text for text in found.get(b"traceparent", ()) if _TRACEPARENT.fullmatch(text)]
+    trace = {}
+    if len(parents) == 1 and len(found[b"traceparent"]) == 1:
+        trace["traceparent"] = parents[0]
+        states = ",".join(found.get(b"tracestate", ()))
+        if _TRACESTATE.fullmatch(states):
+            trace["tracestate"] = states
+    return Call(given[0] if given else str(uuid.uuid4()), bool(given), scope["path"], trace)
