@@ -125,7 +125,7 @@ audit: $(STAMP)  ## bill of materials into build/sbom.json; known vulnerabilitie
 	mkdir -p build
 	$(BIN)/python supply/sbom.py > build/sbom.json
 	test -x $(AUDIT)/bin/pip-audit || { $(BIN)/python -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
-	$(AUDIT)/bin/pip-audit --require-hashes --disable-pip -r requirements.lock
+	$(BIN)/python supply/audit.py $(AUDIT)/bin/pip-audit
 
 clean:  ## remove caches and build outputs (not .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

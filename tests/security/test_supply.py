@@ -82,3 +82,27 @@ def test_S_36_the_bill_of_materials_names_the_lock() -> None:
     assert (
         f"pkg:pypi/starlette@{metadata.version('starlette')}" in tree[f"pkg:pypi/fastapi@{metadata.version('fastapi')}"]
     )
+
+
+PIP_AUDIT = """
+import json, sys
+told = [{"name": "starlette", "version": "1", "vulns": []}, {"name": "torch", "skip_reason": "not found"}]
+told[0]["vulns"] += [{"id": "PYSEC-1", "fix_versions": ["2"], "aliases": ["CVE-1"]}] if "bad" in sys.argv else []
+names = [line.partition("==")[0] for line in open(sys.argv[-1])] if "all" in sys.argv else []
+print(json.dumps({"dependencies": told + [{"name": name, "version": "1", "vulns": []} for name in names]}))
+"""
+
+
+def test_S_36_an_audit_that_could_look_up_nothing_is_no_success() -> None:
+    """pip-audit itself ends with 0 then."""
+
+    def audit(*how: str) -> tuple[int, str]:
+        command = [sys.executable, "supply/audit.py", sys.executable, "-c", PIP_AUDIT, *how]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=rules.ROOT)
+        return done.returncode, done.stdout
+
+    assert audit("all")[0] == 0
+    status, said = audit()
+    assert (status, "1 of" in said, "NOT LOOKED UP" in said, "torch" in said) == (2, True, True, True)
+    status, said = audit("bad")
+    assert (status, "starlette 1: PYSEC-1 CVE-1; mended in 2" in said) == (1, True)
