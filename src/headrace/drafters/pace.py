@@ -171,6 +171,10 @@ class Pace:
         self._num_probes = 0
         self._probe_loss = 0.0
         self._token_seconds = 0.0
+        # Whether only that is drafted for, and what drafting is thought to cost then; what planning costs a sequence.
+        self._trying = False
+        self._trying_seconds = 0.0
+        self._asking = 0.0
 
     def nodes(self, depth: int) -> int:
         """Tokens of a draft of some depth, over all branches."""
@@ -183,6 +187,7 @@ class Pace:
         if self._step - self._looked >= EVERY or abs(base - self._last_base) > 0.2 * self._last_base:
             self._look(wanted, base)
         self._probing = 0
+        self._trying = False
         depths = [0] * len(wanted)
         if self._bar < NEVER and not self._rests(base):
             depths = [min(most, self._depth(seq_id)) for seq_id, most in wanted]
@@ -207,19 +212,30 @@ class Pace:
             self._credit += min(self._probe_loss, num_accepted * self._token_seconds)
             self._probing = 0
 
-    def stepped(self, num_rows: int, num_seqs: int, seconds: float) -> None:
-        """A step of so many rows and sequences took as long."""
+    def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int = 1) -> None:
+        """A step of so many rows and sequences took as long, the last of `num_steps`."""
         if num_rows < 1 or not 0.0 < seconds < math.inf:
             return
         self.costs.add(num_rows, seconds)
         # What is there without drafts: sequences, and the prompts that are computed beside them.
         self._base = max(num_seqs, num_rows - self._num_planned)
         self._num_planned = 0
-        self._credit = min(self._credit + PROBE_SHARE * seconds, MAX_CREDIT_STEPS * seconds)
+        self._credit = min(self._credit + PROBE_SHARE * seconds * num_steps, MAX_CREDIT_STEPS * seconds)
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float) -> None:
-        """Drafts for so many sequences, of this depth at most, took as long."""
+    def asked(self, num_seqs: int, seconds: float) -> None:
+        """To plan for so many sequences took as long, whether they are drafted for or not."""
+        if 0.0 <= seconds < math.inf:
+            each = min(seconds / num_seqs, 4.0 * self._asking + 1e-6) if self._asking else seconds / num_seqs
+            self._asking += 0.15 * (each - self._asking)
+
+    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool = False) -> None:
+        """Drafts for so many sequences, of this depth at most, took as long. `is_behind`: some of that was to catch up
+        with what the sequences said while nobody asked."""
         if depth < 1 or num_seqs < 1 or not 0.0 <= seconds < math.inf:
+            return
+        if self._trying:
+            self._credit -= max(0.0, seconds - self._trying_seconds)
+        if is_behind and self._drafting:
             return
         bucket = num_seqs.bit_length()
         before = self._drafting.get(bucket, seconds / depth)
@@ -266,6 +282,7 @@ class Pace:
         costs = self.costs
         num_tokens, rows, deepest = float(len(wanted)), base, 0
         per_depth = self._drafting_seconds(len(wanted))
+        asking = self._asking * len(wanted)
         best, bar, gain, limit = MARGIN * num_tokens / plain, NEVER, 1.0, 0
         for place, (worth, more, kept, depth) in enumerate(offers):
             num_tokens += kept
@@ -273,7 +290,7 @@ class Pace:
             deepest = max(deepest, depth)
             if place + 1 < len(offers) and offers[place + 1][0] == worth:
                 continue
-            rate = num_tokens / (costs.of(rows) + deepest * per_depth)
+            rate = num_tokens / (costs.of(rows) + deepest * per_depth + asking)
             # No leap into the dark: what is far beyond all that was seen may cost anything.
             if rate > best and rows <= max(1.25 * costs.most_rows, base) + 8:
                 best, gain, limit = rate, rate * plain / len(wanted), deepest
@@ -377,7 +394,8 @@ class Pace:
         depth = self.num_drafts if self.whole else min(depth, self.num_drafts)
         rows = base + sum(self.nodes(each) for each in depths if each)
         more = width * self.nodes(depth)
-        seconds = depth * self._drafting_seconds(width) if self._bar >= NEVER else 0.0
+        self._trying = not any(depths)
+        seconds = self._trying_seconds = depth * self._drafting_seconds(width) if self._trying else 0.0
         loss = max(self.costs.of(rows + more) - self.costs.of(rows) + seconds, LEAST_LOSS * plain)
         if self._credit < min(loss, 0.9 * MAX_CREDIT_STEPS * plain):
             return

@@ -1,24 +1,30 @@
 """`Speculator`: what the runner holds of speculation: a drafter, how far it is worth asking, and what it said last.
 
-Asks the drafter after each step, checks what it says (ids of the vocabulary, trees that are trees, no more than was
-asked for), keeps the chances of what was drawn, and tells drafter and pace what became of it. Knows sequences by id and
+Asks the drafter after a step, checks what it says (ids of the vocabulary, trees that are trees, no more than was asked
+for), keeps the chances of what was drawn, and tells drafter and pace what became of it. Where nobody is worth a guess
+it tells for how many steps that holds: what asking costs is bounded by a share of all time. Knows sequences by id and
 tokens; must not know the scheduler or requests. Called by `runner.runner`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.drafters.base import Context, Draft, Drafter
-from headrace.types import DraftTokens
+from headrace.sampling.params import SamplingParams
+from headrace.types import DraftTokens, ScheduledBatch, StepResult
 
-MAX_REST = 16
+MAX_REST = 256
 """Steps without a question, where no answer was wanted before."""
+
+ASKING_SHARE = 0.004
+"""Of all time, for finding out that nobody is worth a guess."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +44,11 @@ class Plan(Protocol):
 
     def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None: ...
 
-    def stepped(self, num_rows: int, num_seqs: int, seconds: float) -> None: ...
+    def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int) -> None: ...
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float) -> None: ...
+    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool) -> None: ...
+
+    def asked(self, num_seqs: int, seconds: float) -> None: ...
 
     def drop(self, seq_id: int) -> None: ...
 
@@ -57,10 +65,13 @@ class Steady:
     def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
         return None
 
-    def stepped(self, num_rows: int, num_seqs: int, seconds: float) -> None:
+    def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int) -> None:
         return None
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float) -> None:
+    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool) -> None:
+        return None
+
+    def asked(self, num_seqs: int, seconds: float) -> None:
         return None
 
     def drop(self, seq_id: int) -> None:
@@ -106,20 +117,37 @@ class Speculator:
         self._eos = frozenset(eos_token_ids)
         # What was said last of each sequence, until it is verified.
         self._said: dict[int, Draft] = {}
-        self._watching = drafter.feature_layers is not None
-        # Steps until the plan is asked again, how many there were, and of how many sequences they are.
-        self._rest = self._rest_steps = self._rest_seqs = 0
+        # How long each sequence was when the drafter saw it last; what it catches up with is not drafting's price.
+        self._lengths: dict[int, int] = {}
+        self._catch_up = num_drafts + 1
+        # Of the step: when it began, what of its time is the drafter's, how long it took, and its number.
+        self._start = self._aside = 0.0
+        self._step_seconds = 1.0
+        self._step_id = 0
 
     @property
     def watches(self) -> bool:
-        """Whether the drafter wants to be shown what the target computes just now."""
-        return self._watching
+        """Whether the drafter wants to be shown what the target computes, when it may be asked afterwards."""
+        return self.drafter.feature_layers is not None
 
-    def rests(self, num_seqs: int) -> bool:
-        """Whether nothing is asked after this step, of so many sequences: nobody was worth it lately, and finding out
-        costs time. Called once a step. With fewer sequences it may be worth it again."""
-        self._rest -= 1
-        return self._rest >= 0 and num_seqs >= self._rest_seqs
+    def begin(self) -> None:
+        """A step begins whose price is of interest."""
+        self._start, self._aside = self.clock(), 0.0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done meanwhile is the price of speculation, not of the step."""
+        start = self.clock()
+        yield
+        self._aside += self.clock() - start
+
+    def end(self, step_id: int, num_rows: int, num_seqs: int) -> None:
+        """The step has ended, which had so many rows and sequences."""
+        seconds = self.clock() - self._start - self._aside
+        # No less than a clock can tell.
+        self._step_seconds = max(seconds, 1e-6)
+        self.plan.stepped(num_rows, num_seqs, seconds, min(max(1, step_id - self._step_id), MAX_REST))
+        self._step_id = step_id
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
         """See `Drafter.observe`."""
@@ -143,60 +171,73 @@ class Speculator:
         """These sequences are no more."""
         for seq_id in seq_ids:
             self._said.pop(seq_id, None)
+            self._lengths.pop(seq_id, None)
             self.plan.drop(seq_id)
             self.drafter.drop(seq_id)
 
-    def propose(self, contexts: list[Context]) -> dict[int, DraftTokens]:
-        """Guesses for those of `contexts` for which it is worth it, by their index. Their `num_drafts` and `num_nodes`
-        are filled in here."""
-        open_ended = []
-        wanted = []
-        for i, context in enumerate(contexts):
-            self._said.pop(context.seq_id, None)
-            room = self._room(context)
+    def propose(self, batch: ScheduledBatch, result: StepResult) -> None:
+        """Guesses of what follows a step, for those sequences for which it is worth it, put into `result`; or for how
+        many steps nobody need ask."""
+        start = self.clock()
+        open_ended: list[int] = []
+        wanted: list[tuple[int, int]] = []
+        for i, token_id in enumerate(result.token_ids):
+            params, history = batch.params[i], batch.histories.get(i)
+            if token_id < 0 or history is None or not params.speculation:
+                continue
+            more = _new_tokens(result, i)
+            room = self._room(
+                params, len(history) + len(more), len(history) + len(more) - batch.num_prompts[i], more[-1]
+            )
+            self._said.pop(batch.seq_ids[i], None)
             if room > 0:
                 open_ended.append(i)
-                wanted.append((context.seq_id, min(self.num_drafts, room)))
+                wanted.append((batch.seq_ids[i], min(self.num_drafts, room)))
         depths = self.plan.plan(wanted) if wanted else []
-        asked = []
+        asked: list[int] = []
+        contexts: list[Context] = []
         for i, depth in zip(open_ended, depths, strict=True):
             if depth > 0:
-                contexts[i].num_drafts = depth
-                contexts[i].num_nodes = max(depth, min(self.plan.nodes(depth), self.num_nodes))
+                num_nodes = max(depth, min(self.plan.nodes(depth), self.num_nodes))
+                tokens = [*batch.histories[i], *_new_tokens(result, i)]
                 asked.append(i)
-        if wanted and self.drafter.feature_layers is not None:
-            self._watching = bool(asked)
+                contexts.append(
+                    Context(
+                        batch.seq_ids[i], tokens, batch.num_prompts[i], batch.params[i], depth, num_nodes,
+                        result.states.get(i),
+                    )
+                )  # fmt: skip
+        begin = self.clock()
+        asking = begin - start + self._aside
+        if wanted:
+            self.plan.asked(len(wanted), asking)
         if not asked:
-            self._rest = self._rest_steps = min(MAX_REST, max(1, 2 * self._rest_steps))
-            self._rest_seqs = len(contexts)
-            return {}
-        self._rest_steps = 0
-        start = self.clock()
-        drafts = self.drafter.propose([contexts[i] for i in asked])
-        found: dict[int, DraftTokens] = {}
-        for i, draft in zip(asked, drafts, strict=True):
-            reason = self._why_unsound(contexts[i], draft)
+            if wanted:
+                result.rest = min(MAX_REST, int(asking / (ASKING_SHARE * self._step_seconds)))
+            return
+        is_behind = any(len(each.tokens) > self._lengths.get(each.seq_id, 0) + self._catch_up for each in contexts)
+        drafts = self.drafter.propose(contexts)
+        for i, context, draft in zip(asked, contexts, drafts, strict=True):
+            self._lengths[context.seq_id] = len(context.tokens)
+            reason = self._why_unsound(context, draft)
             if reason:
                 self.num_refused += 1
                 logger.error("a draft was refused: %s", reason)
             elif draft.token_ids:
-                self._said[contexts[i].seq_id] = draft
-                found[i] = DraftTokens(list(draft.token_ids), list(draft.parents or []))
-        depth = max(contexts[i].num_drafts for i in asked)
-        self.plan.drafted(len(asked), depth, self.clock() - start)
-        return found
+                self._said[context.seq_id] = draft
+                result.drafts[i] = DraftTokens(list(draft.token_ids), list(draft.parents or []))
+        depth = max(context.num_drafts for context in contexts)
+        self.plan.drafted(len(asked), depth, self.clock() - begin, is_behind)
 
-    def _room(self, context: Context) -> int:
+    def _room(self, params: SamplingParams, num_tokens: int, num_generated: int, last: int) -> int:
         """How many guesses could be kept: none for a sequence that is at its end."""
-        params, num = context.params, len(context.tokens)
-        num_generated = num - context.num_prompt
         if num_generated >= params.min_tokens and (
-            (not params.ignore_eos and context.tokens[-1] in self._eos)
-            or context.tokens[-1] in (params.stop_token_ids or ())
+            (not params.ignore_eos and last in self._eos) or last in (params.stop_token_ids or ())
         ):
             return 0
         # The last token needs no guess: it is sampled after the one before.
-        return min(self._max_model_len - num, (params.max_tokens or self._max_model_len) - num_generated) - 1
+        most = params.max_tokens or self._max_model_len
+        return min(self._max_model_len - num_tokens, most - num_generated) - 1
 
     def _why_unsound(self, context: Context, draft: Draft) -> str:
         """Why a draft can not be verified, or "". A fault of the drafter, not of the sequence."""
@@ -222,3 +263,8 @@ class Speculator:
     def close(self) -> None:
         """Give back memory. May be called twice."""
         self.drafter.close()
+
+
+def _new_tokens(result: StepResult, i: int) -> list[int]:
+    """What a step added to the sequence of chunk i."""
+    return [result.token_ids[i], *result.further.get(i, ()), *result.forced.get(i, ())]

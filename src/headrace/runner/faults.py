@@ -14,6 +14,7 @@ logger = logging.getLogger("headrace.engine")
 
 INTERNAL = "internal_error: "
 NO_MEMORY = "out_of_memory: "
+NOT_FINITE = "numerical_error: the model's logits are not finite"
 MOST_ALONE = 3
 """So many steps in a row in which nobody but single, failing requests were computed are the engine's fault."""
 

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.backends.base import Chunks, Logits, Program
-from headrace.drafters.base import Context
+from headrace.backends.base import Chunks, Program
 from headrace.drafters.speculator import Speculator
-from headrace.grammar.matchers import GrammarError, Mask, Matchers
-from headrace.runner.faults import Blame
+from headrace.grammar.matchers import Matchers
+from headrace.runner.faults import NOT_FINITE, Blame
 from headrace.runner.pieces import Piece, make_pieces, make_portions, num_rows
-from headrace.runner.verification import Trial, draw_rejecting, rejects
-from headrace.sampling.sampler import Drawn, Row, Sampler
+from headrace.runner.verification import Rounds, Trial
+from headrace.sampling.sampler import Sampler
 from headrace.types import DraftTokens, ScheduledBatch, StepResult, TokenLogprob
 
 MAX_LOGITS = 2**24
 """Numbers in the logits of prompt rows that are held at once (64 MiB of float32)."""
 
 NO_DRAFT = DraftTokens([])
-
-NOT_FINITE = "numerical_error: the model's logits are not finite"
 
 
 class Runner:
@@ -44,6 +41,7 @@ class Runner:
         self.matchers = matchers
         self.speculator = speculator
         self.block_size = program.block_size
+        self._rounds = Rounds(sampler, matchers)
         self._blame = Blame()
 
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -52,8 +50,10 @@ class Runner:
         Raises only for faults that no single chunk owns (a broken device).
         """
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
-        speculator = self.speculator
-        start = speculator.clock() if speculator is not None else 0.0
+        # While nobody is asked for guesses, nothing is paid for them.
+        speculator = self.speculator if batch.asks or batch.drafts else None
+        if speculator is not None:
+            speculator.begin()
         if batch.copies:
             self.program.copy_blocks(batch.copies)
         self._begin_masks(batch)
@@ -73,9 +73,11 @@ class Runner:
             result.further.pop(i, None)
             result.further_logprobs.pop(i, None)
         if speculator is not None:
-            rows = sum(map(num_rows, groups))
-            speculator.plan.stepped(rows, len(groups), speculator.clock() - start)
-            self._propose(batch, result, speculator)
+            speculator.end(batch.step_id, sum(map(num_rows, groups)), len(groups))
+            if batch.asks:
+                speculator.propose(batch, result)
+        if batch.ended and self.speculator is not None:
+            self.speculator.drop(batch.ended)
         return result
 
     def close(self) -> None:
@@ -200,7 +202,7 @@ class Runner:
                 result.errors[piece.chunk_id] = NOT_FINITE
         if first:
             # Before the next call, which overwrites the logits.
-            self._draw(batch, trials, logits, result)
+            self._rounds.draw(batch, trials, logits, result, self.speculator)
         foretold = []
         for piece, row in asked:
             if piece.chunk_id not in result.errors:
@@ -208,8 +210,9 @@ class Runner:
         pooled = [(piece.chunk_id, self._pool(batch, piece, row, result)) for piece, row in wanted]
         if rows and not first:
             self._draw_some_at_a_time(batch, trials, rows, result)
-        if self.speculator is not None and self.speculator.watches:
-            self._show(batch, pieces, trials, rows, result, self.speculator)
+        if batch.asks and self.speculator is not None and self.speculator.watches:
+            with self.speculator.aside():
+                self._show(batch, pieces, trials, rows, result, self.speculator)
         # Last, when memory can not run out any more: pieces that are computed again must not count twice.
         for i, entries in foretold:
             if entries:
@@ -234,7 +237,7 @@ class Runner:
                 stop += 1
             if not places:
                 raise ValueError(f"{len(trials[start].rows)} rows of logits of one chunk, {most} is all there can be")
-            self._draw(batch, trials[start:stop], self.program.logits(places), result)
+            self._rounds.draw(batch, trials[start:stop], self.program.logits(places), result, self.speculator)
             start = stop
 
     def _show(
@@ -275,23 +278,6 @@ class Runner:
         for i, (start, tokens, own) in shown.items():
             speculator.observe(batch.seq_ids[i], start, tokens, features[begin : begin + len(own)])
             begin += len(own)
-
-    def _propose(self, batch: ScheduledBatch, result: StepResult, speculator: Speculator) -> None:
-        """Guesses for the next step, after everything that this one gave."""
-        speculator.drop(batch.ended)
-        if speculator.rests(len(batch)):
-            return
-        chunk_ids: list[int] = []
-        contexts: list[Context] = []
-        for i, token_id in enumerate(result.token_ids):
-            params = batch.params[i]
-            if token_id >= 0 and params.speculation and i in batch.histories:
-                tokens = [*batch.histories[i], token_id, *result.further.get(i, ()), *result.forced.get(i, ())]
-                state = result.states.get(i)
-                contexts.append(Context(batch.seq_ids[i], tokens, batch.num_prompts[i], params, 0, 0, state))
-                chunk_ids.append(i)
-        for at, draft in speculator.propose(contexts).items():
-            result.drafts[chunk_ids[at]] = draft
 
     def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
         """What becomes of the hidden states of a piece that begins at row `row`: those of the last row, or all rows
@@ -339,162 +325,3 @@ class Runner:
             return batch.next_token_ids[i]
         offset = sum(batch.lens[:i]) + piece.start - batch.starts[i] + len(piece.token_ids)
         return batch.token_ids[offset]
-
-    def _draw(self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, result: StepResult) -> None:
-        """Sample from `logits`: one token for each trial, and more where guesses are kept. What is wrong with a row
-        fails its own chunk (R-17)."""
-        for trial in trials:
-            if not logits.finite[trial.rows[-1]]:
-                result.errors.setdefault(trial.chunk_id, NOT_FINITE)
-        masks = self._masks(batch, [trial.chunk_id for trial in trials], result)
-        live = [
-            trial for trial in trials if trial.chunk_id not in result.errors and trial.chunk_id not in result.deferred
-        ]
-        tried = [trial for trial in live if trial.draft.token_ids]
-        if tried and self.speculator is not None:
-            for trial in tried:
-                known, trial.chances = self.speculator.chances(batch.seq_ids[trial.chunk_id], trial.draft)
-                trial.coupled = not (known and self.speculator.rejects)
-        for trial, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
-            i = trial.chunk_id
-            if isinstance(drawn, ValueError):
-                result.errors[i] = f"sampling_error: {drawn}"
-                trial.is_open = False
-                continue
-            result.token_ids[i] = drawn.token_id
-            if drawn.logprob is not None:
-                result.logprobs[i] = drawn.logprob
-            if drawn.state is not None:
-                result.states[i] = drawn.state
-            if trial.draft.token_ids:
-                trial.is_open = trial.take(drawn)
-            if i in masks:
-                self._accept(batch, i, drawn.token_id, 1, result)
-        if tried:
-            self._go_on(batch, tried, logits, result)
-
-    def _go_on(self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, result: StepResult) -> None:
-        """One more token after each guess that was kept, as deep as they are."""
-        best = logits.best
-        while live := [trial for trial in trials if self._is_open(trial, logits, result)]:
-            bound = [trial for trial in live if batch.params[trial.chunk_id].structured_outputs is not None]
-            masks = self._further_masks(batch, bound, result)
-            live = [trial for trial in live if trial.is_open]
-            for trial, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
-                i = trial.chunk_id
-                # What is wrong here is told by the next step, which begins at this token.
-                if isinstance(drawn, ValueError):
-                    trial.is_open = False
-                    continue
-                trial.is_open = trial.take(drawn)
-                result.further.setdefault(i, []).append(drawn.token_id)
-                result.paths[i] = trial.path()
-                if drawn.logprob is not None:
-                    result.further_logprobs.setdefault(i, []).append(drawn.logprob)
-                if drawn.state is not None:
-                    result.states[i] = drawn.state
-                if i in masks:
-                    self._accept(batch, i, drawn.token_id, len(trial.token_ids), result)
-        for trial in trials:
-            # A guess whose own token was not drawn after: it was computed, and will be again.
-            trial.nodes = trial.nodes[: len(trial.token_ids) - 1]
-            if self.speculator is not None and trial.token_ids:
-                likeliest = [best[trial.rows[node]] for node in range(len(trial.draft.token_ids))]
-                self.speculator.verified(batch.seq_ids[trial.chunk_id], trial.draft, likeliest, trial.nodes)
-
-    def _is_open(self, trial: Trial, logits: Logits, result: StepResult) -> bool:
-        return (
-            trial.is_open
-            and logits.finite[trial.rows[trial.node]]
-            and trial.chunk_id not in result.errors
-            and trial.chunk_id not in result.forced
-        )
-
-    def _sample(
-        self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, masks: dict[int, Mask]
-    ) -> list[Drawn | ValueError]:
-        """What is drawn after the last node of each trial."""
-        if not trials:
-            return []
-        places = [trial.rows[trial.node] for trial in trials]
-        rows = [
-            self._row(batch, trial, logits.best[at], masks.get(trial.chunk_id))
-            for trial, at in zip(trials, places, strict=True)
-        ]
-        numbers = logits.rows if places == list(range(len(logits.rows))) else logits.rows[places]
-        drawn = self.sampler.sample_rows(numbers, rows)
-        for k, (trial, row) in enumerate(zip(trials, rows, strict=True)):
-            if not trial.coupled and rejects(row) and trial.children():
-                drawn[k : k + 1] = draw_rejecting(self.sampler, numbers[k : k + 1], [row], [trial])
-        return drawn
-
-    def _further_masks(self, batch: ScheduledBatch, trials: list[Trial], result: StepResult) -> dict[int, Mask]:
-        """Masks after guesses that were kept. Those that are late end their trials, whose next step waits for them."""
-        masks: dict[int, Mask] = {}
-        matchers = self.matchers
-        if not trials or matchers is None:
-            return masks
-        wanted = []
-        for trial in trials:
-            i, constraint = trial.chunk_id, batch.params[trial.chunk_id].structured_outputs
-            if constraint is not None:
-                tokens = batch.histories[i][batch.num_prompts[i] :] + trial.token_ids
-                wanted.append((batch.seq_ids[i], constraint, tokens))
-        matchers.begin(wanted)
-        late = matchers.wait([seq_id for seq_id, _, _ in wanted], others=True)
-        for trial, (seq_id, constraint, tokens) in zip(trials, wanted, strict=True):
-            try:
-                if seq_id in late:
-                    trial.is_open = False
-                else:
-                    masks[trial.chunk_id] = matchers.mask(seq_id, constraint, tokens)
-            except GrammarError:
-                trial.is_open = False
-        return masks
-
-    def _masks(self, batch: ScheduledBatch, chunk_ids: list[int], result: StepResult) -> dict[int, Mask]:
-        """The masks of the chunks that have a constraint. Those whose masks are late are deferred to another step."""
-        bound = [i for i in chunk_ids if batch.params[i].structured_outputs is not None and i not in result.errors]
-        masks: dict[int, Mask] = {}
-        if not bound:
-            return masks
-        if self.matchers is None:
-            result.errors.update(dict.fromkeys(bound, "structured_output_error: the engine has no tokenizer"))
-            return masks
-        late = self.matchers.wait([batch.seq_ids[i] for i in bound], others=len(batch) > len(bound))
-        for i in bound:
-            constraint = batch.params[i].structured_outputs
-            if batch.seq_ids[i] in late:
-                result.deferred.add(i)
-            elif constraint is not None:
-                try:
-                    tokens = batch.histories[i][batch.num_prompts[i] :]
-                    masks[i] = self.matchers.mask(batch.seq_ids[i], constraint, tokens)
-                except GrammarError as error:
-                    result.errors[i] = f"structured_output_error: {error}"
-        return masks
-
-    def _accept(self, batch: ScheduledBatch, i: int, token_id: int, num: int, result: StepResult) -> None:
-        """Tell the matcher of the `num`-th token of chunk i in this step."""
-        num_generated = batch.starts[i] + batch.lens[i] + num - batch.num_prompts[i]
-        try:
-            forced = self.matchers.accept(batch.seq_ids[i], token_id, batch.params[i], num_generated)  # type: ignore[union-attr]
-        except GrammarError as error:
-            result.errors[i] = f"structured_output_error: {error}"
-            return
-        if forced:
-            result.forced[i] = forced
-
-    def _row(self, batch: ScheduledBatch, trial: Trial, best: int, mask: Mask | None) -> Row:
-        i, known = trial.chunk_id, trial.token_ids
-        # Where guesses are made every sequence's tokens are at hand; few samplers look at them.
-        history = batch.histories.get(i, []) if self.speculator is None or batch.params[i].needs_history else []
-        return Row(
-            params=batch.params[i],
-            position=batch.starts[i] + batch.lens[i] + len(known),
-            num_prompt=batch.num_prompts[i],
-            history=history + known if history and known else history,
-            best=best,
-            state=trial.state if known else batch.states.get(i),
-            mask=mask,
-        )
