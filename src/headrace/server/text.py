@@ -87,7 +87,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` the model's begin (and end) of text around them.
 
-        Raises `RequestError` for text with lone surrogates, which no tokenizer takes.
+        Raises `RequestError` for text with lone surrogates, which no tokenizer takes, and for text that this one has no
+        tokens for.
         """
         try:
             if len(text) < LONG_TEXT:
@@ -97,6 +98,11 @@ class Tokenizer:
                 ids = encoding.ids
         except (UnicodeEncodeError, TypeError):
             raise RequestError("text", text, "Unicode text without lone surrogates") from None
+        except Exception as error:
+            # `tokenizers` raises bare ones, such as for a word of which a vocabulary without an unknown token has none.
+            if type(error) is not Exception:
+                raise
+            raise RequestError("text", text, f"text that the model has tokens for ({error})") from error
         return ids
 
     def decode(

@@ -259,6 +259,17 @@ def test_R_16_lone_surrogates_are_refused() -> None:
             tok.encode("a\ud800b")
 
 
+def test_C_6_text_that_a_vocabulary_has_no_tokens_for_is_refused(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "decoder": decoder}))
+    tok = Tokenizer.load(tmp_path)
+    assert tok.encode("a") == [0]
+    for text in ("b", "b" * 10**5):
+        with pytest.raises(RequestError, match="Missing \\[UNK\\] token"):
+            tok.encode(text)
+
+
 def test_R_03_a_long_text_is_encoded_without_stopping_other_threads() -> None:
     tokenizer = Tokenizer.load(builtin.PATH)
     text = "word " * 200_000
