@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
@@ -132,11 +133,13 @@ def overload(seconds: float, seed: int) -> Counts:
 
 
 def soak(size: tuple[float, float, float], seed: int) -> Counts:
-    """With its control: the same with 200 bytes leaked of every request, which has to be noticed."""
+    """With its control beside it: the same with 200 bytes leaked of every request, which has to be noticed."""
     from tests.campaigns.operations import soak
 
-    leaky = soak((min(size[0], 30.0), *size[1:]), seed, leak=200)
-    counts = soak(size, seed)
+    with ThreadPoolExecutor(1) as control:
+        leaking = control.submit(soak, (min(size[0], 60.0), *size[1:]), seed, leak=200)
+        counts = soak(size, seed)
+        leaky = leaking.result()
     counts |= {f"with_the_leak_{name}": leaky[name] for name in ("bytes_a_request", "objects_a_request")}
     if not any("memory grows" in each or "objects are left" in each for each in leaky["examples"]):
         counts["violations"] += 1
@@ -214,7 +217,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "C-7": Campaign("ten times the load (seconds)", {"commit": 15.0, "nightly": 1200.0, "release": 7200.0}, overload),
     "C-8": Campaign(
         "memory under 80 % of the load (seconds, bytes a request, MiB an hour)",
-        {"commit": (30.0, 2000.0, 500.0), "nightly": (7200.0, 20.0, 1.0), "release": (86_400.0, 20.0, 1.0)},
+        {"commit": (60.0, 2000.0, 500.0), "nightly": (7200.0, 20.0, 1.0), "release": (86_400.0, 20.0, 1.0)},
         soak,
     ),
     "C-8-long": Campaign("one answer (tokens)", {"commit": 10_000, "nightly": 50_000, "release": 120_000}, long),
