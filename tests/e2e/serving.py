@@ -65,7 +65,7 @@ def gauge(url: str, name: str) -> float:
     return sum(values)
 
 
-def wait_for(url: str, name: str, value: float, seconds: float = 10.0) -> None:
+def wait_for(url: str, name: str, value: float, seconds: float = 30.0) -> None:
     """Wait until a metric has a value; fail with what it had last."""
     deadline = time.monotonic() + seconds
     while (seen := gauge(url, name)) != value:

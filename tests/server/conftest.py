@@ -29,7 +29,7 @@ from headrace.server.text import Tokenizer
 from headrace.server.wire import Connection
 
 # One for all: to make a client loads the certificates, which takes longer than most tests.
-HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False)
+HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=30)
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
@@ -88,7 +88,7 @@ class Live:
         assert not self.thread.is_alive(), "the server did not stop"
 
     @staticmethod
-    def wait(until: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait(until: Callable[[], bool], seconds: float = 30.0) -> None:
         """Poll `until`, which may also fail to connect, for at most `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -85,7 +85,7 @@ def test_S_18_wrong_keys(locked: Live, headers: dict[str, str]) -> None:
 
 def test_S_18_raw_paths_do_not_get_round_it(locked: Live) -> None:
     for path in [*TRICKS, "/health/live%2f..%2f..%2fv1/models", "/health/live;/v1/models", "http://x/v1/models"]:
-        with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as client:
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=30) as client:
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert client.recv(4096).startswith(b"HTTP/1.1 4"), path
 

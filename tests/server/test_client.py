@@ -266,7 +266,7 @@ def test_R_04_leaving_a_stream_frees_its_blocks() -> None:
             await stream.__anext__()
             assert client.stats.num_blocks_held > 0
         assert client.num_unfinished == 0
-        end = time.monotonic() + 2
+        end = time.monotonic() + 30
         while client.stats.num_blocks_held or client.stats.num_running:
             assert time.monotonic() < end, client.stats
             await asyncio.sleep(0.005)
@@ -328,7 +328,7 @@ def test_R_23_no_orphan_stays_when_the_server_is_killed() -> None:
     server.kill()
     server.wait()
     server.stdout.close()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while is_running(engine):
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -347,7 +347,7 @@ def test_S_19_bodies_are_bounded_before_they_are_read(live: Live) -> None:
     body = b'{"prompt": "' + b"x" * limits.MAX_BODY_BYTES + b'"}'
     refused(raw(live, "/tokenize", body), status=413)
     # Declared too large: refused at once, though the body never comes.
-    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as declared:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as declared:
         declared.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n{")
         assert declared.recv(4096).startswith(b"HTTP/1.1 413 ")
 
