@@ -113,9 +113,9 @@ def test_runs_of_several_threads_take_turns() -> None:
 def loop():
     mine = np.zeros_like(x)
     made = tape(20, mine)
-    for turn in range(1, 301):
+    for turn in range(1, 101):
         made.run([8, 0, 0], 1 + turn % 3)
-    right.append((mine == 6000).all())
+    right.append((mine == 2000).all())
 right = []
 threads = [threading.Thread(target=loop) for _ in range(3)]
 [t.start() for t in threads]

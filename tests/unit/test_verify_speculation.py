@@ -111,7 +111,7 @@ def test_prompts_of_known_layouts_are_read(tmp_path: Path) -> None:
     (tmp_path / "human.jsonl.gz").write_bytes(gzip.compress(json.dumps({"prompt": "def f():"}).encode()))
     assert read_prompts(tmp_path) == ["def f():", "first"]
     (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(RequestError, match="bad.jsonl"):
+    with pytest.raises(RequestError, match="a readable file of JSON lines"):
         read_prompts(tmp_path / "bad.jsonl")
     with pytest.raises(RequestError, match="no/such"):
         read_prompts(tmp_path / "no/such")

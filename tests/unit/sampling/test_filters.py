@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.unit.sampling.reference import chi_square_z, filtered, kept, ranking, sample_one
+from tests.unit.sampling.reference import chi_square_z, filtered, kept, ranking, sample
 
 from headrace.sampling import filters, noise
 from headrace.sampling.params import SamplingParams
@@ -103,7 +103,7 @@ LAWS: list[dict[str, float]] = [
     {"temperature": 1.3, "min_p": 0.1},
     {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
 ]
-NUM_DRAWS = 6000
+NUM_DRAWS, TOGETHER = 6000, 50
 # Of 10**4 honest runs fewer than one is beyond; the seeds are fixed, so an honest run that passed once always passes.
 LIMIT = 4.0
 
@@ -116,8 +116,10 @@ def frequency_z(logits: list[float], fields: dict[str, float]) -> float:
     counts: Counter[int] = Counter()
     for seed in (0, 1, 2**32, 2**63 - 1):
         params = SamplingParams(seed=seed, **fields)  # type: ignore[arg-type]
-        for position in range(NUM_DRAWS // 4):
-            counts[sample_one(drawer, row, params, position, 0)] += 1
+        for first in range(0, NUM_DRAWS // 4, TOGETHER):
+            rows = np.tile(row, (TOGETHER, 1))
+            positions = list(range(first, first + TOGETHER))
+            counts.update(sample(drawer, rows, [params] * TOGETHER, positions, [0] * TOGETHER)[0])
     return chi_square_z(counts, law)
 
 

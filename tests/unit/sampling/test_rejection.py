@@ -1,4 +1,4 @@
-"""Rejection sampling keeps the distribution: draws of each kind (20,000; 200,000 among the slow tests) against exact
+"""Rejection sampling keeps the distribution: draws of each kind (5,000; 200,000 among the slow tests) against exact
 probabilities, and planted faults, among them streams of noise that are shared between draft, coin and recovery."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.sampling import noise, rejection
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Row, Sampler
 
-FEW, MANY = 20_000, 200_000
+FEW, MANY = 5_000, 200_000
 WIDTH = 9
 TOKEN_IDS = np.arange(WIDTH, dtype=np.int64)
 TARGET = np.array([0.30, 0.22, 0.15, 0.10, 0.08, 0.06, 0.05, 0.03, 0.01])
@@ -123,13 +123,13 @@ def through_the_samplers(num: int, target: SamplingParams, draft: SamplingParams
 def test_transformers_47932_top_k_keeps_its_distribution():
     """Both sides are filtered: with 7 of 9 tokens left, the rest never comes and the others keep their shares."""
     params = SamplingParams(temperature=1.0, top_k=7, seed=5)
-    counts = through_the_samplers(4000, params, params)
+    counts = through_the_samplers(2000, params, params)
     assert not counts[7:].any()
     kept = TARGET[:7] / TARGET[:7].sum()
     assert chance_of(counts[:7], kept) > 0.01
     # A drafter that filters otherwise than it says, or a target that forgets its filter, is seen.
     whole = SamplingParams(temperature=1.0, seed=5)
-    assert through_the_samplers(4000, whole, params)[7:].any()
+    assert through_the_samplers(400, whole, params)[7:].any()
 
 
 def test_llama_cpp_27975_likely_tokens_are_no_likelier():
@@ -140,7 +140,7 @@ def test_llama_cpp_27975_likely_tokens_are_no_likelier():
         return likely[0] if likely else DRAW(token_ids, shares, guesses, chances, seed, position)
 
     counts = np.zeros(WIDTH)
-    for position in range(FEW // 4):
+    for position in range(FEW):
         guesses, chances = guesses_of("drawn", 7, position, noise.DRAFT)
         counts[generous(TOKEN_IDS, TARGET, guesses, chances, 7, position)] += 1
     assert chance_of(counts, TARGET) < 0.01
