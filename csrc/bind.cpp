@@ -181,13 +181,14 @@ void unpack_row(const string& name, uintptr_t packed, int64_t num_out, int64_t n
     format_of(name).unpack_row((const void*)packed, num_out, num_in, group, flag, row, (float*)out);
 }
 
-nb::list limits(int64_t num_threads, double seconds) {
+nb::list limits(int64_t num_threads, double seconds, int64_t most_bytes) {
     int num = checked_threads(num_threads);
     if (!(seconds > 0 && seconds <= 60)) throw std::invalid_argument("seconds must be above 0 and at most 60");
+    if (most_bytes < 1 << 20) throw std::invalid_argument("most_bytes must be at least a MiB");
     vector<hr::Limit> found;
     {
         WithoutGil no_gil;
-        found = hr::measure_limits(num, seconds);
+        found = hr::measure_limits(num, seconds, most_bytes);
     }
     nb::list rows;
     for (const hr::Limit& limit : found) {
@@ -238,5 +239,6 @@ NB_MODULE(_native, module) {
                "num_out"_a, "packed"_a, NoGil());
     module.def("unpack_row", unpack_row, "format"_a, "packed"_a, "num_out"_a, "num_in"_a, "group"_a, "flag"_a, "row"_a,
                "out"_a, NoGil());
-    module.def("limits", limits, "num_threads"_a = 0, "seconds"_a = 0.5);
+    module.def("limits", limits, "num_threads"_a = 0, "seconds"_a = 0.5,
+               "most_bytes"_a = (int64_t)2 << 30);
 }

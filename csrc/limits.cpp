@@ -78,7 +78,7 @@ Limit measure_loop(const char* isa, const char* what, void (*body)(int64_t), dou
 
 }  // namespace
 
-std::vector<Limit> measure_limits(int num, double seconds) {
+std::vector<Limit> measure_limits(int num, double seconds, int64_t most_bytes) {
     num = team_run(num, [](void*, int, int) {}, nullptr); /* how many there really are */
     std::vector<Limit> found;
     std::vector<const HrProbe*> probes;
@@ -87,12 +87,11 @@ std::vector<Limit> measure_limits(int num, double seconds) {
 #undef X
     probes.resize(tables().size()); /* both are in rising order, and a machine has all below its best */
 
-    /* Well above any cache, within a quarter of the memory that is free. */
     int64_t free_bytes = (int64_t)sysconf(_SC_PAGESIZE) * sysconf(_SC_PHYS_PAGES) / 2;
 #if defined(_SC_AVPHYS_PAGES)
     free_bytes = (int64_t)sysconf(_SC_PAGESIZE) * sysconf(_SC_AVPHYS_PAGES);
 #endif
-    size_t size = (size_t)std::min<int64_t>((int64_t)2 << 30, free_bytes / 4) / 4096 * 4096;
+    size_t size = (size_t)std::min<int64_t>(most_bytes, free_bytes / 4) / 4096 * 4096;
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data != MAP_FAILED) {
 #if defined(MADV_HUGEPAGE)

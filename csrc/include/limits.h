@@ -27,8 +27,9 @@ struct Limit {
     int64_t bytes;         /* of the buffer that was read, else 0 */
 };
 
-/* Each measurement takes about `seconds` in several pieces, after one that is not counted. */
-std::vector<Limit> measure_limits(int num_threads, double seconds);
+/* Each measurement takes about `seconds` in several pieces, after one that is not counted. Read is a buffer of at most
+   `most_bytes`, and at most a quarter of the memory that is free. */
+std::vector<Limit> measure_limits(int num_threads, double seconds, int64_t most_bytes);
 
 }  // namespace hr
 #endif

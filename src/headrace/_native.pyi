@@ -87,5 +87,5 @@ def pack(
 def unpack_row(
     format: str, packed: int, num_out: int, num_in: int, group: int, flag: int, row: int, out: int
 ) -> None: ...
-def limits(num_threads: int = 0, seconds: float = 0.5) -> list[Limit]:
+def limits(num_threads: int = 0, seconds: float = 0.5, most_bytes: int = 2**31) -> list[Limit]:
     """Measure the machine, about `seconds` for each entry, on as many threads of the team."""

@@ -156,10 +156,11 @@ def native_state() -> Section:
     }
 
 
-def limits(seconds: float = 0.5) -> list[Section]:
+def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
     """What the machine can do at most, to hold rates against: one entry for each thing measured, on one thread and on
     all of the team. `rate` is the median of nine pieces (`least` and `most` their range) in `unit`, 1e9 or 1e12 a
-    second; a multiply-add counts as two operations. Takes about `seconds` for each.
+    second; a multiply-add counts as two operations. Takes about `seconds` for each. What is read is a buffer of
+    `most_bytes`, or of a quarter of the free memory: well above any cache.
 
     Raises `NativeMissingError` where the native kernels are not there.
     """
@@ -168,7 +169,7 @@ def limits(seconds: float = 0.5) -> list[Section]:
     module = require_native()
     rows: list[Section] = []
     for threads in sorted({1, module.num_threads()}):
-        for row in module.limits(threads, seconds):
+        for row in module.limits(threads, seconds, most_bytes):
             unit, scale = LIMITS[row["what"]]
             rates = {name: round(row[name] / scale, 3) for name in ("rate", "least", "most")}
             rows.append({"what": row["what"], "isa": row["isa"], "threads": threads, **rates, "unit": unit})

@@ -109,7 +109,7 @@ def test_the_limits_are_measured_and_shown(capsys: pytest.CaptureFixture[str]) -
     module = native.native()[0]
     if module is None:
         pytest.skip("no native core")
-    rows = doctor.limits(seconds=0.01)
+    rows = doctor.limits(seconds=0.01, most_bytes=2**24)
     assert {(row["what"], row["isa"]) for row in rows} >= {("read", isa) for isa in module.isas()}
     assert {row["threads"] for row in rows} == {1, module.num_threads()}
     assert all(row["least"] <= row["rate"] <= row["most"] and row["rate"] > 0 for row in rows)
