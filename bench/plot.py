@@ -1,6 +1,7 @@
 """`python -m bench.plot`: pictures of what stands in bench/results, written to docs/figures as SVG.
 
-Reads scheduler.json and batches.json as `bench.record` wrote them. matplotlib is a dev dependency.
+Reads scheduler.json, batches.json and speculate-prompts.json as `bench.record` wrote them. matplotlib is a dev
+dependency.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ matplotlib.use("svg")
 
 from matplotlib import pyplot
 
+from bench.speculation import NAME, TEMPERATURES, pooled
+
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 BUDGET_US = 300
 
 
-def load(name: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a result, and one line that tells where it was measured."""
+def load(name: str) -> tuple[Any, str]:
+    """A result, and one line that tells where it was measured."""
     kept = json.loads((RESULTS / f"{name}.json").read_text())
     cpu = kept["host"]["cpu"]
     return kept["result"], f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {kept['commit']}, {kept['date']}"
@@ -50,11 +53,71 @@ def batches() -> None:
     _finish(figure, axes, "Decode speed of the built-in model, torch_ref", where, "batches")
 
 
+def speculation() -> None:
+    """Guesses kept by position; tokens a pass beside the formula; coupled beside rejection sampling."""
+    kept, where = load(NAME)
+    rows = kept["rows"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    names = list(dict.fromkeys(row["texts"] for row in rows))
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4.8), layout="constrained")
+    for number, method in enumerate(methods):
+        colour = f"C{number}"
+        mean = [pooled_position(rows, method, place) for place in range(8)]
+        share = [each for each in mean if each is not None]
+        left.plot(range(1, len(share) + 1), share, "o-", color=colour, label=method)
+        left.plot(range(1, len(share) + 1), [share[0] ** i for i in range(1, len(share) + 1)], ":", color=colour)
+        for mark, name in zip("os^D", names, strict=False):
+            own = [
+                each for row in rows if (row["method"], row["texts"]) == (method, name) for each in row["acceptance"]
+            ]
+            points = [(each["formula"], each["mean_accepted_length"]) for each in own if each["mode"] == "coupled"]
+            middle.plot(*zip(*points, strict=True), mark, color=colour, markersize=5)
+        for mode, line in (("coupled", "o-"), ("rejection", "s--")):
+            told = [pooled(rows, method, mode, t) for t in TEMPERATURES]
+            if None not in told:
+                right.plot(TEMPERATURES, told, line, color=colour, markersize=4)
+    left.plot([], [], ":", color="grey", label="the first one's power")
+    left.set(xlabel="position in the draft", ylabel="share of drafts kept up to here", ylim=(0, 1))
+    left.set_title("temperature 0, all texts", fontsize=10)
+    most = max(each["mean_accepted_length"] for row in rows for each in row["acceptance"])
+    middle.axline((1, 1), slope=1, color="grey", linewidth=0.8)
+    for mark, name in zip("os^D", names, strict=False):
+        middle.plot([], [], mark, color="grey", label=name)
+    middle.set(
+        xlabel="tokens a pass by the formula", ylabel="measured", xlim=(0.95, most + 0.2), ylim=(0.95, most + 0.2)
+    )
+    middle.set_title("coupled, all temperatures", fontsize=10)
+    for mode, line in (("coupled", "o-"), ("rejection sampling", "s--")):
+        right.plot([], [], line, color="grey", label=mode)
+    right.set(xlabel="temperature", ylabel="tokens a pass")
+    right.set_title("all texts", fontsize=10)
+    for axes in (left, middle, right):
+        axes.grid(True, alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"Drafters of the built-in model ({where})", fontsize=11)
+    _save(figure, "speculation")
+
+
+def pooled_position(rows: list[dict[str, Any]], method: str, place: int) -> float | None:
+    """Share of drafts whose guesses up to `place` were kept, at temperature 0; None past the deepest draft."""
+    own = [row["acceptance"][0] for row in rows if row["method"] == method]
+    depth = max(len(each["acceptance_per_position"]) for each in own)
+    drafts = sum(each["num_drafts"] for each in own)
+    if place >= depth or not drafts:
+        return None
+    shares = [(each["acceptance_per_position"] + [0.0] * depth)[place] * each["num_drafts"] for each in own]
+    return float(sum(shares) / drafts)
+
+
 def _finish(figure: Any, axes: Any, title: str, where: str, name: str) -> None:
     axes.set_title(f"{title}\n", fontsize=12)
     axes.text(0.5, 1.02, where, transform=axes.transAxes, ha="center", fontsize=8, color="dimgrey")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False, fontsize=9)
+    _save(figure, name)
+
+
+def _save(figure: Any, name: str) -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     # Without a date and with fixed ids, the same results give the same file.
     matplotlib.rcParams["svg.hashsalt"] = name
@@ -67,3 +130,4 @@ def _finish(figure: Any, axes: Any, title: str, where: str, name: str) -> None:
 if __name__ == "__main__":
     scheduler()
     batches()
+    speculation()

@@ -22,7 +22,13 @@ def requests():
     made = make_requests()
     chosen = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(made)]
     # Some of each kind: prompts short and long, greedy and not.
-    return [request for i, request in enumerate(chosen) if i % 7 in (0, 3)][:30]
+    found = [request for i, request in enumerate(chosen) if i % 7 in (0, 3)][:30]
+    for i in range(0, 30, 6):
+        # Two answers to one prompt (n > 1): the second forks the first one's blocks.
+        found[i] = msgspec.structs.replace(found[i], group=f"n{i}")
+        own = {"group": f"n{i}", "prompt_token_ids": found[i].prompt_token_ids}
+        found[i + 1] = msgspec.structs.replace(found[i + 1], **own)
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -129,3 +129,26 @@ def test_echoes_repeat_their_prompt() -> None:
             assert len(answer) == 150
             told = "".join(map(chr, prompt))
             assert sum("".join(map(chr, answer[i : i + 8])) in told for i in range(142)) > 80
+
+
+def test_the_tables_of_all_drafters() -> None:
+    from bench.plot import pooled_position
+    from bench.speculation import pooled, tables
+
+    def counted(mode: str, drafts: int, kept: list[int]) -> dict[str, Any]:
+        return {
+            "mode": mode, "temperature": 0.0, "num_drafts": drafts, "num_accepted_tokens": sum(kept),
+            "acceptance_per_position": [each / drafts for each in kept],
+            "mean_accepted_length": 1 + sum(kept) / drafts, "formula": 1.5,
+        }  # fmt: skip
+
+    rows = [
+        {"method": "mtp", "texts": "a", "speed": {"ratio": 1.25}, "acceptance": [counted("coupled", 10, [6, 3])]},
+        {"method": "mtp", "texts": "b", "speed": {"ratio": 0.5}, "acceptance": [counted("coupled", 30, [9])]},
+    ]
+    assert pooled(rows, "mtp", "coupled", 0.0) == 1 + 18 / 40
+    assert pooled(rows, "mtp", "rejection", 0.0) is None
+    assert [pooled_position(rows, "mtp", place) for place in range(3)] == [15 / 40, 3 / 40, None]
+    made = "\n".join(tables(rows))
+    assert "| `mtp` | 1.90 (1.50), 1.25 | 1.30 (1.50), 0.50 |" in made
+    assert "| `mtp` | 1.45 | – |" in made

@@ -64,9 +64,7 @@ def quality(
     from headrace.cli.bench_quality import measure_quality, print_quality
 
     result = _header(model) | measure_quality(plan, config)
-    if plan.output_json is not None:
-        Path(plan.output_json).parent.mkdir(parents=True, exist_ok=True)
-        Path(plan.output_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    _keep(result, plan.output_json)
     if plan.json:
         print(json.dumps(result))
     else:
@@ -85,9 +83,7 @@ def speculate(
     from headrace.cli.bench_speculate import measure_speculation, plot, print_speculation
 
     result = _header(model) | measure_speculation(plan, config)
-    if plan.output_json is not None:
-        Path(plan.output_json).parent.mkdir(parents=True, exist_ok=True)
-        Path(plan.output_json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    _keep(result, plan.output_json)
     if plan.plot is not None:
         plot(result, Path(plan.plot))
     if plan.json:
@@ -144,10 +140,14 @@ def _emit(
     """Print the result, and write it (or `saved`, if that has more in it) to `path`."""
     from headrace.cli.bench_stats import table
 
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(saved or result, indent=2) + "\n", encoding="utf-8")
+    _keep(saved or result, path)
     if as_json:
         print(json.dumps(result))
     else:
         print(table(result, metrics=metrics, percentiles=percentiles, title=title))
+
+
+def _keep(result: dict[str, Any], path: str | None) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

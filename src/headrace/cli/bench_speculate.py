@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,7 +109,7 @@ def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, 
     plain = build_engine(own)
     guessing = build_engine(msgspec.structs.replace(own, speculative_config=spec))
     try:
-        texts = find_texts(plan, config, plain, max(loads))
+        texts = find_texts(plan, config, plain)
         synthetic = None
         if plan.alpha is not None:
             synthetic = Synthetic(plan.alpha, plain.info.vocab_size)
@@ -151,19 +152,19 @@ def replace_drafter(core: EngineCore, drafter: Synthetic) -> None:
 def measure_load(
     plain: EngineCore, guessing: EngineCore, texts: list[Text], load: int, plan: SpeculatePlan
 ) -> dict[str, Any]:
-    """The same batch in turns. The speeds are the best of each, the ratio the median of the rounds' own."""
-    batch = [texts[i % len(texts)] for i in range(load)]
+    """The same batch in turns, each round's with the texts after the last one's. Speeds and ratio are medians."""
     slow: list[Run] = []
     fast: list[Run] = []
-    for _ in range(plan.rounds):
+    for number in range(plan.rounds):
+        batch = [texts[(number * load + i) % len(texts)] for i in range(load)]
         slow.append(run(plain, batch, plan.output_len))
         fast.append(run(guessing, batch, plan.output_len))
     ratios = sorted(b.tokens_per_second / a.tokens_per_second for a, b in zip(slow, fast, strict=True))
     return {
         "streams": load,
-        "plain_tokens_per_second": max(each.tokens_per_second for each in slow),
-        "tokens_per_second": max(each.tokens_per_second for each in fast),
-        "ratio": ratios[len(ratios) // 2],
+        "plain_tokens_per_second": statistics.median(each.tokens_per_second for each in slow),
+        "tokens_per_second": statistics.median(each.tokens_per_second for each in fast),
+        "ratio": statistics.median(ratios),
         "ratios": ratios,
         # Under rejection sampling at temperature 0 too: the likeliest token is the only one.
         "num_different": sum(
@@ -172,14 +173,14 @@ def measure_load(
     }
 
 
-def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0) -> Run:
+def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0, first_seed: int = 0) -> Run:
     """Answers of the whole length, and their decoding speed together."""
     answers: dict[str, list[int]] = {}
     first = last = 0.0
     before = 0
     for index, text in enumerate(batch):
         params = SamplingParams(
-            temperature=temperature, seed=index, ignore_eos=True, max_tokens=output_len,
+            temperature=temperature, seed=first_seed + index, ignore_eos=True, max_tokens=output_len,
             trace_decode_token_ids=text.answer,
         )  # fmt: skip
         core.add(Request(request_id=str(index), prompt_token_ids=text.prompt, params=params))
@@ -206,8 +207,8 @@ def acceptance(
     """How many guesses are kept, one stream at a time."""
     before: Stats = core.stats()
     made = 0
-    for text in texts:
-        made += sum(map(len, run(core, [text], output_len, temperature).answers))
+    for seed, text in enumerate(texts):
+        made += sum(map(len, run(core, [text], output_len, temperature, seed).answers))
     after = core.stats()
     drafts = after.num_drafts - before.num_drafts
     drafted = after.num_draft_tokens - before.num_draft_tokens
@@ -236,9 +237,9 @@ def acceptance(
 # -- what is asked
 
 
-def find_texts(plan: SpeculatePlan, config: EngineConfig, core: EngineCore, most: int) -> list[Text]:
+def find_texts(plan: SpeculatePlan, config: EngineConfig, core: EngineCore) -> list[Text]:
     """The prompts of `plan.texts`, as token ids that leave room for the answers."""
-    num = min(most, plan.num_prompts)
+    num = plan.num_prompts
     room = core.info.max_model_len - plan.output_len - 1
     if room < 8:
         raise RequestError("output_len", plan.output_len, f"at most {core.info.max_model_len - 9} for this model")
