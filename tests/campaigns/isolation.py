@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.campaigns import probing
+
 from headrace.core.blocks import BlockPool
 from headrace.core.prefix import PrefixCache
 from headrace.server.keys import KeyRing
@@ -75,6 +77,12 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
         values.append(timing(ring.find, key, num, seed + 1))
     control = timing(lambda given: naive(key, given), key, min(num, 20_000), seed)
     hits = foreign_hits(500, seed)
+    pairs = min(500, max(100, num // 200))
+    probes = [probing.run_campaign(pairs, seed)]
+    if probes[0]["p"] < probing.MIN_P:
+        probes.append(probing.run_campaign(pairs, seed + 1))
+    seen = all(each["p"] < probing.MIN_P for each in probes) or any(each["cached_tokens_told"] for each in probes)
+    is_blind = probes[-1]["p_of_the_control"] > probing.CONTROL_P
     told = all(abs(t) > MAX_T for t in values) and len({t > 0 for t in values}) == 1
     return {
         "comparisons": num * len(values),
@@ -82,5 +90,9 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
         "welch_t_of_a_naive_comparison": round(control, 2),
         "cache_pairs": 500,
         "foreign_hits": hits,
-        "violations": int(told) + int(hits > 0) + int(control < MAX_T),
+        "timed_probes": pairs * len(probes),
+        "p_of_warm_and_cold": round(probes[-1]["p"], 4),
+        "p_of_a_shared_cache": probes[-1]["p_of_the_control"],
+        "ms_warm_cold_own": probes[-1]["ms_warm_cold_own"],
+        "violations": int(told) + int(hits > 0) + int(control < MAX_T) + int(seen) + int(is_blind),
     }

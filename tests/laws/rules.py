@@ -59,7 +59,9 @@ LAYERS: dict[str, Layer] = {
     "core": Layer(("types", "sampling.params", "sampling.beam"), PURE | {"msgspec"}),
     "core.blocks": Layer((), PURE | {"msgspec"}),
     "core.prefix": Layer(("core.blocks",), PURE | {"msgspec"}),
-    "executor": Layer(("types", "core.engine", "config", "env", "compose", "server.transport", "server.black_box"), PURE),
+    "executor": Layer(
+        ("types", "core.engine", "config", "env", "compose", "server.transport", "server.black_box", "server.logs"), PURE
+    ),
     "executor.simulated": Layer(("types", "sampling.params"), PURE),
     # A packed model starts without torch, which takes a second to import: only what reads checkpoints may know it.
     "runner": Layer(
@@ -101,6 +103,8 @@ LAYERS: dict[str, Layer] = {
     "backends": Layer(("quant", "env", "_native"), SERVING | {"transformers"}),
     # It measures what the server sees; of the server only `http` knows that it is there.
     "insight": Layer(("types", "server.client", "server.outputs", "server.sink"), HEAVY),
+    "insight.recording": Layer(("types", "core.engine"), PURE),
+    "insight.replay": Layer(("types", "core.engine", "insight.recording"), PURE),
     "insight.tracing": Layer(("server.calls", "server.generation", "server.outputs"), HEAVY),
     "insight.quality": Layer(("backends.base",), SERVING | {"torch"}),
     "insight.audit": Layer(("hub",), PURE),

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from json import dumps as encode
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import httpx
 from fastapi import FastAPI
 from tests.server.conftest import Live
-from tests.server.test_refusals import BODIES
+from tests.server.test_refusals import BODIES, NO_BODY
 
 FORMS = {"/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"}}
 READS = ("GET", "HEAD")
@@ -125,6 +125,13 @@ def access_of(method: str, path: str) -> str:
     return ACCESS[f"{'GET' if method == 'HEAD' else method} {path}"]
 
 
+def uncovered(app: FastAPI) -> set[str]:
+    """Routes that the tables of these tests do not have, or that they have and the server has not."""
+    there = {f"{'GET' if method == 'HEAD' else method} {path}" for method, path in routes(app)}
+    bodies = {f"POST {path} (its body)" for method, path in routes(app) if method == "POST" and path not in NO_BODY}
+    return (there | bodies) ^ (set(ACCESS) | {f"POST {path} (its body)" for path in BODIES})
+
+
 def posts() -> list[str]:
     """Paths that take a JSON body."""
     return [*BODIES, *FORMS]
@@ -176,7 +183,15 @@ def head(method: str, path: str, *lines: str) -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode("latin-1")
 
 
-def call(
+def call(live: Live, method: str, path: str, **more: Any) -> httpx.Response:
+    """One call to the application of a running server, past its socket: a tenth of the work, for sweeps over routes.
+
+    `path` may be one of the table. What is between socket and application is tried by `raw`. `more`: see `begin`.
+    """
+    return begin(live, method, path, **more)()
+
+
+def begin(
     live: Live,
     method: str,
     path: str,
@@ -185,11 +200,8 @@ def call(
     content: bytes = b"",
     json: Any = None,
     query: str = "",
-) -> httpx.Response:
-    """One call to the application of a running server, past its socket: a tenth of the work, for sweeps over routes.
-
-    `path` may be one of the table. What is between socket and application is tried by `raw`.
-    """
+) -> Callable[[], httpx.Response]:
+    """A call that goes on beside others. -> what waits for its reply."""
     body = content if json is None else encode(json).encode()
     target = concrete(path)
     given = {"host": "localhost", "content-length": str(len(body))} | (
@@ -212,6 +224,11 @@ def call(
 
         await live.app(scope, receive, send)
 
-    asyncio.run_coroutine_threadsafe(work(), live.server.servers[0].get_loop()).result(60)
-    text = b"".join(message.get("body", b"") for message in told[1:])
-    return httpx.Response(told[0]["status"], headers=told[0]["headers"], content=text)
+    task = asyncio.run_coroutine_threadsafe(work(), live.server.servers[0].get_loop())
+
+    def reply() -> httpx.Response:
+        task.result(60)
+        text = b"".join(message.get("body", b"") for message in told[1:])
+        return httpx.Response(told[0]["status"], headers=told[0]["headers"], content=text)
+
+    return reply

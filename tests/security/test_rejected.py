@@ -1,54 +1,13 @@
-"""S-14, S-15, S-17, S-32: combinations, media and tensors are answered or refused; what is refused leaves nothing."""
+"""S-15, S-17, S-32: media and tensors are refused, refusals tell nothing of the house, and leave nothing behind."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
 import pytest
 from tests.security import rig
 from tests.server.conftest import HTTP, Live
-
-FEATURES: dict[str, Any] = {
-    "n": 3,
-    "best_of": 4,
-    "logprobs": 2,
-    "prompt_logprobs": 1,
-    "echo": True,
-    "stream": True,
-    "stop": ["a", "\x00"],
-    "logit_bias": {"65": 50.0},
-    "allowed_token_ids": [65, 66, 67],
-    "bad_words": ["x"],
-    "min_tokens": 3,
-    "ignore_eos": True,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 1.0,
-    "dry_multiplier": 1.0,
-    "mirostat": 2,
-    "xtc_probability": 0.5,
-    "structured_outputs": {"regex": "[ab]+"},
-    "use_beam_search": True,
-    "thinking_token_budget": 2,
-    "trace_decode_token_ids": [65, 66],
-    "truncate_prompt_tokens": 1,
-    "cache_salt": "s",
-    "prompt": ["one", "two"],
-}
-
-
-def test_S_14_any_two_features_together_are_answered_or_refused(live: Live) -> None:
-    statuses = []
-    for one, other in itertools.combinations(FEATURES, 2):
-        body = {"prompt": "hi", "max_tokens": 4, "seed": 1, one: FEATURES[one], other: FEATURES[other]}
-        reply = HTTP.post(live.url + "/v1/completions", json=body, timeout=30)
-        assert reply.status_code in (200, 400), (one, other, reply.text)
-        assert '"error"' not in reply.text or reply.status_code == 400, (one, other, reply.text)
-        statuses.append(reply.status_code)
-    assert statuses.count(200) > 150
-    assert live.client.is_alive
-
 
 MEDIA: list[dict[str, Any]] = [
     {"prompt_embeds": "AAAA"},

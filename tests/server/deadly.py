@@ -19,13 +19,14 @@ from headrace.executor.process import main
 from headrace.types import ScheduledBatch, StepResult
 
 KILL, SEGV, RAISE, FREEZE = 240, 241, 242, 243
+CANARY = "xyzzy-prompt-of-a-client"
 
 
 def die(kind: int) -> None:
     if kind == FREEZE:
         time.sleep(1000)
     if kind == RAISE:
-        raise RuntimeError("the core is wrong")
+        raise RuntimeError(f"the core is wrong: it was asked {CANARY}")
     os.kill(os.getpid(), signal.SIGKILL if kind == KILL else signal.SIGSEGV)
     time.sleep(10)
 

@@ -112,7 +112,8 @@ def test_R_28_a_disk_that_fails_fails_calls_and_loses_nothing(
     before = state(store)
     disk = Disk(tmp_path, monkeypatch)
     disk.error = error
-    for change in [*changes(store, ids[0]), lambda: store.delete(ids[0]), lambda: store.body(ids[0])]:
+    others: list[Callable[[], object]] = [lambda: store.delete(ids[0]), lambda: store.body(ids[0])]
+    for change in changes(store, ids[0]) + others:
         with pytest.raises(StorageError) as caught:
             change()
         assert str(tmp_path) not in str(caught.value)

@@ -54,7 +54,9 @@ def check(made: list[Request], found: object, guilty: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "after", "most_deaths"), [(KILL, 7, 4), (SEGV, 0, 3), (SEGV, 7, 3), (RAISE, 0, 3), (FREEZE, 7, 3)]
 )
-def test_a_request_that_kills_the_engine_is_failed_alone(kind: int, after: int, most_deaths: int) -> None:
+def test_a_request_that_kills_the_engine_is_failed_alone(
+    kind: int, after: int, most_deaths: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """In its first step, or in mid-answer. One death among others, and as many as its manner demands alone."""
     made = requests(8)
     made[4] = request([kind, after, 5], seed=4, max_tokens=20, logprobs=1, prompt_logprobs=0)
@@ -65,6 +67,10 @@ def test_a_request_that_kills_the_engine_is_failed_alone(kind: int, after: int, 
     assert client.num_quarantined == 1
     # Its deaths are not held against the engine.
     assert not client._deaths
+    # S-22: the log has the places and the kind of the error, and nothing that it quotes.
+    said = capfd.readouterr().err + caplog.text
+    assert deadly.CANARY not in said
+    assert ("in die" in said and "RuntimeError" in said) or kind != RAISE
 
 
 @pytest.mark.parametrize("width", [1, 2])

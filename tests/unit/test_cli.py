@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +55,23 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, f"headrace {headrace.__version__}\n", "")
 
 
+def test_R_28_a_full_disk_is_one_line_and_a_bug_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int) -> Callable[[], None]:
+        def app() -> None:
+            raise OSError(number, os.strerror(number), "out.jsonl")
+
+        return app
+
+    monkeypatch.setattr("headrace.cli.main.app", fails(errno.ENOSPC))
+    assert run() == (1, "", "headrace: [Errno 28] No space left on device: 'out.jsonl'\n")
+    monkeypatch.setattr("headrace.cli.main.app", fails(errno.EBADF))
+    with pytest.raises(OSError, match="Bad file"):
+        run()
+
+
 def test_help_lists_the_commands(run: Run) -> None:
     printed = run("--help").out
-    for name in ("serve", "generate", "chat", "doctor", "bench"):
+    for name in ("serve", "generate", "chat", "doctor", "replay", "bench"):
         assert f"  {name} " in printed
 
 

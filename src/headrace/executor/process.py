@@ -11,21 +11,23 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 
 from headrace import env
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore, Executor
 from headrace.errors import HeadraceError, RequestError
-from headrace.server import transport
+from headrace.server import logs, transport
 from headrace.server.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.types import ScheduledBatch, StepOutput, StepResult
+
+logger = logging.getLogger("headrace.engine")
 
 PR_SET_PDEATHSIG = 1
 
@@ -58,7 +60,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                         send(transport.Rejected(request.request_id, *refused))
                     except Exception as error:
                         # A fault of ours, but its owner is known: nobody else is to suffer from it.
-                        traceback.print_exc()
+                        logger.error("a request could not be taken in", exc_info=error)
                         told = ("request", type(error).__name__, "one that the engine can take in", "internal_error")
                         send(transport.Rejected(request.request_id, *told))
                 case transport.Abort(request_id):
@@ -83,7 +85,9 @@ def show(output: StepOutput) -> None:
     gauges = f"running={stats.num_running} waiting={stats.num_waiting} blocks={stats.num_blocks_held}" if stats else ""
     took = 1e3 * (output.end_time - output.start_time)
     ended = {request_id[:8]: finish.reason for request_id, finish in output.finished.items()}
-    print(f"step {output.step_id} {took:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}", file=sys.stderr)
+    line = f"step {output.step_id} {took:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}"
+    with contextlib.suppress(OSError):  # a log that is full or gone is no reason to end
+        print(line, file=sys.stderr)
 
 
 class Noted:
@@ -125,6 +129,7 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     die_with_parent()
+    logs.set_up("warning")
     # Of a crash in native code, too, somebody is to be told where it was.
     faulthandler.enable()
     faulthandler.register(transport.STACKS_SIGNAL, all_threads=True)
@@ -174,9 +179,11 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
             if box is not None:
                 box.note_error(error)
             else:
-                traceback.print_exc()
+                logger.error("the engine failed", exc_info=error)
+        # The message of an exception that nobody foresaw may quote a request (S-22); before there are any it can not.
+        told = str(error) or repr(error) if isinstance(error, HeadraceError) or not ready else ""
         with contextlib.suppress(OSError):
-            channel.send(transport.Failed(type(error).__name__, str(error) or repr(error), starting=not ready))
+            channel.send(transport.Failed(type(error).__name__, told, starting=not ready))
         return 1
     finally:
         if core is not None:

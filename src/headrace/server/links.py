@@ -202,7 +202,7 @@ class ProcessLink:
             while True:
                 for message in messages:
                     if isinstance(message, transport.Failed):
-                        reason = f"{message.kind}: {message.message}"
+                        reason = ": ".join(filter(None, (message.kind, message.message)))
                     else:
                         on_message(message)
                 data = await _read(reader)
@@ -213,7 +213,7 @@ class ProcessLink:
             reason = str(error)
         except Exception as error:  # a fault of ours; the engine is of no use without its reader
             logger.exception("the reader of the engine's messages failed")
-            reason = f"{type(error).__name__} in the server: {error}"
+            reason = f"{type(error).__name__} in the server"
         status = await self._reap()
         self._tell_stacks()
         on_lost(reason or status)

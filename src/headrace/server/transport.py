@@ -62,7 +62,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine ends. `kind` names the error's class, `message` is for people; `starting` if it never was ready."""
+    """The engine ends. `kind` names the error's class, `message` is for people, and quotes no request; `starting` if it
+    never was ready."""
 
     kind: str
     message: str
