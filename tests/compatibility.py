@@ -53,6 +53,8 @@ FILES = {
     "browsers": "tests/security/test_browsers.py",
     "law": "tests/e2e/test_law.py",
     "golden": "tests/models/test_golden.py",
+    "calls": "tests/server/test_calls.py",
+    "replay": "tests/e2e/test_replay.py",
     "cli": "tests/unit/test_cli.py",
     "examples": "tests/e2e/test_examples.py",
     "lm-eval": "tests/e2e/test_lm_eval.py",
@@ -293,7 +295,19 @@ APIS = (
         ("openapi:test_openapi_has_every_route", "openapi:test_schemathesis_finds_nothing"),
     ),
     Row("Prometheus", "yes", "`/metrics`, vLLM's names", ("operations:test_I_21_metrics_count_what_happened",)),
-    Row("OpenTelemetry", "no", ""),
+    Row(
+        "OpenTelemetry",
+        "yes",
+        "`--otlp-traces-endpoint`; the extra `otel`",
+        ("calls:test_each_answer_is_a_span", "calls:test_a_callers_trace_is_taken_over_if_it_is_well_formed"),
+    ),
+    Row("request ids", "yes", "`X-Request-Id`, in and out", ("calls:test_every_reply_has_an_id",)),
+    Row(
+        "record and replay of the schedule",
+        "yes",
+        "`--record-schedule`, `headrace replay`",
+        ("replay:test_what_the_model_did_it_does_again", "replay:test_control_one_bit_is_noticed"),
+    ),
     Row(
         "API key",
         "yes",
@@ -309,7 +323,10 @@ APIS = (
         ("law:test_I_13_offline", "examples:test_generate_example"),
     ),
     Row(
-        "command line", "yes", "serve, generate, chat, bench, run-batch, doctor", ("cli:test_help_lists_the_commands",)
+        "command line",
+        "yes",
+        "serve, generate, chat, bench, run-batch, replay, doctor",
+        ("cli:test_help_lists_the_commands",),
     ),
     Row(
         "the same bits whatever the load",

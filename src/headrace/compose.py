@@ -19,6 +19,7 @@ from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.core.scheduler import Scheduler
 from headrace.errors import RequestError
+from headrace.types import EngineInfo
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -52,9 +53,26 @@ def build_engine(config: EngineConfig) -> EngineCore:
     )
     # Where nobody asked for a length, the pool may be smaller than the model's context: the narrower bound is told.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
-    return EngineCore(
+    make: Callable[..., EngineCore] = EngineCore
+    if config.record_schedule is not None:
+        make = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers)
+    return make(
         scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
+
+
+def recorded(
+    config: EngineConfig, path: str, info: EngineInfo, speculator: Any, matchers: Any
+) -> Callable[..., EngineCore]:
+    """What makes an engine that is written down. Raises `RequestError` if the file can not be made."""
+    from headrace.insight.recording import RecordedEngine, Recorder
+
+    written = msgspec.msgpack.encode(config)
+    try:
+        recorder = Recorder(path, config.max_record_bytes, written, info, time.time())
+    except OSError as error:
+        raise RequestError("record_schedule", path, f"a file that can be written ({error.strerror})") from error
+    return functools.partial(RecordedEngine, recorder, speculator, matchers)
 
 
 def vocabulary_source(config: EngineConfig) -> Callable[[int, list[int]], Any] | None:

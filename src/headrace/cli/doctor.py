@@ -1,4 +1,4 @@
-"""`headrace doctor`: prints what `headrace.doctor` finds out, as a table or as JSON."""
+"""`headrace doctor`: prints what `headrace.doctor` finds out and what `cli.checkup` makes of it, as table or JSON."""
 
 from __future__ import annotations
 
@@ -14,16 +14,30 @@ def doctor(
     with_limits: Annotated[
         bool, typer.Option("--limits", help="Measure what memory and CPU can do at most; takes some 10 seconds.")
     ] = False,
+    host: Annotated[str, typer.Option(help="Address that a server is to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port that a server is to listen on.", min=0, max=65535)] = 8000,
 ) -> None:
-    """Show versions, CPU, memory, backends and model: what to paste into a bug report."""
+    """Show versions, CPU, memory, backends and model, and what is wrong with them: what to paste into a bug report.
+
+    Exit status 1 if something does not work.
+    """
+    import msgspec
+
+    from headrace.cli import checkup
     from headrace.doctor import examine, limits, show, show_limits
 
     report = examine(model)
     measured = limits() if with_limits else []
+    checks = checkup.check_all(report, host, port)
     if as_json:
-        print(json.dumps(report | {"limits": measured} if with_limits else report, indent=2))
+        more = {"limits": measured} if with_limits else {}
+        print(json.dumps(report | {"checks": msgspec.to_builtins(checks)} | more, indent=2))
     else:
         show(report)
         if measured:
             print()
             show_limits(measured)
+        print()
+        checkup.show(checks)
+    if checkup.is_bad(checks):
+        raise typer.Exit(1)

@@ -1,19 +1,23 @@
 """Entry of the `headrace` command: the list of subcommands, and what becomes of errors.
 
 A deliberate error (`HeadraceError`) is one line on stderr and exit status 1, or 2 where a value on the command line
-is at fault. Anything else is a bug and keeps its traceback. Called by the console script and `python -m headrace`.
+is at fault; an error of a disk that is full or fails is one line too. Anything else is a bug and keeps its traceback.
+Called by the console script and `python -m headrace`.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
 import typer
 
 import headrace
-from headrace.cli import bench, chat, doctor, generate, quantize, run_batch, serve, verify
+from headrace.cli import bench, chat, doctor, generate, quantize, replay, run_batch, serve, verify
 from headrace.errors import HeadraceError, RequestError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 app = typer.Typer(
     name="headrace",
@@ -29,6 +33,7 @@ app.command()(chat.chat)
 app.command()(run_batch.run_batch)
 app.command()(quantize.quantize)
 app.command()(verify.verify)
+app.command()(replay.replay)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 
@@ -55,3 +60,8 @@ def main() -> None:
     except HeadraceError as error:
         print(f"headrace: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, RequestError) else 1) from None
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        print(f"headrace: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -17,7 +17,7 @@ from types import TracebackType
 from headrace.server import calls
 from headrace.server.sink import Sink
 
-NAMES = ("headrace", "uvicorn", "asyncio")
+NAMES = ("headrace", "uvicorn", "asyncio", "opentelemetry", "py.warnings")
 """The loggers that are set up; whatever else is imported stays as it is."""
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -73,7 +73,7 @@ class Objects(Lines):
             made["request_id"] = call_id
         if record.exc_info:
             made["exception"] = self.formatException(record.exc_info).split("\n")
-        return json.dumps(made)
+        return json.dumps(made).replace("\x7f", "\\u007f")
 
 
 FORMS: dict[str, type[Lines]] = {"text": Lines, "json": Objects}
@@ -89,5 +89,6 @@ def set_up(level: str, form: str = "text") -> None:
         logger.handlers = [stream]
         logger.setLevel(level.upper() if level != "trace" else "DEBUG")
         logger.propagate = False
+    logging.captureWarnings(form == "json")
     # Its connections and requests are of no use to anybody here.
     logging.getLogger("asyncio").setLevel("WARNING")

@@ -1,0 +1,250 @@
+"""What `headrace doctor` makes of what it found: a verdict for each thing that has gone wrong before, and the remedy.
+
+Takes `doctor.examine`'s report and looks at the few things that are no part of it: a port, limits of the process,
+quotas, earlier crashes. Changes nothing. Called by `cli.doctor`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import env
+from headrace.config import ServerConfig
+from headrace.errors import HeadraceError
+from headrace.server.wire import SPARE_FILES
+
+MIN_FILES = 256
+ENOUGH_FILES = 1088
+"""1024 connections and what else is open."""
+LOW_MEMORY_BYTES = 2**30
+LOW_DISK_BYTES = 2**30
+RECENT_S = 86400.0
+CGROUP = Path("/sys/fs/cgroup")
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+
+Report = dict[str, dict[str, Any]]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """`verdict` is ok, warn (it works, but slowly or not for long) or bad (it does not work). `advice` says what to do,
+    unless it is ok."""
+
+    name: str
+    verdict: str
+    found: str
+    advice: str = ""
+
+
+def check_all(report: Report, host: str, port: int) -> list[Check]:
+    """Every check. One that fails itself says so, and the others go on."""
+    parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
+        ("native kernels", lambda: native(report)),
+        ("processors", lambda: processors(report)),
+        ("memory", lambda: memory(report)),
+        ("model", lambda: model(report)),
+        ("port", lambda: listening(host, port)),
+        ("limits", limits),
+        ("disk", disk),
+        ("settings", lambda: settings(report)),
+        ("crashes", crashes),
+    ]
+    found: list[Check] = []
+    for name, part in parts:
+        try:
+            found += part()
+        except (HeadraceError, OSError, ValueError, KeyError) as error:
+            found.append(Check(name, "warn", f"could not be found out: {error}", "tell us, with what this printed"))
+    return found
+
+
+def is_bad(checks: list[Check]) -> bool:
+    return any(check.verdict == "bad" for check in checks)
+
+
+def native(report: Report) -> Iterator[Check]:
+    state = report["native"]
+    if "problem" in state:
+        remedy = "install a C++17 compiler and install headrace again; until then it computes with torch, slowly"
+        unknown = env.isa() is not None
+        yield Check("native kernels", "bad", state["problem"], "unset HEADRACE_ISA" if unknown else remedy)
+        return
+    best = state["isas"][-1]
+    yield Check("native kernels", "ok", f"{', '.join(state['isas'])}; {state['threads']} threads")
+    if best == "scalar" and env.isa() is None:
+        advice = "none: the results are the same, and slow; a processor with AVX2 is many times as fast"
+        yield Check("instruction set", "warn", "this processor has none that there are kernels for", advice)
+    elif env.isa() is not None:
+        yield Check("instruction set", "warn", f"HEADRACE_ISA={env.isa()}", "unset HEADRACE_ISA to use the best one")
+    else:
+        yield Check("instruction set", "ok", best)
+
+
+def processors(report: Report) -> Iterator[Check]:
+    cpu = report["cpu"]
+    allowed, load = cpu["cores_allowed"], cpu["load_1min"]
+    quota = cpu_quota(CGROUP / "cpu.max")
+    if quota is not None and quota < allowed:
+        advice = (
+            f"give --num-threads {max(1, int(quota))}: with more, all threads stand still when the share is used up"
+        )
+        yield Check("processors", "warn", f"{allowed} cores, but a quota of {quota:g}", advice)
+    else:
+        yield Check("processors", "ok", f"{allowed} cores")
+    if load > 0.75 * allowed:
+        advice = "see with top what else computes; each step waits for its slowest thread"
+        yield Check("load", "warn", f"{load:g} on {allowed} cores", advice)
+    else:
+        yield Check("load", "ok", f"{load:g}")
+    if GOVERNOR.is_file() and GOVERNOR.read_text().strip() == "powersave":
+        yield Check("frequency", "warn", "powersave", "cpupower frequency-set -g performance")
+
+
+def cpu_quota(path: Path) -> float | None:
+    """Cores that the control group may use, or None for no bound."""
+    if not path.is_file():
+        return None
+    share, _, period = path.read_text().partition(" ")
+    return int(share) / int(period) if share.isdigit() else None
+
+
+def memory(report: Report) -> Iterator[Check]:
+    import psutil
+
+    state = report["memory"]
+    free = state["available_bytes"]
+    limit = state.get("cgroup_limit_bytes")
+    if limit is not None:
+        used = CGROUP / "memory.current"
+        free = min(free, limit - (int(used.read_text()) if used.is_file() else 0))
+    weights = report["model"].get("weight_bytes", 0)
+    told = f"{free / 2**30:.1f} GiB free, the weights have {weights / 2**30:.1f} GiB"
+    if weights > free:
+        advice = "quantise (--quantization int4), take a smaller model, or end what else holds memory"
+        yield Check("memory", "bad", told, advice)
+    elif free < max(LOW_MEMORY_BYTES, 1.25 * weights):
+        advice = "bound the cache with --kv-cache-memory-bytes, or the system will kill the engine when it fills"
+        yield Check("memory", "warn", told, advice)
+    else:
+        yield Check("memory", "ok", told)
+    swap = psutil.swap_memory()
+    if swap.total and swap.used > max(2**28, 0.25 * swap.total):
+        advice = "end what fills the memory: weights that are swapped out make each step wait for the disk"
+        yield Check("swap", "warn", f"{swap.used / 2**30:.1f} GiB in use", advice)
+
+
+def model(report: Report) -> Iterator[Check]:
+    state = report["model"]
+    if "problem" in state:
+        advice = "give a directory with config.json and *.safetensors, a .gguf file, a hub id, or builtin"
+        yield Check("model", "bad", state["problem"], advice)
+        return
+    kind, known = state.get("model_type"), report["backends"]["models"]
+    if "file" not in state and kind not in known:
+        yield Check("model", "bad", f"model_type {kind}", f"one of {', '.join(known)}; docs/howto-add-a-model.md")
+    elif not state.get("weight_bytes"):
+        yield Check("model", "bad", "no weights", "fetch the model's *.safetensors")
+    else:
+        yield Check("model", "ok", f"{state['name']}: {kind}, {state.get('num_parameters', 0):,} parameters")
+    if not state.get("tokenizer"):
+        yield Check("tokenizer", "warn", "none", "give --tokenizer, or send token ids for prompts")
+    else:
+        yield Check("tokenizer", "ok", "there")
+
+
+def listening(host: str, port: int) -> Iterator[Check]:
+    """Whether a server could listen there."""
+    name = f"{host} port {port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except PermissionError:
+        yield Check("port", "bad", f"{name} needs rights", "give --port a number of 1024 or more")
+    except OSError as error:
+        advice = "if that is not your headrace, give another --port; a wrong --host is told here too"
+        yield Check("port", "warn", f"{name}: {error.strerror}", advice)
+    else:
+        yield Check("port", "ok", f"{name} is free")
+
+
+def limits() -> Iterator[Check]:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    told = (
+        "no bound" if files == resource.RLIM_INFINITY else f"{files} open files, {max(0, files - SPARE_FILES)} clients"
+    )
+    verdict = "ok" if files == resource.RLIM_INFINITY or files >= ENOUGH_FILES else "warn"
+    if verdict == "warn" and files < MIN_FILES:
+        verdict = "bad"
+    enough = most == resource.RLIM_INFINITY or most >= 4096
+    advice = "ulimit -n 4096" if enough else "raise nofile in /etc/security/limits.conf, or LimitNOFILE in the unit"
+    yield Check("open files", verdict, told, "" if verdict == "ok" else advice)
+    for name, what in (("RLIMIT_AS", "address space"), ("RLIMIT_DATA", "data")):
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        if soft != resource.RLIM_INFINITY:
+            advice = "ulimit -v unlimited; ulimit -d unlimited: bound the memory with --kv-cache-memory-bytes instead"
+            yield Check(what, "warn", f"{soft / 2**30:.1f} GiB", advice)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if processes != resource.RLIM_INFINITY and processes < MIN_FILES:
+        yield Check("processes", "bad", f"{processes}", "ulimit -u 4096: threads count too")
+
+
+def disk() -> Iterator[Check]:
+    """Where packed weights and crash reports go."""
+    folder = Path.home() / ".cache"
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    told = f"{free / 2**30:.1f} GiB free in {folder}"
+    low = "make room: packed weights and crash reports go there"
+    yield Check("disk", "warn" if free < LOW_DISK_BYTES else "ok", told, low if free < LOW_DISK_BYTES else "")
+
+
+def settings(report: Report) -> Iterator[Check]:
+    """Of the environment: what slows down or has misled before."""
+    found = []
+    level = env.debug_level()
+    if level >= 2:
+        found.append(Check("HEADRACE_DEBUG", "warn", str(level), "unset it: every step is checked, which is slow"))
+    if (policy := env.tame_openmp()) != "passive":
+        advice = "unset it: torch's threads spin, and a step can take 100 times as long"
+        found.append(Check("OMP_WAIT_POLICY", "warn", policy, advice))
+    if report["hub"]["offline"] and "problem" in report["model"]:
+        found.append(Check("HF_HUB_OFFLINE", "warn", "set", "unset it, so that the model can be fetched"))
+    yield from found or [Check("settings", "ok", "none that is known to harm")]
+
+
+def crashes() -> Iterator[Check]:
+    """Reports of the engine's deaths, where they are written unless told otherwise."""
+    folder = Path(ServerConfig().crash_report_dir).expanduser()
+    reports = sorted(folder.glob("crash-*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
+    if not reports:
+        yield Check("crashes", "ok", f"no report in {folder}")
+        return
+    newest = reports[-1]
+    at = newest.stat().st_mtime
+    told = f"{len(reports)} reports, the last of {datetime.datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"
+    recent = time.time() - at < RECENT_S
+    yield Check("crashes", "warn" if recent else "ok", told, f"read {newest}" if recent else "")
+
+
+def show(checks: list[Check]) -> None:
+    """Print the verdicts, the worst last, so that they are seen."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    colours = {"ok": "green", "warn": "yellow", "bad": "red"}
+    for check in sorted(checks, key=lambda check: list(colours).index(check.verdict)):
+        console.print(Text.assemble((f"{check.verdict:<5}", colours[check.verdict]), f"{check.name}: {check.found}"))
+        if check.advice:
+            console.print(Text(f"     -> {check.advice}"))

@@ -1,0 +1,60 @@
+"""`headrace replay`: builds the engine that a log was recorded from, and runs it again (`insight.replay`)."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(help="A file that --record-schedule wrote.", exists=True, dir_okay=False)],
+    model: Annotated[str | None, typer.Option(help="Where the model is, if not where it was.")] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(help="Threads, if not as many as then: the bits are the same.")
+    ] = None,
+) -> None:
+    """Run a recorded engine again, to the bit, and name the first step that differs."""
+    import msgspec
+
+    from headrace.compose import build_engine
+    from headrace.config import EngineConfig
+    from headrace.insight import recording
+    from headrace.insight.replay import RecordingError, read
+    from headrace.insight.replay import replay as run_again
+
+    records = read(log)
+    head = next(records)
+    if not isinstance(head, recording.Head):
+        raise RecordingError(f"{log} has no head")
+    try:
+        config = msgspec.msgpack.decode(head.config, type=EngineConfig)
+    except msgspec.DecodeError as error:
+        raise RecordingError(f"{log}: its config can not be read by this version: {error}") from error
+    changed: dict[str, Any] = {"record_schedule": None, "save_packed": False, "kv_cache_memory_bytes": None}
+    changed["num_gpu_blocks_override"] = head.info.num_blocks
+    changed |= {name: value for name, value in (("model", model), ("num_threads", num_threads)) if value is not None}
+    began = datetime.datetime.fromtimestamp(head.time, datetime.UTC)
+    print(f"{head.info.model}, headrace {head.info.version}, recorded from {began:%Y-%m-%d %H:%M:%S} UTC on")
+    core = build_engine(msgspec.structs.replace(config, **changed))
+    try:
+        for name in head.info.__struct_fields__:
+            then, now = getattr(head.info, name), getattr(core.info, name)
+            if then != now and not (name == "model" and model is not None):
+                print(f"{name} was {then!r} and is {now!r}")
+        runner: Any = core.executor
+        outcome = run_again(records, core, runner.speculator, runner.matchers)
+    finally:
+        core.close()
+    print(
+        f"{outcome.num_steps:,} steps of {outcome.num_requests:,} requests: {outcome.num_tokens:,} tokens and "
+        f"{outcome.num_logprobs:,} log-probabilities are the same to the bit"
+    )
+    if outcome.num_raised:
+        print(f"{outcome.num_raised} steps raised what they had raised")
+    if outcome.unfinished:
+        print("the log ends in the middle of a step; it was run here to its end")
+    if outcome.end:
+        print(f"the log ends because {outcome.end}")

@@ -1,0 +1,287 @@
+"""`Recorder`: an engine's life as a log, from which `replay` runs it again to the bit.
+
+The log has what came in, and in which step; what the scheduler decided and what the executor gave; and what neither of
+these decides: readings of the clock that the pace of speculation goes by, and which masks of grammars were late. It
+holds the token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that
+the deadly one is there too. `compose` makes a recorded engine; the core knows nothing of it.
+
+The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack, of the structs below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.core.engine import EngineCore, Executor
+from headrace.types import DraftTokens, EngineInfo, Request, ScheduledBatch, StepOutput, StepResult
+
+logger = logging.getLogger("headrace.engine")
+
+MAGIC = b"headrace schedule 1\n"
+NUM_KEPT = 4
+"""Earlier recordings that are kept: one for each life of the engine."""
+MAX_FRAME_BYTES = 2**28
+
+
+class Head(msgspec.Struct, frozen=True, tag="head"):
+    """First: the engine's config as msgpack, and what became of it. `time` is in seconds since 1970."""
+
+    config: bytes
+    info: EngineInfo
+    time: float
+
+
+class Added(msgspec.Struct, frozen=True, tag="added"):
+    request: Request
+
+
+class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
+    request_id: str
+
+
+class PrefixCacheReset(msgspec.Struct, frozen=True, tag="reset"):
+    pass
+
+
+class Planned(msgspec.Struct, frozen=True, tag="planned"):
+    """A decision: columns of `ScheduledBatch`. Of a table whose chunk is one token long only the last block is told:
+    the others were told before."""
+
+    step_id: int
+    seq_ids: list[int]
+    starts: list[int]
+    lens: list[int]
+    token_ids: list[int]
+    samples: list[bool]
+    tables: list[list[int]]
+    copies: list[tuple[int, int]]
+    drafts: dict[int, DraftTokens]
+
+
+class Made(msgspec.Struct, frozen=True, tag="made"):
+    """What the step gave; the readings of the clock on the way, and the sequences whose masks were late each time that
+    somebody waited for them."""
+
+    result: StepResult
+    times: list[float]
+    late: list[list[int]]
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """The step gave nothing: the executor raised an exception of this kind, and the scheduler took the step back."""
+
+    kind: str
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """The recording ends here, though the engine may have gone on."""
+
+    reason: str
+
+
+Record = Head | Added | Aborted | PrefixCacheReset | Planned | Made | Raised | Closed
+
+
+class Clocked(Protocol):
+    """A speculator."""
+
+    clock: Callable[[], float]
+
+
+class Waited(Protocol):
+    """The matchers of grammars."""
+
+    def wait(self, seq_ids: list[int], others: bool) -> set[int]: ...
+
+
+def planned(batch: ScheduledBatch) -> Planned:
+    """What is written of a batch."""
+    return Planned(
+        batch.step_id,
+        batch.seq_ids,
+        batch.starts,
+        batch.lens,
+        batch.token_ids,
+        batch.samples,
+        [table if num > 1 else table[-1:] for table, num in zip(batch.block_tables, batch.lens, strict=True)],
+        batch.copies,
+        batch.drafts,
+    )
+
+
+class Recorder:
+    """Writes one log.
+
+    Args:
+        path: the file, readable by its owner alone. What was there before is kept as path.1, path.2 ...
+        most: bytes after which the recording ends.
+        config: the engine's, as msgpack.
+
+    Raises `OSError` if there can be no such file. If writing fails later, the recording ends and the engine goes on.
+    """
+
+    def __init__(self, path: str, most: int, config: bytes, info: EngineInfo, now: float) -> None:
+        self.times: list[float] = []
+        self.late: list[list[int]] = []
+        self._most = most
+        self._size = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._path = Path(path).expanduser()
+        keep_earlier(self._path)
+        self._fd: int | None = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._waiting = bytearray(MAGIC)
+        self.put(Head(config, info, now))
+        self.flush()
+
+    def put(self, record: Record) -> None:
+        """To be written with the next `flush`."""
+        if self._fd is None:
+            return
+        waiting, start = self._waiting, len(self._waiting)
+        waiting += bytes(4)
+        try:
+            self._encoder.encode_into(record, waiting, -1)
+        except TypeError as error:  # a function, such as a logits processor
+            del waiting[start:]
+            self.close(f"a request has something that can not be written down: {error}")
+            return
+        waiting[start : start + 4] = (len(waiting) - start - 4).to_bytes(4, "little")
+
+    def begin(self, batch: ScheduledBatch) -> None:
+        """A step is about to be computed."""
+        self.put(planned(batch))
+        self.flush()
+
+    def end(self, result: StepResult) -> None:
+        """It was. Written with what comes next."""
+        self.put(Made(result, self.times, self.late))
+        self.times, self.late = [], []
+
+    def flush(self) -> None:
+        """Write what waits: one call of the system, so that the file outlives this process."""
+        if self._fd is None or not self._waiting:
+            return
+        if self._size + len(self._waiting) > self._most:
+            self._waiting.clear()
+            self.close(f"it has {self._size} bytes, and at most {self._most} are written")
+            return
+        try:
+            num = os.write(self._fd, self._waiting)
+            if num < len(self._waiting):
+                raise OSError(f"{num} of {len(self._waiting)} bytes were written")
+        except OSError as error:
+            self._waiting.clear()
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = None
+            logger.error("the recording of the schedule has failed and ends: %s", error)
+            return
+        self._size += num
+        self._waiting.clear()
+
+    def close(self, reason: str = "") -> None:
+        """End the recording. May be called twice."""
+        if self._fd is None:
+            return
+        if reason:
+            logger.warning("the recording of the schedule ends: %s", reason)
+            self._most = 2 * self._size + 2**12
+        self.put(Closed(reason))
+        self.flush()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def keep_earlier(path: Path) -> None:
+    """Move the recording at `path` to path.1, that to path.2, and so on; the oldest goes."""
+    names = [path, *(path.with_name(f"{path.name}.{num}") for num in range(1, NUM_KEPT + 1))]
+    for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
+        if newer.is_file():
+            newer.replace(older)
+
+
+class RecordingExecutor:
+    """An executor whose steps are written down."""
+
+    def __init__(self, inner: Executor, recorder: Recorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        self._recorder.begin(batch)
+        try:
+            result = self._inner.run(batch)
+        except BaseException as error:
+            self._recorder.put(Raised(type(error).__name__))
+            self._recorder.flush()
+            raise
+        self._recorder.end(result)
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class RecordedEngine(EngineCore):
+    """An engine that is written down. Takes the arguments of `EngineCore` after its own."""
+
+    def __init__(
+        self, recorder: Recorder, speculator: Clocked | None, matchers: Waited | None, *parts: Any, **more: Any
+    ) -> None:
+        super().__init__(*parts, **more)
+        self.executor = RecordingExecutor(self.executor, recorder)
+        self._recorder = recorder
+        if speculator is not None:
+            self._tap_clock(speculator)
+        if matchers is not None:
+            self._tap_masks(matchers)
+
+    def add(self, request: Request) -> None:
+        self._recorder.put(Added(request))
+        super().add(request)
+
+    def abort(self, request_id: str) -> bool:
+        self._recorder.put(Aborted(request_id))
+        return super().abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        self._recorder.put(PrefixCacheReset())
+        super().reset_prefix_cache()
+
+    def step(self) -> StepOutput:
+        output = super().step()
+        if not self.has_work():
+            self._recorder.flush()
+        return output
+
+    def close(self) -> None:
+        super().close()
+        self._recorder.close()
+
+    def _tap_clock(self, speculator: Clocked) -> None:
+        real, recorder = speculator.clock, self._recorder
+
+        def clock() -> float:
+            now = real()
+            recorder.times.append(now)
+            return now
+
+        speculator.clock = clock
+
+    def _tap_masks(self, matchers: Waited) -> None:
+        real, recorder = matchers.wait, self._recorder
+
+        def wait(seq_ids: list[int], others: bool) -> set[int]:
+            late = real(seq_ids, others)
+            recorder.late.append(sorted(late))
+            return late
+
+        matchers.wait = wait  # type: ignore[method-assign]
