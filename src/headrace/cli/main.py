@@ -8,7 +8,6 @@ Called by the console script and `python -m headrace`.
 from __future__ import annotations
 
 import errno
-import errno
 import sys
 from typing import Annotated
 
@@ -17,8 +16,6 @@ import typer
 import headrace
 from headrace.cli import bench, chat, doctor, generate, quantize, replay, run_batch, serve, verify
 from headrace.errors import HeadraceError, RequestError
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 
@@ -63,11 +60,6 @@ def main() -> None:
     except HeadraceError as error:
         print(f"headrace: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, RequestError) else 1) from None
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        print(f"headrace: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
