@@ -11,12 +11,13 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("svg")
 
+import msgspec
 import numpy as np
 from matplotlib import pyplot
 
@@ -176,43 +177,78 @@ def beam_row(label: str, answer: Any) -> str:
     return f"| {label} | {answer.cum_logprob:.2f} | … {' '.join(answer.text.removeprefix(STORY).split())} |"
 
 
-def speculation(num_rounds: int = 8) -> None:
-    """Rounds of prompt lookup and of a draft model, as the engine itself runs them, written into the page."""
+class Round(NamedTuple):
+    """What was known before a round, what was guessed, and what came of it: the guesses that were kept and one more."""
+
+    known: list[int]
+    drafted: list[int]
+    new: list[int]
+
+
+def rounds(method: str, prompt: str, params: SamplingParams, num_rounds: int = 8) -> list[Round]:
+    """As the engine itself runs them."""
     from headrace.drafters.speculator import Speculator
 
+    spec: Any = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    guessing = LLM(num_threads=1, enable_prefix_caching=False, speculative_config=spec)
+    speculator: Speculator = guessing.core.executor.speculator  # type: ignore[attr-defined]
+    drafted: list[list[int]] = [[]]
+    propose = speculator.propose
+
+    def watch(batch: Any, result: Any) -> None:
+        propose(batch, result)
+        drafted.append(result.drafts[0].token_ids if 0 in result.drafts else [])
+
+    speculator.propose = watch  # type: ignore[method-assign]
+    found, known = [], tokenizer.encode(prompt)
+    start = len(known)
+    for output, guess in zip(guessing.stream(prompt, params), drafted, strict=False):
+        new = list(output.outputs[0].token_ids[len(known) - start :])
+        found.append(Round(known, guess, new))
+        known = known + new
+        if len(found) > num_rounds:
+            break
+    guessing.close()
+    return found
+
+
+def speculation() -> None:
+    """Rounds of prompt lookup and of a draft model, and one of them from near, written into the page."""
     lines = []
     echo = "Tom had a red ball. Tom had a red ball. Tom had a"
     for method, prompt, temperature in (("ngram", echo, 0.0), ("draft_model", STORY, 0.0), ("draft_model", STORY, 0.9)):
-        spec: Any = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
-        guessing = LLM(num_threads=1, enable_prefix_caching=False, speculative_config=spec)
-        speculator: Speculator = guessing.core.executor.speculator  # type: ignore[attr-defined]
-        drafted: list[list[int]] = []
-        propose = speculator.propose
-
-        def watch(contexts: Any, propose: Any = propose, drafted: Any = drafted) -> Any:
-            found = propose(contexts)
-            drafted.append(found[0].token_ids if 0 in found else [])
-            return found
-
-        speculator.propose = watch  # type: ignore[method-assign]
-        lines += [
-            "",
-            f"`{method}`, temperature {temperature:g}, after “{prompt}” (`python docs/labs/make.py` made this):",
-            "",
-        ]
-        lines += ["| round | drafted | kept | the model's own |", "|---|---|---|---|"]
-        before = 0
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=64, ignore_eos=True)
-        for number, output in enumerate(guessing.stream(prompt, params)):
-            if number > num_rounds:
-                break
-            token_ids = output.outputs[0].token_ids
-            new, guess = list(token_ids[before:]), drafted[number - 1] if number else []
-            before = len(token_ids)
-            cells = [words(guess), words(new[:-1]), words(new[-1:])]
+        found = rounds(method, prompt, params)
+        told = f"`{method}`, temperature {temperature:g}, after “{prompt}” (`python docs/labs/make.py` made this):"
+        lines += ["", told, "", "| round | drafted | kept | the model's own |", "|---|---|---|---|"]
+        for number, each in enumerate(found):
+            cells = [words(each.drafted), words(each.new[:-1]), words(each.new[-1:])]
             lines.append(f"| {number} | {' | '.join(cells)} |")
-        guessing.close()
-    fill("speculation", lines)
+    # Of the last table, whose guesses are partly right.
+    number, one = next((i, each) for i, each in enumerate(found) if 1 < len(each.new) < len(each.drafted))
+    fill("speculation", [*lines, "", f"Round {number} of the last table, place by place:", "", *places(one, params)])
+
+
+def places(one: Round, params: SamplingParams) -> list[str]:
+    """What the model without a drafter says at each place of a draft, had it read the guesses before: the same draws,
+    because seed and position are the same."""
+    lines = ["| place | read up to here | drafted | its chance | the model's draw | so |", "|---|---|---|--:|---|---|"]
+    for place, guess in enumerate([*one.drafted, None]):
+        known = one.known + one.drafted[:place]
+        asked = msgspec.structs.replace(params, max_tokens=1, logprobs=-1)
+        answer = llm.generate({"prompt_token_ids": known}, asked, use_tqdm=False)[0].outputs[0]
+        drawn, entries = answer.token_ids[0], (answer.logprobs or [{}])[0]
+        if place < len(one.new) and drawn != one.new[place]:
+            raise ValueError(f"place {place}: {drawn} drawn, {one.new[place]} in the round")
+        so = "never looked at: what it follows is not in the text"
+        if place < len(one.new) - 1:
+            so = "kept"
+        elif place == len(one.new) - 1:
+            so = "one token more" if guess is None else "thrown away; the draw corrects it"
+        chance = "" if guess is None else f"{math.exp(entries[guess].logprob):.2f}"
+        told = words(known[-3:]), words([guess] if guess is not None else []), chance, words([drawn]), so
+        lines.append(f"| {place + 1} | … {' | '.join(told)} |")
+    return lines
 
 
 def words(token_ids: list[int]) -> str:
