@@ -123,13 +123,14 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_model_len": 128,
         "enable_prefix_caching": False,
     },
-    "drafting": {"speculative_config": {"method": "mtp"}, "scheduling_policy": "priority"},
+    "drafting": {"speculative_config": {"method": "mtp"}},
     "coarse": {"kv_cache_dtype": "int8", "quantization": "int4", "speculative_config": {"method": "suffix"}},
 }
 
 
 def real(tokenizer: Tokenizer, **options: Any) -> Live:
-    config = EngineConfig(model="builtin", num_threads=1, **{"max_model_len": 128} | options)
+    options = {"max_model_len": 128, "scheduling_policy": "priority"} | options
+    config = EngineConfig(model="builtin", num_threads=1, **options)
     client = InprocClient(lambda: compose.build_engine(config))
     return Live(client, tokenizer, ServerConfig(log_stats_interval=0))
 

@@ -40,11 +40,13 @@ FAULTS = frozenset(
 
 
 class RequestFailedError(HeadraceError):
-    """The engine failed one request, and only that (HTTP 500). `code` says for what."""
+    """The engine failed one request, and only that. `code` says for what. HTTP 500, but 400 for one whose own biases
+    and bans leave no token: sent again, it fails again."""
 
     def __init__(self, message: str) -> None:
         code = message.partition(":")[0]
         self.code = code if code in FAULTS else "numerical_error"
+        self.status = 400 if code == "sampling_error" else 500
         super().__init__(message or "the model gave no usable numbers for this request")
 
 
