@@ -30,7 +30,7 @@ class Method(NamedTuple):
 
 
 METHODS: dict[str, Method] = {
-    "ngram": Method(8, has_model=False),
+    "ngram": Method(16, has_model=False),
     "suffix": Method(16, has_model=False),
     "lookahead": Method(5, has_model=False, num_nodes=18),
     "draft_model": Method(4),

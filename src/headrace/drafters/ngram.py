@@ -16,6 +16,8 @@ from headrace.drafters.config import SpeculativeConfig
 MAX_SEQS = 1024
 MAX_PLACES = 64
 """Equal places that are looked at for a longer match, the latest first."""
+MAX_MATCH = 32
+"""Tokens of a match that count for the guess's length."""
 
 
 class Places:
@@ -43,7 +45,8 @@ class Places:
 
 class NgramDrafter:
     """Guesses by the longest match of at least `min_tokens` and at most `max_tokens` last tokens; of equally long ones
-    the latest."""
+    the latest. A guess is not longer than twice the match as far as it goes back: short ones are often chance, and a
+    quote goes on."""
 
     feature_layers: tuple[int, ...] | None = None
 
@@ -79,9 +82,12 @@ class NgramDrafter:
         end = self._find(places, tokens)
         if not end:
             return []
+        length, most = self._min, min(MAX_MATCH, end)
+        while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
         # A match may overlap what it foretells: a period goes on.
         period = len(tokens) - end
-        return [tokens[end + i % period] for i in range(context.num_drafts)]
+        return [tokens[end + i % period] for i in range(min(context.num_drafts, 2 * length))]
 
     def _find(self, places: Places, tokens: list[int]) -> int:
         """Where the best match ended; 0 if there is none."""

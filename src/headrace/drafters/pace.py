@@ -32,6 +32,10 @@ PROBE_DEPTH = 3
 LEAST_LOSS = 0.05
 """What trying is taken to cost at least, in steps."""
 MAX_CREDIT_STEPS = 3.0
+ASKING_SHARE = 0.004
+"""Of all time, for finding out that nobody is worth a guess."""
+MAX_REST = 256
+"""Steps without a question."""
 EVERY = 8
 """Steps between two looks at the whole, unless the load changes."""
 MARGIN = 1.03
@@ -164,7 +168,8 @@ class Pace:
         self._last_base = 1
         self._step = 0
         self._looked = -EVERY
-        self._rested = 0
+        # The first step is a plain one, so that it is known what drafting is better than.
+        self._rested = -EVERY
         self._num_planned = 0
         # The sequence that is tried out (its id + 1), and what that costs; what a token is worth.
         self._probing = 0
@@ -211,6 +216,7 @@ class Pace:
             # What it earned is given back: where things have changed, the next try need not wait.
             self._credit += min(self._probe_loss, num_accepted * self._token_seconds)
             self._probing = 0
+            self._looked = self._step - EVERY
 
     def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int = 1) -> None:
         """A step of so many rows and sequences took as long, the last of `num_steps`."""
@@ -220,13 +226,23 @@ class Pace:
         # What is there without drafts: sequences, and the prompts that are computed beside them.
         self._base = max(num_seqs, num_rows - self._num_planned)
         self._num_planned = 0
-        self._credit = min(self._credit + PROBE_SHARE * seconds * num_steps, MAX_CREDIT_STEPS * seconds)
+        self._credit = min(
+            self._credit + PROBE_SHARE * seconds * min(num_steps, MAX_REST + 1), MAX_CREDIT_STEPS * seconds
+        )
 
     def asked(self, num_seqs: int, seconds: float) -> None:
         """To plan for so many sequences took as long, whether they are drafted for or not."""
         if 0.0 <= seconds < math.inf:
-            each = min(seconds / num_seqs, 4.0 * self._asking + 1e-6) if self._asking else seconds / num_seqs
-            self._asking += 0.15 * (each - self._asking)
+            before = self._asking or seconds / num_seqs
+            self._asking = before + 0.15 * (min(seconds / num_seqs, 4.0 * before + 1e-6) - before)
+
+    def rest(self, num_seqs: int) -> int:
+        """For how many steps of so many sequences nobody need ask, where nobody is worth a guess just now: so many that
+        asking, which takes its time, has its share of it."""
+        plain = self.costs.of(num_seqs)
+        if self._bar < NEVER or not plain:
+            return 0
+        return min(MAX_REST, int(self._asking * num_seqs / (ASKING_SHARE * plain)))
 
     def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool = False) -> None:
         """Drafts for so many sequences, of this depth at most, took as long. `is_behind`: some of that was to catch up

@@ -20,12 +20,6 @@ from headrace.drafters.base import Context, Draft, Drafter
 from headrace.sampling.params import SamplingParams
 from headrace.types import DraftTokens, ScheduledBatch, StepResult
 
-MAX_REST = 256
-"""Steps without a question, where no answer was wanted before."""
-
-ASKING_SHARE = 0.004
-"""Of all time, for finding out that nobody is worth a guess."""
-
 logger = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
@@ -50,6 +44,10 @@ class Plan(Protocol):
 
     def asked(self, num_seqs: int, seconds: float) -> None: ...
 
+    def rest(self, num_seqs: int) -> int:
+        """For how many steps of so many sequences there is nothing to ask."""
+        ...
+
     def drop(self, seq_id: int) -> None: ...
 
 
@@ -73,6 +71,9 @@ class Steady:
 
     def asked(self, num_seqs: int, seconds: float) -> None:
         return None
+
+    def rest(self, num_seqs: int) -> int:
+        return 0
 
     def drop(self, seq_id: int) -> None:
         return None
@@ -120,9 +121,8 @@ class Speculator:
         # How long each sequence was when the drafter saw it last; what it catches up with is not drafting's price.
         self._lengths: dict[int, int] = {}
         self._catch_up = num_drafts + 1
-        # Of the step: when it began, what of its time is the drafter's, how long it took, and its number.
+        # Of the step: when it began, what of its time is the drafter's, and its number.
         self._start = self._aside = 0.0
-        self._step_seconds = 1.0
         self._step_id = 0
 
     @property
@@ -144,9 +144,7 @@ class Speculator:
     def end(self, step_id: int, num_rows: int, num_seqs: int) -> None:
         """The step has ended, which had so many rows and sequences."""
         seconds = self.clock() - self._start - self._aside
-        # No less than a clock can tell.
-        self._step_seconds = max(seconds, 1e-6)
-        self.plan.stepped(num_rows, num_seqs, seconds, min(max(1, step_id - self._step_id), MAX_REST))
+        self.plan.stepped(num_rows, num_seqs, seconds, max(1, step_id - self._step_id))
         self._step_id = step_id
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
@@ -208,12 +206,10 @@ class Speculator:
                     )
                 )  # fmt: skip
         begin = self.clock()
-        asking = begin - start + self._aside
         if wanted:
-            self.plan.asked(len(wanted), asking)
+            self.plan.asked(len(wanted), begin - start + self._aside)
         if not asked:
-            if wanted:
-                result.rest = min(MAX_REST, int(asking / (ASKING_SHARE * self._step_seconds)))
+            result.rest = self.plan.rest(len(wanted)) if wanted else 0
             return
         is_behind = any(len(each.tokens) > self._lengths.get(each.seq_id, 0) + self._catch_up for each in contexts)
         drafts = self.drafter.propose(contexts)

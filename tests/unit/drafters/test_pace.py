@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from headrace.drafters.pace import MARGIN, Costs, Pace
+from headrace.drafters.pace import ASKING_SHARE, MARGIN, Costs, Pace
 
 Seconds = Callable[[int], float]
 
@@ -189,6 +189,41 @@ def test_trying_costs_no_more_than_its_share() -> None:
     pace = Pace(8, 8)
     world.run(pace, 200)
     assert world.run(pace, 2000) > 0.985 / processor(1)
+
+
+def test_asking_costs_no_more_than_its_share() -> None:
+    """Where nobody is worth a guess the pace says for how long; where somebody is there is no rest."""
+    world, pace = World(small, [0.0], draft_seconds=0.002), Pace(4, 4)
+    for _ in range(300):
+        world.step(pace, 4)
+        pace.asked(1, 20e-6)
+    share = 20e-6 / (pace.rest(1) * small(1))
+    assert 0.9 * ASKING_SHARE < share < 1.1 * ASKING_SHARE
+    # One slow look is an accident; of a large model's time it is nothing.
+    pace.asked(1, 1.0)
+    assert pace.rest(1) < 2 * 20e-6 / (ASKING_SHARE * small(1))
+    world, pace = World(processor, [0.0], draft_seconds=0.030), Pace(4, 4)
+    world.run(pace, 300)
+    pace.asked(1, 20e-6)
+    assert pace.rest(1) == 0
+    world, pace = World(processor, [0.9]), Pace(4, 4)
+    world.run(pace, 300)
+    pace.asked(1, 1.0)
+    assert pace.rest(1) == 0
+
+
+def test_catching_up_is_paid_for_and_is_not_what_drafting_costs() -> None:
+    world, pace = World(small, [0.0], draft_seconds=0.002), Pace(4, 4)
+    world.run(pace, 300)
+    before = pace._drafting_seconds(1)
+    tried = 0
+    for _ in range(3000):
+        world.step(pace, 4)
+        if any(world.depths):
+            tried += 1
+            pace.drafted(1, 3, 0.1, is_behind=True)
+    assert pace._drafting_seconds(1) == pytest.approx(before)
+    assert 1 <= tried <= 3
 
 
 def test_whole_drafts_are_made_in_full_or_not_at_all() -> None:
