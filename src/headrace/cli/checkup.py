@@ -19,6 +19,7 @@ import msgspec
 
 from headrace import env
 from headrace.config import ServerConfig
+from headrace.doctor import shown
 from headrace.errors import HeadraceError
 from headrace.server.wire import SPARE_FILES
 
@@ -126,7 +127,7 @@ def memory(report: Report) -> Iterator[Check]:
         used = CGROUP / "memory.current"
         free = min(free, limit - (int(used.read_text()) if used.is_file() else 0))
     weights = report["model"].get("weight_bytes", 0)
-    told = f"{free / 2**30:.1f} GiB free, the weights have {weights / 2**30:.1f} GiB"
+    told = f"{shown('_bytes', free)} free, the weights have {shown('_bytes', weights)}"
     if weights > free:
         advice = "quantise (--quantization int4), take a smaller model, or end what else holds memory"
         yield Check("memory", "bad", told, advice)

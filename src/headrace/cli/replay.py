@@ -55,6 +55,6 @@ def replay(
     if outcome.num_raised:
         print(f"{outcome.num_raised} steps raised what they had raised")
     if outcome.unfinished:
-        print("the log ends in the middle of a step; it was run here to its end")
-    if outcome.end:
+        print("the log ends with a step that was begun; it was run here to its end")
+    elif outcome.end:
         print(f"the log ends because {outcome.end}")
