@@ -81,7 +81,7 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
     probes = [probing.run_campaign(pairs, seed)]
     if probes[0]["p"] < probing.MIN_P:
         probes.append(probing.run_campaign(pairs, seed + 1))
-    seen = all(each["p"] < probing.MIN_P for each in probes) or any(each["cached_tokens_told"] for each in probes)
+    seen = all(each["p"] < probing.MIN_P for each in probes) or any(each["num_told_of_a_cache"] for each in probes)
     is_blind = probes[-1]["p_of_the_control"] > probing.CONTROL_P
     told = all(abs(t) > MAX_T for t in values) and len({t > 0 for t in values}) == 1
     return {

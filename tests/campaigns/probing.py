@@ -21,6 +21,7 @@ from headrace.server.client import InprocClient
 from headrace.server.text import Tokenizer
 
 WORDS = "river stone garden winter letter captain mirror orange thunder village candle forest silver window".split()
+NUM_WORDS, FEW_TOKENS = 80, 32
 MIN_P, CONTROL_P = 0.01, 1e-6
 ALICE, BOB = "alice-key-1234", "bob-key-1234"
 
@@ -44,7 +45,7 @@ def mann_whitney(left: list[float], right: list[float]) -> float:
 
 
 def run_campaign(num_pairs: int, seed: int) -> dict[str, Any]:
-    """So many prompts of about 300 tokens, each probed warm and cold, in random order."""
+    """So many prompts of about 150 tokens, each probed warm and cold, in random order."""
     rng = random.Random(seed)
     times: dict[str, list[float]] = {"warm": [], "cold": [], "own": []}
     config = EngineConfig(model="builtin", max_model_len=1024, num_threads=1)
@@ -52,7 +53,7 @@ def run_campaign(num_pairs: int, seed: int) -> dict[str, Any]:
     cached = 0
 
     def text() -> str:
-        return " ".join(rng.choice(WORDS) for _ in range(200))
+        return " ".join(rng.choice(WORDS) for _ in range(NUM_WORDS))
 
     client = InprocClient(lambda: compose.build_engine(config))
     with Live(client, Tokenizer.load(hub.resolve("builtin")), server) as live, httpx.Client(base_url=live.url) as http:
@@ -68,7 +69,8 @@ def run_campaign(num_pairs: int, seed: int) -> dict[str, Any]:
             )
             took = time.perf_counter() - begin
             reply.raise_for_status()
-            cached += key == BOB and reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            # Of his own prompts some begin with the same words.
+            cached += key == BOB and reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > FEW_TOKENS
             return took
 
         for _ in range(num_pairs):
@@ -83,5 +85,5 @@ def run_campaign(num_pairs: int, seed: int) -> dict[str, Any]:
         "p": mann_whitney(times["warm"], times["cold"]),
         "p_of_the_control": mann_whitney(times["own"], times["cold"]),
         "ms_warm_cold_own": [round(1e3 * statistics.median(each), 2) for each in times.values()],
-        "cached_tokens_told": cached,
+        "num_told_of_a_cache": cached,
     }

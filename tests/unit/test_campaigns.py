@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.campaigns import load, long, machines, operations, parsers
+from tests.campaigns import load, long, machines, operations, parsers, probing
 from tests.campaigns.isolation import foreign_hits
 
 from headrace.core.queue import WaitingQueue
@@ -136,7 +137,8 @@ class HastyStream(machines.StopMachine):
 
 @pytest.mark.parametrize("machine", [UnboundQueue, LateQueue, HastyStream])
 def test_C_2_planted_bugs_are_found(machine: Any) -> None:
-    report = machines.run_campaign((100, 20), 1, {"planted": machine})
+    # One in a few dozen examples finds them; what is found ends the run.
+    report = machines.run_campaign((2000, 20), 1, {"planted": machine}, shrink=False)
     assert report["violations"] == 1
     assert "AssertionError" in report["found"][0]
 
@@ -207,3 +209,11 @@ def test_C_8_an_answer_gets_slower_by_attention_only() -> None:
 
 def test_C_11_no_tenant_finds_anothers_prompt() -> None:
     assert foreign_hits(20, 1) == 0
+
+
+def test_the_probes_statistic_is_mann_and_whitneys() -> None:
+    same, other = [float(i % 7) for i in range(40)], [float((3 * i) % 7) for i in range(40)]
+    assert probing.mann_whitney(same, other) > 0.5
+    assert probing.mann_whitney(same, [each + 2 for each in other]) < 1e-3
+    # 3 values below 3 others: U is 0, its mean 4.5 and its variance 5.25.
+    assert probing.mann_whitney([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]) == pytest.approx(math.erfc(4.5 / math.sqrt(10.5)))
