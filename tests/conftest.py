@@ -12,6 +12,10 @@ from typing import Any
 import hypothesis
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch: processes that share the cores already have nothing to gain from a second thread each.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import headrace  # noqa: F401 (before torch: it says how the threads of torch wait)
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -194,9 +194,12 @@ def counted(machine: type[RuleBasedStateMachine], counts: dict[str, int]) -> typ
 
 
 def run_campaign(
-    size: tuple[int, int], first: int, machines: dict[str, type[RuleBasedStateMachine]] | None = None
+    size: tuple[int, int],
+    first: int,
+    machines: dict[str, type[RuleBasedStateMachine]] | None = None,
+    shrink: bool = True,
 ) -> dict[str, Any]:
-    """`size` is (examples of each machine, steps in one)."""
+    """`size` is (examples of each machine, steps in one). `shrink`: what is found is made as short as it can be."""
     num_examples, num_steps = size
     report: dict[str, Any] = {"examples": 0, "steps": 0, "machines": {}, "violations": 0, "found": []}
     for name, machine in (machines or MACHINES).items():
@@ -208,7 +211,7 @@ def run_campaign(
             deadline=None,
             verbosity=Verbosity.quiet,
             report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
         try:

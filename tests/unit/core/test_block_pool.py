@@ -149,7 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 # No time is spent on making a failure small that is wanted.
 BROKEN = settings(
-    max_examples=200,
+    max_examples=2000,
     stateful_step_count=40,
     deadline=None,
     database=None,

@@ -173,7 +173,7 @@ class KeepsItsOwn(PrefixCache):
 def test_the_machine_finds_a_broken_cache(cache_class):
     machine = type("Machine", (PrefixMachine,), {"cache_class": cache_class})
     broken = settings(
-        max_examples=300,
+        max_examples=2000,
         stateful_step_count=40,
         deadline=None,
         database=None,

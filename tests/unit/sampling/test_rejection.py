@@ -1,4 +1,4 @@
-"""Rejection sampling keeps the distribution: draws of each kind (5,000; 200,000 among the slow tests) against exact
+"""Rejection sampling keeps the distribution: draws of each kind (10,000; 200,000 among the slow tests) against exact
 probabilities, and planted faults, among them streams of noise that are shared between draft, coin and recovery."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.sampling import noise, rejection
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Row, Sampler
 
-FEW, MANY = 5_000, 200_000
+FEW, MANY, SEED = 10_000, 200_000, 8
 WIDTH = 9
 TOKEN_IDS = np.arange(WIDTH, dtype=np.int64)
 TARGET = np.array([0.30, 0.22, 0.15, 0.10, 0.08, 0.06, 0.05, 0.03, 0.01])
@@ -51,8 +51,8 @@ def guesses_of(kind: str, seed: int, position: int, purpose: int) -> tuple[list[
 def counts_of(kind: str, num: int, target: np.ndarray = TARGET, purpose: int = noise.DRAFT) -> np.ndarray:
     counts = np.zeros(WIDTH)
     for position in range(num):
-        guesses, chances = guesses_of(kind, 7, position, purpose)
-        counts[rejection.draw(TOKEN_IDS, target, guesses, chances, 7, position)] += 1
+        guesses, chances = guesses_of(kind, SEED, position, purpose)
+        counts[rejection.draw(TOKEN_IDS, target, guesses, chances, SEED, position)] += 1
     return counts
 
 
@@ -140,9 +140,9 @@ def test_llama_cpp_27975_likely_tokens_are_no_likelier():
         return likely[0] if likely else DRAW(token_ids, shares, guesses, chances, seed, position)
 
     counts = np.zeros(WIDTH)
-    for position in range(FEW):
-        guesses, chances = guesses_of("drawn", 7, position, noise.DRAFT)
-        counts[generous(TOKEN_IDS, TARGET, guesses, chances, 7, position)] += 1
+    for position in range(FEW // 2):
+        guesses, chances = guesses_of("drawn", SEED, position, noise.DRAFT)
+        counts[generous(TOKEN_IDS, TARGET, guesses, chances, SEED, position)] += 1
     assert chance_of(counts, TARGET) < 0.01
 
 
