@@ -13,10 +13,10 @@ import pytest
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
+from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import HeadraceError
 from headrace.insight import tracing
-from headrace.server import calls, openai
+from headrace.server import calls, http, openai
 from headrace.server.calls import Call, answering, call_of
 from headrace.server.logs import NAMES, Objects
 from headrace.server.text import Tokenizer
@@ -106,6 +106,17 @@ def test_outside_of_a_call_there_is_none() -> None:
         assert calls.current().call_id == "a"
         assert calls.fresh_id() == ""
     assert calls.current().call_id == ""
+
+
+def test_a_server_that_can_not_start_says_so_in_the_logs_form(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http.logs, "set_up", lambda *arguments: None)
+    with pytest.raises(SystemExit):
+        http.serve(EngineConfig(model="/nope"), ServerConfig(log_format="json"))
+    assert "/nope: no such directory" in caplog.text
+    with pytest.raises(HeadraceError):
+        http.serve(EngineConfig(model="/nope"), ServerConfig())
 
 
 # -- traces

@@ -155,6 +155,8 @@ def test_where_none_can_be_written_the_log_says_so(tmp_path: Path, caplog: pytes
         ("frozen: no step for 1.2 s, no processor time for 1.0 s of them", None),
         ("ValueError: 'the prompt' is not allowed", "ValueError"),
         ("TypeError in the server: the prompt", "TypeError in the server"),
+        ("the engine's process ended while it started (exit status -9)", None),
+        ("the engine did not start within 12 s", None),
         ("the prompt of a client", "an exception"),
     ],
 )

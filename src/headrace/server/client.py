@@ -376,12 +376,15 @@ class EngineClient:
             return
         self._alive = False
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
-        if self.reports is not None:
-            known = (self._info, self.stats, self.total, self.num_restarts)
-            self.reports.write(reason, self._link.black_box, list(self._open.values()), *known)
+        self._report(reason)
         # Its counts stay counted; what it held is held no more.
         self._past, self.stats = self.total, Stats()
         self._supervisor = self._spawn(self._restart(reason))
+
+    def _report(self, reason: str) -> None:
+        if self.reports is not None:
+            known = (self._info, self.stats, self.total, self.num_restarts)
+            self.reports.write(reason, self._link.black_box, list(self._open.values()), *known)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task without which the engine is lost: its failure is told and ends the client."""
@@ -412,6 +415,7 @@ class EngineClient:
                 reason, now = str(error), time.monotonic()
                 self._deaths.append(now)
                 logger.error("the engine did not start again: %s", reason)
+                self._report(reason)
                 continue
             break
         self.num_restarts += 1

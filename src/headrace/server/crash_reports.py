@@ -36,7 +36,7 @@ MAX_REPORT_BYTES = 2**18
 PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "fastapi", "uvicorn", "tokenizers")
 _PREFIX = "crash-"
 # What the server itself says of a death. Anything else is an exception's message, which may quote a request.
-_PLAIN = re.compile(r"(frozen: [\w .,]+|exit status -?\d+)")
+_PLAIN = re.compile(r"(frozen: [\w .,]+|exit status -?\d+|the engine[\w' ]+(\(exit status -?\d+\))?)")
 
 
 class CrashReports:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from headrace import __version__, env, hub
 from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import CheckpointError, EngineDeadError, HeadraceError
+from headrace.errors import CheckpointError, EngineDeadError, HeadraceError, RequestError
 from headrace.insight import audit
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
@@ -420,6 +420,17 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     logs.set_up(server.uvicorn_log_level, server.log_format)
+    try:
+        _serve(engine, server)
+    except HeadraceError as error:
+        if server.log_format != "json":
+            raise
+        # The command would print a line that is no object.
+        logger.critical("%s", error)
+        sys.exit(2 if isinstance(error, RequestError) else 1)
+
+
+def _serve(engine: EngineConfig, server: ServerConfig) -> None:
     exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
