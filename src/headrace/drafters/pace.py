@@ -26,12 +26,16 @@ GLOBAL_FADE = 0.98
 WEIGHT = 6.0
 """Drafts' worth of what is known of all others, in what is thought of one sequence."""
 FIRST_CHANCE = 0.7
+FIRST_TRIES = 2
+"""Steps with guesses before anything is judged, and the sequences whose worth of rows they may have."""
+MOST_AT_FIRST = 4
 PROBE_SHARE = 0.008
 """Of all time, for trying what does not look best."""
 PROBE_DEPTH = 3
 LEAST_LOSS = 0.05
 """What trying is taken to cost at least, in steps."""
 MAX_CREDIT_STEPS = 3.0
+MAX_DEBT_STEPS = 25.0
 ASKING_SHARE = 0.004
 """Of all time, for finding out that nobody is worth a guess."""
 MAX_REST = 256
@@ -165,12 +169,14 @@ class Pace:
         self._room = 0
         self._credit = 0.0
         self._base = 0
+        self._beside = 0
         self._last_base = 1
         self._step = 0
         self._looked = -EVERY
         # The first step is a plain one, so that it is known what drafting is better than.
         self._rested = -EVERY
         self._num_planned = 0
+        self._num_stepped = self._num_tried = 0
         # The sequence that is tried out (its id + 1), and what that costs; what a token is worth.
         self._probing = 0
         self._num_probes = 0
@@ -189,7 +195,8 @@ class Pace:
         """For each (sequence id, the deepest that is of use) how deep to draft; 0: not at all."""
         self._step += 1
         base = max(self._base, len(wanted))
-        if self._step - self._looked >= EVERY or abs(base - self._last_base) > 0.2 * self._last_base:
+        early = self._step <= EVERY
+        if early or self._step - self._looked >= EVERY or abs(base - self._last_base) > 0.2 * self._last_base:
             self._look(wanted, base)
         self._probing = 0
         self._trying = False
@@ -222,9 +229,16 @@ class Pace:
         """A step of so many rows and sequences took as long, the last of `num_steps`."""
         if num_rows < 1 or not 0.0 < seconds < math.inf:
             return
-        self.costs.add(num_rows, seconds)
+        if self._num_stepped or num_rows == num_seqs:
+            # The first prompt also pays for memory that is touched for the first time.
+            self.costs.add(num_rows, seconds)
+        self._num_stepped += 1
+        self._num_tried += self._num_planned > 0
         # What is there without drafts: sequences, and the prompts that are computed beside them.
-        self._base = max(num_seqs, num_rows - self._num_planned)
+        # A prompt in one step alone is gone in the next.
+        beside = num_rows - self._num_planned - num_seqs
+        self._base = num_seqs + max(0, min(beside, self._beside))
+        self._beside = beside
         self._num_planned = 0
         self._credit = min(
             self._credit + PROBE_SHARE * seconds * min(num_steps, MAX_REST + 1), MAX_CREDIT_STEPS * seconds
@@ -250,8 +264,9 @@ class Pace:
         if depth < 1 or num_seqs < 1 or not 0.0 <= seconds < math.inf:
             return
         if self._trying:
-            self._credit -= max(0.0, seconds - self._trying_seconds)
-        if is_behind and self._drafting:
+            more = max(0.0, seconds - self._trying_seconds)
+            self._credit = max(self._credit - more, min(self._credit, -MAX_DEBT_STEPS * self.costs.of(self._base)))
+        if is_behind:
             return
         bucket = num_seqs.bit_length()
         before = self._drafting.get(bucket, seconds / depth)
@@ -274,8 +289,8 @@ class Pace:
                 runs.chances.fade(FADE)
                 runs.rates = runs.depth = None
         plain = self.costs.of(base)
-        if not plain:
-            self._room = self.num_nodes * len(wanted)
+        if not plain or self._num_tried < FIRST_TRIES:
+            self._room = self.num_nodes * min(len(wanted), MOST_AT_FIRST)
             self._set(0.0, 1.0, self.num_drafts)
             return
         # (chance for each row, rows, guesses kept, depth), the most useful first.
@@ -400,7 +415,7 @@ class Pace:
     def _probe(self, wanted: Sequence[tuple[int, int]], depths: list[int], base: int) -> None:
         """Of those who do not draft, that one who has not for the longest time may if there is credit for it."""
         plain = self.costs.of(base)
-        if not wanted or self._credit < LEAST_LOSS * plain or all(depths):
+        if self._num_tried < FIRST_TRIES or not wanted or self._credit < LEAST_LOSS * plain or all(depths):
             return
         idle = [place for place, each in enumerate(depths) if not each]
         # Mostly one sequence, some tokens deep: how good are guesses? Now and then several: what do rows cost?
