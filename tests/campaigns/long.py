@@ -30,8 +30,9 @@ from headrace.types import Request
 
 WINDOW, BIN = 25, 1000
 """Steps whose mean is one time, and steps of which the least such time is kept."""
-MAX_BEND = 0.1
-"""How far a time may be from the line, as a share of it."""
+MAX_BEND = 0.05
+"""How far a time may be from the line, as a share of the line's last. A part that grows with the square is seen when it
+is a third of a step."""
 MAX_HOST_SHARE = 0.1
 """Growth of scheduler, runner, sampling and text, as a share of the native call's growth."""
 MAX_BYTES = 400
@@ -107,9 +108,9 @@ def least(seconds: list[float]) -> list[tuple[float, float]]:
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
-    """(seconds at 0, seconds a token of context, the largest distance from that line as a share of it)."""
+    """(seconds at 0, seconds a token of context, the largest distance from that line as a share of its last)."""
     slope, start = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
-    return start, slope, max(abs(y / (start + slope * x) - 1) for x, y in points)
+    return start, slope, max(abs(y - start - slope * x) for x, y in points) / (start + slope * points[-1][0])
 
 
 def judge(parts: dict[str, list[float]]) -> tuple[dict[str, Any], list[str]]:
@@ -117,12 +118,13 @@ def judge(parts: dict[str, list[float]]) -> tuple[dict[str, Any], list[str]]:
     lines = {name: line(least(seconds)[FIRST:]) for name, seconds in parts.items()}
     start, slope, bend = lines["native"]
     others = sum(lines[name][1] for name in lines if name != "native")
-    told: dict[str, Any] = {f"{name}_us": round(at * 1e6, 1) for name, (at, _, _) in lines.items()}
+    told: dict[str, Any] = {"native_us_at": {int(x): round(y * 1e6) for x, y in least(parts["native"])[::5]}}
+    told |= {f"{name}_us": round(at * 1e6, 1) for name, (at, _, _) in lines.items()}
     told |= {f"{name}_us_per_1000_tokens": round(grows * 1e9, 2) for name, (_, grows, _) in lines.items()}
     told |= {"farthest_from_the_line": round(bend, 4), "host_share_of_growth": round(others / slope, 4)}
     problems = []
     if bend > MAX_BEND:
-        problems.append(f"a step is {bend:.1%} from the line {start:.2e} s + {slope:.2e} s a token")
+        problems.append(f"a step is far from the line {start:.2e} s + {slope:.2e} s a token: {bend:.1%}")
     if others > MAX_HOST_SHARE * slope:
         problems.append(f"beside attention, a step grows by {others:.2e} s a token, attention by {slope:.2e} s")
     return told, problems

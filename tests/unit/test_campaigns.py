@@ -204,7 +204,7 @@ def test_C_8_an_answer_gets_slower_by_attention_only() -> None:
     (found,) = long.judge(times(text=lambda at: 1e-5 + 3e-8 * at))[1]
     assert "beside attention" in found
     (found,) = long.judge(times(native=lambda at: 1e-4 + 1e-11 * at * at))[1]
-    assert "from the line" in found
+    assert "far from the line" in found
 
 
 def test_C_11_no_tenant_finds_anothers_prompt() -> None:
