@@ -45,7 +45,7 @@ run: $(STAMP)  ## serve MODEL (the built-in one) with the OpenAI API on PORT (80
 	$(BIN)/headrace serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARGS goes to pytest (-n 0: in one process)
-	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
 	$(BIN)/python -m tests.unit.tools.bfcl $(ARGS)
