@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.insight.metrics import ServerMetrics
-from headrace.server.client import EngineClient
+from headrace.server.totals import summed
 from headrace.types import Stats
 
 PAST = Stats(num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4, num_accepted_per_pos=[2, 1, 1], num_running=5)
@@ -14,17 +14,17 @@ NOW = Stats(num_drafts=2, num_draft_tokens=4, num_accepted_tokens=1, num_accepte
 
 
 def test_counters_of_speculation_survive_a_restart() -> None:
-    total = EngineClient._sum(PAST, NOW)
+    total = summed(PAST, NOW)
     assert (total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens) == (5, 13, 5)
     assert total.num_accepted_per_pos == [3, 1, 1]
     assert total.num_running == 1
-    assert EngineClient._sum(NOW, PAST).num_accepted_per_pos == [3, 1, 1]
+    assert summed(NOW, PAST).num_accepted_per_pos == [3, 1, 1]
 
 
 def test_metrics_tell_them_by_vllms_names() -> None:
     client: Any = SimpleNamespace(
         stats=NOW,
-        total=EngineClient._sum(PAST, NOW),
+        total=summed(PAST, NOW),
         is_alive=True,
         is_started=False,
         num_unfinished=0,
