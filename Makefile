@@ -19,7 +19,7 @@ AUDIT    := build/audit
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test test-lm-eval lock audit clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels test-lm-eval lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -106,6 +106,11 @@ native-test: $(STAMP)  ## the operators of every ISA against scalar, in C++ alon
 	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
 	$(BIN)/cmake --build $(TESTED)
 	$(TESTED)/selftest
+
+fuzz-kernels: $(STAMP)  ## the same on random shapes, 100,000 at a time (ARGS="COUNT SEED FIRST"); counts in bench/results
+	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
+	$(BIN)/cmake --build $(TESTED)
+	$(RECORD) fuzz-kernels -- $(TESTED)/selftest fuzz $(ARGS)
 
 # 650 MB of packages that nothing else needs: an environment of its own, which sees what .venv has.
 test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: the same scores

@@ -51,6 +51,8 @@ int64_t Tape::add(int op, const void* args, size_t size) {
                                     std::to_string(size));
     int64_t dim;
     memcpy(&dim, args, sizeof dim);
+    if (dim < 0 || dim >= MAX_DIMS)
+        throw std::invalid_argument(name + ": dim must be 0 ... " + std::to_string(MAX_DIMS - 1));
     int64_t end = dim + 1;
     if (op == HR_OP_moe_group) {
         HrArgs_moe_group group;
@@ -60,8 +62,6 @@ int64_t Tape::add(int op, const void* args, size_t size) {
                                         std::to_string(HR_DIM_FREE) + " ... " + std::to_string(MAX_DIMS - 1));
         if (group.first_dim + group.num_experts > end) end = group.first_dim + group.num_experts;
     }
-    if (dim < 0 || dim >= MAX_DIMS)
-        throw std::invalid_argument(name + ": dim must be 0 ... " + std::to_string(MAX_DIMS - 1));
     void* copy = new_lines(size);
     memcpy(copy, args, size);
     records_.push_back({kernels_.op[op], copy, op});

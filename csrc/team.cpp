@@ -223,8 +223,13 @@ void look_around() {
 
 bool add_scratch(int tid) {
     if (team->scratch[tid]) return true;
+#ifdef __SANITIZE_ADDRESS__
+    void* memory = aligned_alloc(64, HR_SCRATCH_BYTES); /* with a fence behind it */
+    if (!memory) return false;
+#else
     void* memory = mmap(nullptr, HR_SCRATCH_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return false;
+#endif
     team->scratch[tid] = memory;
     return true;
 }

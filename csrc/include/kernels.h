@@ -38,6 +38,7 @@ enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, H
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3 }; /* `dims`; experts count from FREE on */
 enum { HR_LANES = 16, HR_SPAN = 128 };
+enum { HR_MAX_GROUP = 1 << 17 };                                      /* inputs with one scale: 127 * 128 of each fit int32 */
 enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
 
 /* What a thread is told about the call. `dims` are the sizes that change from step to step; operators may write those
@@ -163,7 +164,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *                                   acc = fma((float)suma * sa, m[n][g], acc)        (weight = code * d + m)
  *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed)
  *     linear_i8, weight_group = 0:  acc = fma((float)isum, sa, acc); at the end y = acc * d[n]
- *   with sa, suma the scale and sum of the row's group. Groups of activations and weights are the same (`group`),
+ *   with sa, suma the scale and sum of the row's group. Groups of activations and weights are the same (`group`, at most
+ *   HR_MAX_GROUP),
  *   except that weight_group = 0 means one d for each output.
  *     linear_k:                     as linear_i4, over the groups of the weights, of 16 or 32 inputs, which all lie in one of
  *                                   the activations' 32 (`group` is 32; suma is the sum of the codes of those 16 or 32);

@@ -1,19 +1,31 @@
 /* Problems of the linear layers, and of those that touch the KV cache. */
 #include <limits>
 
+#include "isa/k_blocks.h"
 #include "selftest/problem.h"
 
 namespace {
+
+int64_t rows_of(Problem& p) { return p.dims[0] = p.random.size(1, p.random.rarely(32, 200, p.random.coin() ? 4 : 30)); }
+/* Inputs and outputs; seldom so many of the one that few of the others are to be had. */
+template <class Args>
+void sizes(Problem& p, Args& a, int64_t greatest) {
+    a.num_in = p.random.size(1, p.random.rarely(32, 5000, 300));
+    a.num_out = p.random.size(1, p.random.coin() || p.dims[0] > 30 || a.num_in > 300 ? 20 : 150);
+    if (p.dims[0] <= 13 && p.random.rarely(512, 1, 0)) a.num_in = greatest, a.num_out = p.random.whole(1, 3);
+}
 
 /* Quantised activations and packed weights, as the formats' own packers write them. The flag is the group of the
  * weights for i8 (0 where they have none), `mins` for i4. */
 template <class Args>
 void integer_linear(Problem& p, Args& a, const HrFormat& format, int64_t form, int least, int most,
                     bool grouped) {
-    const int64_t choices[] = {32, 64, 128}, rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
-    a.group = choices[p.random.next() % 3];
-    a.num_in = p.random.whole(1, 300), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
-    if (!grouped && p.random.coin()) a.group = (a.num_in + 63) / 64 * 64;
+    const int64_t choices[] = {32, 64, 128}, rows = rows_of(p);
+    a.group = p.random.rarely(2, 8 * p.random.whole(1, 40), choices[p.random.next() % 3]);
+    sizes(p, a, 1 << 18);
+    if (a.num_in > 5000) a.group = 8 * p.random.whole(1, 4);
+    if (p.random.coin() && (!grouped || p.random.edges)) a.group = std::min((a.num_in + 63) / 64 * 64, (int64_t)HR_MAX_GROUP);
+    const bool extreme = p.random.rarely(8, 1, 0); /* sums as large as they can be */
     const int64_t groups = (a.num_in + a.group - 1) / a.group;
     const int64_t flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : form;
     const bool mins = form == HR_FORM_MIN;
@@ -24,13 +36,13 @@ void integer_linear(Problem& p, Args& a, const HrFormat& format, int64_t form, i
     memset(sums, 0, (size_t)(rows * a.ld_s) * 4);
     for (int64_t row = 0; row < rows; row++)
         for (int64_t k = 0; k < a.num_in; k++) {
-            q[row * a.ld_q + k] = (int8_t)p.random.whole(-127, 127);
+            q[row * a.ld_q + k] = (int8_t)(extreme ? 127 : p.random.whole(-127, 127));
             sums[row * a.ld_s + k / a.group] += q[row * a.ld_q + k];
         }
     a.q = q, a.sums = sums, a.scales = p.floats(rows * a.ld_s);
 
     std::vector<int8_t> codes((size_t)(a.num_out * a.num_in));
-    for (int8_t& code : codes) code = (int8_t)p.random.whole(least, most);
+    for (int8_t& code : codes) code = (int8_t)(extreme ? least : p.random.whole(least, most));
     const int64_t per_row = grouped ? groups : 1;
     std::vector<float> d((size_t)(a.num_out * per_row)), m(d.size());
     for (float& x : d) x = p.random.number();
@@ -85,9 +97,10 @@ void linear_i8(Problem& p) {
 
 void linear_k(Problem& p) {
     HrArgs_linear_k a = {};
-    const int64_t rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
+    const int64_t rows = rows_of(p);
     a.form = p.random.whole(HR_K_Q2, HR_K_Q6), a.group = 32;
-    a.num_in = HR_K_BLOCK * p.random.whole(1, 4), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
+    sizes(p, a, 1 << 18);
+    a.num_in = a.num_in > 5000 ? a.num_in : HR_K_BLOCK * p.random.whole(1, 4);
     a.ld_q = a.num_in + 64 * p.random.coin(), a.ld_s = a.num_in / 32 + p.random.coin();
     int8_t* q = p.make<int8_t>(rows * a.ld_q);
     int32_t* sums = p.make<int32_t>(rows * a.ld_s);
@@ -97,11 +110,9 @@ void linear_k(Problem& p) {
         for (int64_t k = 0; i % a.ld_s < a.num_in / 32 && k < 32; k++) sums[i] += q[i / a.ld_s * a.ld_q + i % a.ld_s * 32 + k];
     }
     a.q = q, a.sums = sums, a.scales = p.floats(rows * a.ld_s);
-    const int64_t row_bytes = hr_format_k.row_bytes(a.num_in, a.form);
-    std::vector<uint8_t> raw((size_t)(a.num_out * row_bytes));
-    for (uint8_t& byte : raw) byte = (uint8_t)(p.random.next() & 0x7b); /* d that is neither infinite nor NaN */
+    const uint8_t* raw = k_blocks(p, a.form, a.num_out * a.num_in);
     char* packed = p.make<char>((int64_t)hr_format_k.packed_bytes(a.num_out, a.num_in, 32, a.form));
-    hr_format_k.pack(raw.data(), nullptr, nullptr, a.num_in, 32, a.form, 0, a.num_out, a.num_out, packed);
+    hr_format_k.pack(raw, nullptr, nullptr, a.num_in, 32, a.form, 0, a.num_out, a.num_out, packed);
     a.weights = packed;
     ends(p, a);
     p.take(HR_OP_linear_k, a);
@@ -109,8 +120,8 @@ void linear_k(Problem& p) {
 
 void linear_f(Problem& p) {
     HrArgs_linear_f a = {};
-    const int64_t rows = p.dims[0] = p.random.whole(1, p.random.coin() ? 4 : 30);
-    a.num_in = p.random.whole(1, 200), a.num_out = p.random.whole(1, p.random.coin() ? 20 : 150);
+    const int64_t rows = rows_of(p);
+    sizes(p, a, (4 << 20) / 4 / 13 + p.random.whole(0, 1)); /* thirteen rows fit the kernels' memory, or do not */
     a.type = p.random.whole(0, 2);
     a.ld_x = a.num_in + (p.random.coin() ? 7 : 0), a.x = p.floats((rows - 1) * a.ld_x + a.num_in);
     const void* codes = stored(p, a.type, a.num_out * a.num_in);
@@ -130,8 +141,9 @@ struct Cache {
 /* A cache full of NaN, which nobody may see. */
 Cache cache_of(Problem& p, int64_t num_slots) {
     Cache c = {};
-    c.type = p.random.whole(0, 6), c.kv_heads = p.random.whole(1, 3), c.head_dim = p.random.whole(1, 5) * 8;
-    c.num_slots = (num_slots + 15) / 16 * 16;
+    c.type = p.random.whole(0, 6), c.kv_heads = p.random.whole(1, 3);
+    c.head_dim = p.random.rarely(2, p.random.size(1, p.random.rarely(16, 300, 40)), p.random.whole(1, 5) * 8);
+    c.num_slots = (num_slots + 15) / 16 * 16, p.units = c.num_slots / 16;
     const bool packed = c.type == HR_I4;
     c.key_rows = packed ? (c.head_dim + 1) / 2 : c.head_dim;
     c.value_row = packed ? c.head_dim / 32 * 16 + (c.head_dim % 32 < 16 ? c.head_dim % 32 : 16) : c.head_dim;
@@ -186,8 +198,9 @@ void fill_slot(Problem& p, const Cache& c, int64_t slot) {
 
 void rope_store(Problem& p) {
     HrArgs_rope_store a = {};
-    const int64_t rows = p.dims[0] = p.random.whole(1, 9), num_positions = 30;
-    Cache c = cache_of(p, p.random.whole(rows, 60));
+    const int64_t rows = p.dims[0] = p.random.size(1, p.random.rarely(32, 70, 9)), num_positions = 30;
+    const int64_t num_copies = p.random.coin() ? p.random.whole(0, 12) : 0;
+    Cache c = cache_of(p, p.random.whole(rows + num_copies, rows + 60));
     a.kv_heads = c.kv_heads, a.heads = c.kv_heads * p.random.whole(1, 4), a.head_dim = c.head_dim, a.kv_type = c.type;
     a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim + (p.random.coin() ? 9 : 0);
     a.x = p.floats((rows - 1) * a.ld_x + (a.heads + 2 * a.kv_heads) * a.head_dim);
@@ -197,9 +210,14 @@ void rope_store(Problem& p) {
     a.cos = p.floats(num_positions * (a.pairs + 1)), a.sin = p.floats(num_positions * (a.pairs + 1));
     a.positions = p.wholes(rows, 0, num_positions - 1);
     int32_t* slots = p.make<int32_t>(rows);
-    const int64_t first = p.random.whole(0, c.num_slots - rows);
-    for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + (row * 7 + 3) % rows);
-    if (rows == 7) for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + row);
+    const int64_t first = p.random.whole(0, c.num_slots - rows - num_copies);
+    for (int64_t row = 0; row < rows; row++) slots[row] = (int32_t)(first + (rows % 7 ? row * 7 + 3 : row) % rows);
+    if (num_copies) { /* to slots behind those, of rows one by one */
+        int32_t *begin = p.make<int32_t>(rows + 1), *copies = p.make<int32_t>(num_copies);
+        for (int64_t row = 0; row <= rows; row++) begin[row] = (int32_t)(row * num_copies / rows);
+        for (int64_t i = 0; i < num_copies; i++) copies[i] = (int32_t)(first + rows + i);
+        a.copy_begin = begin, a.copy_slots = copies;
+    }
     a.slots = slots, a.k = c.k, a.v = c.v;
     if (p.random.coin()) a.k_mean = p.floats(a.kv_heads * a.head_dim);
     if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
@@ -208,17 +226,18 @@ void rope_store(Problem& p) {
 
 void attention(Problem& p) {
     HrArgs_attention a = {};
-    const int64_t sizes[] = {16, 32, 4, 7}, seqs = p.dims[HR_DIM_SEQS] = p.random.whole(1, 3);
-    a.block_size = sizes[p.random.next() % 4];
-    const int64_t longest = 330, blocks_each = (longest + a.block_size - 1) / a.block_size;
+    const int64_t sizes[] = {16, 32, 4, 7, 1, 48}, seqs = p.dims[HR_DIM_SEQS] = p.random.whole(1, 3);
+    a.block_size = sizes[p.random.next() % (p.random.edges ? 6 : 4)];
+    const int64_t longest = p.random.rarely(2, p.random.rarely(32, 1100, 80), 330), blocks_each = (longest + a.block_size - 1) / a.block_size;
     Cache c = cache_of(p, seqs * blocks_each * a.block_size);
-    a.kv_heads = c.kv_heads, a.heads = c.kv_heads * p.random.whole(1, 4), a.head_dim = c.head_dim, a.kv_type = c.type;
-    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.whole(1, 200), a.softcap = p.random.coin() ? 0.0 : 5.0;
+    a.kv_heads = c.kv_heads, a.head_dim = c.head_dim, a.kv_type = c.type;
+    a.heads = c.kv_heads * p.random.rarely(64, c.head_dim > 16 ? 5 : p.random.whole(190, 195), p.random.whole(1, 4));
+    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200), a.softcap = p.random.coin() ? 0.0 : 5.0;
     int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs);
     int32_t *table_begin = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
     row_begin[0] = 0;
     for (int64_t s = 0; s < seqs; s++) {
-        const int64_t chunk = p.random.coin() ? 1 : p.random.whole(2, 40);
+        const int64_t chunk = p.random.coin() ? 1 : p.random.size(2, p.random.rarely(32, 75, 40));
         start[s] = (int32_t)p.random.whole(0, p.random.coin() ? 20 : longest - chunk);
         row_begin[s + 1] = row_begin[s] + (int32_t)chunk;
         table_begin[s] = (int32_t)(s * blocks_each);

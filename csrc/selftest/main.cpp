@@ -1,59 +1,10 @@
 /* The operators of every ISA that this machine can run against scalar, bit for bit, on ragged shapes and on one and
- * three threads. Without Python, and under the sanitizers: `make native-test`. */
+ * three threads. Without Python, and under the sanitizers: `make native-test`. For `make fuzz-kernels` see fuzz.cpp. */
 #include <stdio.h>
 
-#include "include/team.h"
 #include "selftest/problem.h"
 
 namespace {
-
-/* Kinds of the fields of each operator, in order: p address, i integer, f float. */
-const char* const kinds[] = {
-#define P(type, name) "p"
-#define I(name) "i"
-#define F(name) "f"
-#define HR_KINDS(op) HR_FIELDS_##op(P, I, F),
-    HR_OPS(HR_KINDS)
-#undef P
-#undef I
-#undef F
-};
-
-struct Outcome {
-    std::vector<std::vector<char>> memory;
-    std::vector<int64_t> dims;
-};
-
-Outcome run(const Problem& problem, const hr::Kernels& kernels, int num_threads) {
-    std::vector<std::unique_ptr<Buffer>> copies;
-    for (const auto& buffer : problem.buffers) {
-        copies.push_back(std::make_unique<Buffer>(buffer->size));
-        memcpy(copies.back()->data, buffer->data, buffer->size);
-    }
-    std::vector<char> args = problem.args;
-    for (size_t i = 0; i < args.size() / 8; i++) {
-        if (kinds[problem.op][i] != 'p') continue;
-        char* address;
-        memcpy(&address, &args[i * 8], 8);
-        for (size_t b = 0; b < copies.size(); b++) {
-            const Buffer& from = *problem.buffers[b];
-            if (address < from.data || address >= from.data + (from.size ? from.size : 1)) continue;
-            char* moved = copies[b]->data + (address - from.data);
-            memcpy(&args[i * 8], &moved, 8);
-            break;
-        }
-    }
-    hr::Tape tape(kernels);
-    tape.add(problem.op, args.data(), args.size());
-    memcpy(tape.dims(), problem.dims.data(), problem.dims.size() * sizeof(int64_t));
-    tape.run(0, 1, num_threads, nullptr);
-    Outcome outcome;
-    for (const auto& copy : copies) outcome.memory.emplace_back(copy->data, copy->data + copy->size);
-    outcome.dims.assign(tape.dims(), tape.dims() + tape.dims_used());
-    return outcome;
-}
-
-bool same(const Outcome& a, const Outcome& b) { return a.memory == b.memory && a.dims == b.dims; }
 
 /* A kernel that is wrong in the last bit of one number must be noticed; else the comparison compares nothing. */
 void nearly_add(const void* raw, HrTask* task) {
@@ -81,7 +32,7 @@ void compare(const Named& named, const std::vector<const HrKernelTable*>& tables
             for (int threads : {1, 3}) {
                 if (!table->op[op] || (table == tables[0] && threads == 1)) continue;
                 compared++;
-                if (same(expected, run(problem, hr::choose(table->isa), threads))) continue;
+                if (expected == run(problem, hr::choose(table->isa), threads)) continue;
                 failures++;
                 printf("DIFFERS: %s, %s, %d threads, seed %d\n", named.op, table->isa, threads, seed);
             }
@@ -95,18 +46,24 @@ void compare(const Named& named, const std::vector<const HrKernelTable*>& tables
 }  // namespace
 
 int main(int argc, char** argv) {
+    const std::string what = argc > 1 ? argv[1] : "";
+    if (what == "fuzz") {
+        const auto number = [&](int at, int64_t other) { return argc > at ? strtoll(argv[at], nullptr, 10) : other; };
+        return fuzz(number(2, 100000), (uint64_t)number(3, 0), number(4, 0));
+    }
+    if (what == "planted" && argc > 2) return planted(argv[2]);
     const std::vector<const HrKernelTable*>& tables = hr::tables();
     std::vector<Named> all = row_problems;
     all.insert(all.end(), layer_problems.begin(), layer_problems.end());
     for (const Named& named : all)
-        if (argc < 2 || strcmp(argv[1], named.op) == 0) compare(named, tables, 40);
+        if (what.empty() || what == named.op) compare(named, tables, 40);
 
     Problem problem(1);
     for (const Named& named : all)
         if (strcmp(named.op, "add") == 0) named.build(problem);
     hr::Kernels wrong = hr::choose("scalar");
     wrong.op[HR_OP_add] = nearly_add;
-    if (same(run(problem, hr::choose("scalar"), 1), run(problem, wrong, 1))) {
+    if (run(problem, hr::choose("scalar"), 1) == run(problem, wrong, 1)) {
         printf("NOT NOTICED: an addition that is wrong in one bit\n");
         failures++;
     }

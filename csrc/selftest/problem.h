@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@ struct Buffer {
 
 struct Random {
     uint64_t state;
+    bool edges = false; /* fuzzing: sizes are mostly borders of blocks and their neighbours, and now and then great */
     uint32_t next() {
         state ^= state << 13, state ^= state >> 7, state ^= state << 17;
         return (uint32_t)(state >> 32);
@@ -31,6 +33,15 @@ struct Random {
     int64_t whole(int64_t least, int64_t most) { return least + (int64_t)(next() % (uint64_t)(most - least + 1)); }
     float number() { return ((float)next() * 0x1p-32f - 0.5f) * 6.0f; }
     bool coin() { return next() & 1; }
+    int64_t size(int64_t least, int64_t most) {
+        static const int64_t borders[] = {1, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096};
+        const int64_t n = edges && next() % 4 ? borders[next() % 18] + whole(-1, 1) : -1;
+        return n >= least && n <= most ? n : whole(least, most);
+    }
+    /* `often`, or when fuzzing once in `times` the other. */
+    int64_t rarely(int64_t times, int64_t seldom, int64_t often) {
+        return edges && next() % (uint64_t)times == 0 ? seldom : often;
+    }
 };
 
 struct Problem {
@@ -39,8 +50,9 @@ struct Problem {
     std::vector<char> args;
     std::vector<std::unique_ptr<Buffer>> buffers;
     Random random;
+    int64_t units = 0; /* rows of the table, or tiles of the cache */
 
-    explicit Problem(uint64_t seed) : random{seed * 0x9e3779b97f4a7c15u + 1} {
+    explicit Problem(uint64_t seed, bool edges = false) : random{seed * 0x9e3779b97f4a7c15u + 1, edges} {
         for (int i = 0; i < 8; i++) random.next();
     }
 
@@ -76,5 +88,34 @@ struct Named {
 };
 extern const std::vector<Named> row_problems, layer_problems;
 
+/* What a run leaves behind. */
+struct Outcome {
+    std::vector<std::vector<char>> memory;
+    std::vector<int64_t> dims;
+    bool operator==(const Outcome& o) const { return memory == o.memory && dims == o.dims; }
+};
+
+/* Another place for a problem's memory: rows of `row` bytes, `stride` apart, the first of them at `shift`. */
+struct Place {
+    int64_t row = 0, stride = 0, shift = 0;
+};
+struct Far {
+    std::vector<Place> places;                        /* of each buffer */
+    std::vector<char> args;
+    std::vector<std::vector<int64_t>> added;          /* to the whole numbers of each buffer: all alike, or one by one */
+    bool any = false;
+};
+/* So far apart that no index fits 32 bits. */
+Far far_apart(const Problem& problem);
+
+/* One run on a copy of the memory. What comes back lies as the problem's own does, also after one far apart. */
+Outcome run(const Problem& problem, const hr::Kernels& kernels, int num_threads, const Far* far = nullptr);
+
+/* `selftest fuzz COUNT SEED FIRST`, and `selftest planted NAME`: a fault that has to be noticed. */
+int fuzz(int64_t count, uint64_t seed, int64_t first);
+int planted(const std::string& name);
+
 /* Stored numbers of a table, a weight or a cache: HR_F32, HR_F16, HR_BF16, finite ones. */
 void* stored(Problem& problem, int64_t type, int64_t count);
+/* Rows of K-quants, `count` weights in all, as they lie in a file. */
+uint8_t* k_blocks(Problem& problem, int64_t type, int64_t count);

@@ -1,4 +1,5 @@
 /* Problems of the operators that go row by row. */
+#include "isa/k_blocks.h"
 #include "selftest/problem.h"
 
 void* stored(Problem& p, int64_t type, int64_t count) {
@@ -15,16 +16,25 @@ void* stored(Problem& p, int64_t type, int64_t count) {
     return made;
 }
 
+uint8_t* k_blocks(Problem& p, int64_t type, int64_t count) {
+    const int64_t bytes = hr_format_k.row_bytes(count, type);
+    uint8_t* raw = p.make<uint8_t>(bytes);
+    for (int64_t i = 0; i < bytes; i++) raw[i] = (uint8_t)(p.random.next() & 0x7b); /* no d is infinite or NaN */
+    return raw;
+}
+
 namespace {
 
-int64_t rows_of(Problem& p) { return p.dims[HR_DIM_ROWS] = p.random.whole(1, 9); }
-int64_t width_of(Problem& p) { return p.random.whole(1, p.random.coin() ? 40 : 300); }
+int64_t rows_of(Problem& p) { return p.dims[HR_DIM_ROWS] = p.random.size(1, p.random.rarely(32, 70, 9)); }
+int64_t width_of(Problem& p) { return p.random.size(1, p.random.rarely(32, 5000, p.random.coin() ? 40 : 300)); }
+int64_t any_width_of(Problem& p) { return p.random.rarely(64, 0, width_of(p)); }
+int64_t vocab_of(Problem& p) { return p.random.rarely(512, 1 << 18, width_of(p)); }
 
 /* The fields of quantised rows, for any operator that has them. */
 template <class Args>
 void quantised(Problem& p, Args& a, int64_t width) {
     const int64_t groups[] = {32, 64, 128};
-    a.group = p.random.coin() ? groups[p.random.next() % 3] : width;
+    a.group = p.random.coin() ? p.random.rarely(2, 8 * p.random.whole(1, 40), groups[p.random.next() % 3]) : width;
     a.ld_q = (width + 63) / 64 * 64 + (p.random.coin() ? 64 : 0);
     a.ld_s = (width + a.group - 1) / a.group + (p.random.coin() ? 1 : 0);
     a.q = p.make<int8_t>(p.dims[0] * a.ld_q);
@@ -46,8 +56,11 @@ int64_t room(int64_t rows, int64_t ld, int64_t width) { return (rows - 1) * ld +
 void embedding(Problem& p) {
     HrArgs_embedding a = {};
     int64_t rows = rows_of(p), vocab = p.random.whole(1, 50);
-    a.width = width_of(p), a.type = p.random.whole(0, 2), a.scale = p.random.coin() ? 1.0 : 3.25;
-    a.ids = p.wholes(rows, 0, vocab - 1), a.table = stored(p, a.type, vocab * a.width);
+    a.type = p.random.whole(0, 3), a.scale = p.random.coin() ? 1.0 : 3.25, p.units = vocab;
+    a.width = a.type < 3 ? width_of(p) : HR_K_BLOCK * p.random.whole(1, 3);
+    if (a.type == 3) a.type = p.random.whole(HR_K_Q2, HR_K_Q6);
+    a.ids = p.wholes(rows, 0, vocab - 1);
+    a.table = a.type < HR_K_Q2 ? stored(p, a.type, vocab * a.width) : k_blocks(p, a.type, vocab * a.width);
     OUT(a.width);
     p.take(HR_OP_embedding, a);
 }
@@ -55,7 +68,7 @@ void embedding(Problem& p) {
 void select_rows(Problem& p) {
     HrArgs_select_rows a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p);
+    a.width = any_width_of(p);
     IN(a.width);
     a.dim = HR_DIM_LOGITS, p.dims[HR_DIM_LOGITS] = p.random.whole(1, rows);
     a.rows = p.wholes(p.dims[HR_DIM_LOGITS], 0, rows - 1);
@@ -91,7 +104,7 @@ void layer_norm(Problem& p) {
 void add(Problem& p) {
     HrArgs_add a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p);
+    a.width = any_width_of(p);
     IN(a.width);
     a.ld_y = strided(p, a.width), a.y = p.floats(room(rows, a.ld_y, a.width));
     if (p.random.coin()) a.out = (float*)a.x, a.ld_out = a.ld_x;
@@ -102,7 +115,7 @@ void add(Problem& p) {
 void scale(Problem& p) {
     HrArgs_scale a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p), a.factor = 0.3;
+    a.width = any_width_of(p), a.factor = 0.3;
     IN(a.width);
     OUT(a.width);
     p.take(HR_OP_scale, a);
@@ -111,7 +124,7 @@ void scale(Problem& p) {
 void softcap(Problem& p) {
     HrArgs_softcap a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p), a.cap = p.random.coin() ? 1.5 : 30.0;
+    a.width = any_width_of(p), a.cap = p.random.coin() ? 1.5 : 30.0;
     IN(a.width);
     OUT(a.width);
     p.take(HR_OP_softcap, a);
@@ -151,7 +164,7 @@ void gated(Problem& p) {
 void zero(Problem& p) {
     HrArgs_zero a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p);
+    a.width = any_width_of(p);
     OUT(a.width);
     p.take(HR_OP_zero, a);
 }
@@ -170,7 +183,7 @@ void finite(Problem& p) {
 void top_k(Problem& p) {
     HrArgs_top_k a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p), a.k = p.random.whole(1, a.width);
+    a.width = vocab_of(p), a.k = p.random.whole(1, a.width);
     IN(a.width);
     for (int64_t i = 0; i < 5; i++) { /* equal ones, and tokens that must never come */
         const int64_t at = p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1);
@@ -183,7 +196,7 @@ void top_k(Problem& p) {
 void choose(Problem& p) {
     HrArgs_choose a = {};
     const int64_t rows = rows_of(p);
-    a.width = width_of(p);
+    a.width = vocab_of(p);
     float* x = p.floats(rows * a.width);
     int64_t *begin = p.make<int64_t>(rows), *top_k = p.make<int64_t>(rows);
     double *greatest = p.make<double>(rows), *temperature = p.make<double>(rows), *floor = p.make<double>(rows);
@@ -209,7 +222,7 @@ void choose(Problem& p) {
 void route(Problem& p) {
     HrArgs_route a = {};
     int64_t rows = rows_of(p);
-    a.num_experts = p.random.whole(1, 70), a.top_k = p.random.whole(1, a.num_experts < 8 ? a.num_experts : 8);
+    a.num_experts = p.random.size(1, p.random.rarely(32, 600, 70)), a.top_k = p.random.whole(1, a.num_experts < 8 ? a.num_experts : 8);
     IN(a.num_experts);
     a.ids = p.make<int32_t>(rows * a.top_k), a.weights = p.make<float>(rows * a.top_k);
     p.take(HR_OP_route, a);
@@ -225,14 +238,14 @@ void moe_group(Problem& p) {
         for (int64_t i = 0; i < a.top_k; i++) ids[row * a.top_k + i] = (int32_t)((first + i) % a.num_experts);
     }
     a.ids = ids, a.weights = p.floats(rows * a.top_k), a.ld_list = rows;
-    a.first_dim = HR_DIM_FREE + p.random.whole(0, 5);
+    a.first_dim = p.random.rarely(8, hr::MAX_DIMS - a.num_experts, HR_DIM_FREE + p.random.whole(0, 5));
     a.lists = p.make<int32_t>(a.num_experts * rows), a.list_weights = p.make<float>(a.num_experts * rows);
     p.take(HR_OP_moe_group, a);
 }
 
 void moe_gather(Problem& p) {
     HrArgs_moe_gather a = {};
-    int64_t rows = rows_of(p), from = p.random.whole(rows, 12);
+    int64_t rows = rows_of(p), from = rows + p.random.whole(0, 5);
     a.width = width_of(p), a.list = p.wholes(rows, 0, from - 1);
     if (p.random.coin()) {
         a.ld_x = strided(p, a.width), a.x = p.floats(room(from, a.ld_x, a.width));
@@ -250,7 +263,7 @@ void moe_gather(Problem& p) {
 void moe_scatter(Problem& p) {
     HrArgs_moe_scatter a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p);
+    a.width = any_width_of(p);
     int32_t* list = p.make<int32_t>(rows);
     for (int64_t i = 0; i < rows; i++) list[i] = (int32_t)(rows - 1 - i);
     a.list = list, a.list_weights = p.floats(rows);

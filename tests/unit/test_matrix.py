@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.backends import make_backend
-from headrace.backends.cpu.matrix import MAX_IN, CpuMatrix
+from headrace.backends.cpu.matrix import MAX_GROUP, MAX_IN, CpuMatrix
 from headrace.backends.cpu.native import native
 from headrace.errors import CheckpointError
 from headrace.quant.base import QWeight, source_of
@@ -32,7 +32,7 @@ def test_codes_that_no_kernel_knows_are_dequantised(permuted: bool) -> None:
     assert np.array_equal(matrix.dense(), weight.dequantize().numpy())
 
 
-@pytest.mark.parametrize(("num_in", "group"), [(MAX_IN + 8, 32), (64, 12)])
+@pytest.mark.parametrize(("num_in", "group"), [(MAX_IN + 8, 32), (64, 12), (MAX_IN, MAX_GROUP + 8)])
 def test_what_would_overrun_the_kernels_is_refused(num_in: int, group: int) -> None:
     with pytest.raises(CheckpointError, match="native kernels take at most"):
         CpuMatrix("layer", "i4", np.zeros(64, np.uint8), num_in, 1, group, 0)

@@ -26,6 +26,9 @@ ACT_GROUP = 128
 MAX_IN = 2**18
 """Inputs of a matrix whose quantised rows fit the kernels' scratch."""
 
+MAX_GROUP = 2**17
+"""Inputs with one scale, whose products of 8 bits add up in 32."""
+
 SLAB_NUMBERS = 2**22
 """Weights that are asked of a source at once."""
 
@@ -73,10 +76,10 @@ class CpuMatrix:
 
     def __post_init__(self) -> None:
         # The kernels trust both, wherever the matrix came from: quantised rows must fit their scratch.
-        if self.kind != "f" and (self.num_in > MAX_IN or self.group % 8):
+        if self.kind != "f" and (self.num_in > MAX_IN or self.group % 8 or self.group > MAX_GROUP):
             raise CheckpointError(
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}; the native kernels take at most "
-                f"{MAX_IN}, and groups that are multiples of 8"
+                f"{MAX_IN}, and groups that are multiples of 8 of at most {MAX_GROUP}"
             )
         if self.kind in NUM_FORMS and not 0 <= self.flag < NUM_FORMS[self.kind]:
             raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {self.flag}")

@@ -1,0 +1,250 @@
+/* Shapes without end: every operator of every ISA and every packer, in sizes at and beside the borders of blocks, with
+ * nothing to do, and with rows so far apart that 32 bits do not count them. The bits are those of scalar, the memory is
+ * exactly as long as the contract says, and the sanitizers look on. Arguments that a tape must refuse are refused. */
+#include <sanitizer/common_interface_defs.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "isa/linear_layout.h"
+#include "selftest/problem.h"
+
+namespace hr_planted { /* planted.cpp */
+void add(const HrArgs_add* args, HrTask* task);
+}
+
+namespace {
+
+struct Count {
+    int64_t shapes = 0, runs = 0;
+};
+std::map<std::string, Count> counts;
+int64_t far_runs = 0, empty_runs = 0, refusals = 0, failures = 0;
+char now[200];
+
+void tell_where() { fprintf(stderr, "\nwhile at %s\n", now); }
+
+void fail(const char* why) {
+    printf("%s: %s\n", why, now);
+    failures++;
+}
+
+/* The answer of a tape to arguments that it has to refuse. */
+bool refused(int op, const std::vector<char>& args) {
+    Buffer exact(args.size());
+    if (!args.empty()) memcpy(exact.data, args.data(), args.size());
+    try {
+        hr::Tape(hr::choose("scalar")).add(op, exact.data, args.size());
+    } catch (const std::invalid_argument&) {
+        refusals++;
+        return true;
+    }
+    return false;
+}
+
+void refuse_all(const Problem& p) {
+    for (size_t size : {(size_t)0, (size_t)8, p.args.size() - 8, p.args.size() + 8}) {
+        std::vector<char> args = p.args;
+        args.resize(size);
+        if (!refused(p.op, args)) fail("TAKEN: arguments of another size");
+    }
+    const auto with = [&](size_t at, int64_t value) {
+        std::vector<char> args = p.args;
+        memcpy(&args[at], &value, 8);
+        if (!refused(p.op, args)) fail("TAKEN: a dimension that is not there");
+    };
+    for (int64_t dim : {(int64_t)-1, (int64_t)hr::MAX_DIMS, (int64_t)1 << 32, INT64_MIN, INT64_MAX}) with(0, dim);
+    if (p.op != HR_OP_moe_group) return;
+    for (int64_t first : {(int64_t)0, (int64_t)HR_DIM_FREE - 1, (int64_t)hr::MAX_DIMS, INT64_MIN, INT64_MAX})
+        with(offsetof(HrArgs_moe_group, first_dim), first);
+    for (int64_t num : {(int64_t)0, (int64_t)-1, (int64_t)hr::MAX_DIMS, INT64_MIN, INT64_MAX})
+        with(offsetof(HrArgs_moe_group, num_experts), num);
+}
+
+int64_t trial(const Named& named, uint64_t seed) {
+    Problem problem(seed, true);
+    named.build(problem);
+    const std::vector<const HrKernelTable*>& tables = hr::tables();
+    static const hr::Kernels scalar = hr::choose("scalar");
+    const Outcome expected = run(problem, scalar, 1);
+    int64_t runs = 1;
+    for (const HrKernelTable* table : tables) {
+        if (!table->op[problem.op]) continue;
+        const int threads = (int)problem.random.whole(1, 5);
+        if (table == tables[0] && (threads == 1 || problem.random.next() % 4)) continue;
+        runs++;
+        if (!(expected == run(problem, hr::choose(table->isa), threads))) fail("DIFFERS");
+    }
+    const hr::Kernels some = hr::choose(tables[problem.random.next() % tables.size()]->isa);
+    if (problem.random.next() % 4 == 0) {
+        const Far far = far_apart(problem);
+        if (far.any) {
+            runs++, far_runs++;
+            if (!(expected == run(problem, some, 2, &far))) fail("DIFFERS far apart");
+        }
+    }
+    if (problem.random.next() % 16 == 0) refuse_all(problem);
+    if (problem.random.next() % 16 == 0) {
+        problem.dims = {0, 0, 0}, runs++, empty_runs++;
+        const Outcome left = run(problem, some, 2);
+        for (size_t b = 0; b < problem.buffers.size(); b++)
+            if (!std::equal(left.memory[b].begin(), left.memory[b].end(), problem.buffers[b]->data))
+                fail("WRITTEN for no rows");
+    }
+    return runs;
+}
+
+/* A matrix packed at once and in parts: the same bytes; unpacked: the numbers that went in. */
+int64_t packing(const std::string& name, uint64_t seed) {
+    Problem p(seed, true);
+    const bool i4 = name == "i4", i6 = name == "i6", i8 = name == "i8", k = name == "k", f = name == "f";
+    const HrFormat& format = i4 ? hr_format_i4 : i6 ? hr_format_i6 : i8 ? hr_format_i8 : k ? hr_format_k : hr_format_f;
+    const int64_t num_out = p.random.size(1, 200), num_in = k ? 256 * p.random.whole(1, 3) : p.random.size(1, 300);
+    const int64_t whole_row = (num_in + 7) / 8 * 8;
+    const int64_t group = k ? 32 : p.random.coin() ? whole_row : 8 * p.random.whole(1, 20);
+    const int64_t groups = (num_in + group - 1) / group;
+    const int64_t flag = i4 ? p.random.whole(0, 4) : i6 ? p.random.whole(0, 1) : i8 ? (p.random.coin() ? group : 0)
+                         : k ? p.random.whole(HR_K_Q2, HR_K_Q6) : p.random.whole(0, 2);
+    const bool exact = i8 && flag == 0, mins = (i4 || i6) && flag == HR_FORM_MIN;
+    const int64_t per_row = exact ? 1 : groups, row_bytes = format.row_bytes(num_in, flag);
+    const int64_t count = num_out * num_in;
+    void* codes = k ? k_blocks(p, flag, count) : f ? stored(p, flag, count) : p.make<int8_t>(count);
+    for (int64_t i = 0; i < count && !k && !f; i++)
+        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i4 ? 15 : 63));
+    float *d = p.floats(num_out * per_row), *m = p.floats(num_out * per_row);
+    for (int64_t i = 0; i < num_out * per_row && !exact; i++) /* numbers of f16 */
+        d[i] = (float)p.random.whole(-2048, 2048) * 0x1p-8f, m[i] = (float)p.random.whole(-2048, 2048) * 0x1p-6f;
+
+    const int64_t bytes = (int64_t)format.packed_bytes(num_out, num_in, group, flag);
+    char *at_once = p.make<char>(bytes), *in_parts = p.make<char>(bytes);
+    for (int parts = 0; parts < 2; parts++)
+        for (int64_t first = 0, last; first < num_out; first = last) {
+            last = parts ? std::min(num_out, first + format.panel * p.random.whole(1, 3)) : num_out;
+            Problem own(seed); /* memory of the part alone */
+            const int64_t rows = last - first;
+            char* part = own.make<char>(rows * row_bytes);
+            float *part_d = own.make<float>(rows * per_row), *part_m = own.make<float>(rows * per_row);
+            memcpy(part, (char*)codes + first * row_bytes, (size_t)(rows * row_bytes));
+            memcpy(part_d, d + first * per_row, (size_t)(rows * per_row) * 4);
+            memcpy(part_m, m + first * per_row, (size_t)(rows * per_row) * 4);
+            format.pack(part, k || f ? nullptr : part_d, mins ? part_m : nullptr, num_in, group, flag, first, last,
+                        num_out, parts ? in_parts : at_once);
+        }
+    if (memcmp(at_once, in_parts, (size_t)bytes)) fail("DIFFERS in parts");
+
+    /* What the weights are: rows of a table for floats and K-quants, code * d + m for the others. */
+    Problem table(seed);
+    float* expected = table.make<float>(count);
+    std::vector<int32_t> ids((size_t)num_out);
+    if (k || f) {
+        for (int64_t i = 0; i < num_out; i++) ids[(size_t)i] = (int32_t)i;
+        HrArgs_embedding a = {};
+        a.ids = ids.data(), a.table = codes, a.type = flag, a.scale = 1;
+        a.width = a.ld_out = num_in, a.out = expected;
+        hr::Tape tape(hr::choose("scalar"));
+        tape.add(HR_OP_embedding, &a, sizeof a);
+        tape.dims()[0] = num_out, tape.run(0, 1, 1, nullptr);
+    }
+    for (int64_t i = 0; i < count && !k && !f; i++) {
+        const int64_t at = i / num_in * per_row + (exact ? 0 : i % num_in / group);
+        const int code = ((int8_t*)codes)[i];
+        const int8_t* book = i4 ? hr_book(flag) : nullptr;
+        const float product = (float)(book ? book[code] : i8 || mins ? code : code - (i4 ? 8 : 32)) * d[at];
+        expected[i] = mins ? product + m[at] : product;
+    }
+    float* row = p.make<float>(num_in);
+    for (int64_t i = 0; i < num_out; i++) {
+        format.unpack_row(at_once, num_out, num_in, group, flag, i, row);
+        if (memcmp(row, expected + i * num_in, (size_t)num_in * 4)) return fail("DIFFERS unpacked"), 1;
+    }
+    return 1;
+}
+
+/* x + y with an index of 32 bits. */
+void narrow_add(const void* raw, HrTask* task) {
+    const HrArgs_add* a = (const HrArgs_add*)raw;
+    for (int32_t row = 0; row < task->dims[a->dim] && task->tid == 0; row++)
+        for (int64_t i = 0; i < a->width; i++)
+            a->out[row * a->ld_out + i] = a->x[(uint32_t)row * (uint32_t)a->ld_x + i] + a->y[row * a->ld_y + i];
+}
+
+void greedy_add(const void*, HrTask* task) { ((char*)task->scratch)[HR_SCRATCH_BYTES] = 1; }
+
+/* A fault in a process of its own: true if the sanitizers or the comparison tell. */
+bool noticed(const std::string& name) {
+    char own[4096] = {};
+    if (readlink("/proc/self/exe", own, sizeof own - 1) < 0) return false;
+    FILE* told = popen(("'" + std::string(own) + "' planted " + name + " 2>&1").c_str(), "r");
+    if (!told) return false;
+    std::string text;
+    char part[4096];
+    while (size_t n = fread(part, 1, sizeof part, told)) text.append(part, n);
+    const bool ended_well = pclose(told) == 0;
+    const char* sign = name == "narrow-index" ? "DIFFERS far apart" : "AddressSanitizer: heap-buffer-overflow";
+    return !ended_well && text.find(sign) != std::string::npos;
+}
+
+const char* const faults[] = {"one-too-many", "narrow-index", "scratch"};
+
+}  // namespace
+
+int planted(const std::string& name) {
+    hr::Kernels wrong = hr::choose("scalar");
+    wrong.op[HR_OP_add] = name == "scratch" ? greedy_add : narrow_add;
+    if (name == "one-too-many") wrong.op[HR_OP_add] = (HrOpFn)hr_planted::add;
+    for (uint64_t seed = 0; seed < 50; seed++) {
+        Problem problem(seed, true);
+        for (const Named& named : row_problems)
+            if (strcmp(named.op, "add") == 0) named.build(problem);
+        const Far far = far_apart(problem);
+        const bool wide = name == "narrow-index";
+        if (wide && !far.any) continue;
+        if (run(problem, hr::choose("scalar"), 1) == run(problem, wrong, 1, wide ? &far : nullptr)) continue;
+        printf("DIFFERS%s\n", wide ? " far apart" : "");
+        return 1;
+    }
+    return 0;
+}
+
+int fuzz(int64_t count, uint64_t seed, int64_t first) {
+    std::vector<Named> all = row_problems;
+    all.insert(all.end(), layer_problems.begin(), layer_problems.end());
+    static const char* const formats[] = {"i4", "i6", "i8", "k", "f"};
+    const int64_t kinds = (int64_t)all.size() + 5;
+    __sanitizer_set_death_callback(tell_where);
+    std::string caught;
+    for (const char* name : faults) {
+        const bool seen = noticed(name);
+        caught += std::string(caught.empty() ? "" : ", ") + "\"" + name + "\": " + (seen ? "true" : "false");
+        if (!seen) snprintf(now, sizeof now, "%s", name), fail("NOT NOTICED");
+    }
+    for (int64_t i = first; i < first + count; i++) {
+        const int64_t kind = i % kinds;
+        const bool packer = kind >= (int64_t)all.size();
+        const std::string format = packer ? formats[kind - (int64_t)all.size()] : "";
+        const std::string name = packer ? "pack_" + format : all[(size_t)kind].op;
+        snprintf(now, sizeof now, "%s (again: selftest fuzz 1 %lld %lld)", name.c_str(), (long long)seed, (long long)i);
+        const uint64_t own = seed * 1000000007u + (uint64_t)i;
+        Count& counted = counts[name];
+        counted.shapes++;
+        counted.runs += packer ? packing(format, own) : trial(all[(size_t)kind], own);
+    }
+    int64_t runs = 0;
+    std::string operators, isas;
+    for (const auto& [name, counted] : counts) {
+        runs += counted.runs;
+        operators += (operators.empty() ? "\"" : ", \"") + name + "\": {\"shapes\": " + std::to_string(counted.shapes) +
+                     ", \"runs\": " + std::to_string(counted.runs) + "}";
+    }
+    for (const HrKernelTable* table : hr::tables())
+        isas += std::string(isas.empty() ? "\"" : ", \"") + table->isa + "\"";
+    const std::pair<const char*, int64_t> told[] = {
+        {"shapes", count},       {"runs", runs},               {"seed", (int64_t)seed},  {"first", first},
+        {"far_apart", far_runs}, {"without_rows", empty_runs}, {"refused", refusals},    {"failures", failures}};
+    printf("{\"isas\": [%s], \"planted_noticed\": {%s}, ", isas.c_str(), caught.c_str());
+    for (const auto& [name, number] : told) printf("\"%s\": %lld, ", name, (long long)number);
+    printf("\"operators\": {%s}}\n", operators.c_str());
+    return failures ? 1 : 0;
+}
