@@ -40,6 +40,8 @@ ASKING_SHARE = 0.004
 """Of all time, for finding out that nobody is worth a guess."""
 MAX_REST = 256
 """Steps without a question."""
+SAMPLES = 3
+"""Steps of about so many rows that tell what one costs."""
 EVERY = 8
 """Steps between two looks at the whole, unless the load changes."""
 MARGIN = 1.03
@@ -65,11 +67,15 @@ class Costs:
         # One slow step is an accident, several are news.
         told = min(max(seconds, 0.5 * before), 1.6 * before)
         share = max(1.0 / (count + 1), min(0.6, 1.0 - 0.9 ** (self._now - last)), 0.1)
-        self._seen[bucket] = before + share * (told - before), count + 1, self._now
+        # Accidents make steps slow, never fast.
+        now = before + share * (told - before) if count >= SAMPLES else min(before, seconds)
+        self._seen[bucket] = now, count + 1, self._now
         self._stale = True
 
     def known(self, num_rows: int) -> bool:
-        return _bucket(num_rows) in self._seen
+        """Whether steps of about so many rows were seen often enough."""
+        near = num_rows // 5
+        return sum(count for rows, (_, count, _) in self._seen.items() if abs(rows - num_rows) <= near) >= SAMPLES
 
     def of(self, num_rows: float) -> float:
         """Seconds of a step of so many rows; 0 while nothing is known."""
@@ -177,6 +183,7 @@ class Pace:
         self._rested = -EVERY
         self._num_planned = 0
         self._num_stepped = self._num_tried = 0
+        self._was_drafting = self._rests_on = False
         # The sequence that is tried out (its id + 1), and what that costs; what a token is worth.
         self._probing = 0
         self._num_probes = 0
@@ -201,7 +208,9 @@ class Pace:
         self._probing = 0
         self._trying = False
         depths = [0] * len(wanted)
-        if self._bar < NEVER and not self._rests(base):
+        if self._bar < NEVER:
+            if self._rests(base):
+                return depths
             depths = [min(most, self._depth(seq_id)) for seq_id, most in wanted]
             self._trim(depths)
         self._probe(wanted, depths, base)
@@ -229,9 +238,12 @@ class Pace:
         """A step of so many rows and sequences took as long, the last of `num_steps`."""
         if num_rows < 1 or not 0.0 < seconds < math.inf:
             return
-        if self._num_stepped or num_rows == num_seqs:
-            # The first prompt also pays for memory that is touched for the first time.
+        # The first prompt also pays for memory that is touched for the first time, and the first step after a draft for
+        # what the drafter has put into the caches: one without guesses is to be as if there had been none.
+        cold = num_steps == 1 and self._was_drafting and not self._num_planned
+        if not cold and (self._num_stepped or num_rows == num_seqs):
             self.costs.add(num_rows, seconds)
+        self._was_drafting = self._num_planned > 0
         self._num_stepped += 1
         self._num_tried += self._num_planned > 0
         # What is there without drafts: sequences, and the prompts that are computed beside them.
@@ -400,9 +412,12 @@ class Pace:
         return self._drafting[nearest] * 2.0 ** max(0, bucket - nearest)
 
     def _rests(self, base: int) -> bool:
-        """Whether this is to be a plain step, so that it is known what drafting is better than."""
+        """Whether this is to be a plain step, so that it is known what drafting is better than: the second of two."""
+        if self._rests_on:
+            self._rests_on = False
+            return True
         since = self._step - self._rested
-        loss = self.costs.of(base) * max(0.0, 1.0 - 1.0 / self._gain)
+        loss = 2.0 * self.costs.of(base) * max(0.0, 1.0 - 1.0 / self._gain)
         if self.costs.known(base):
             if since <= EVERY or self._credit < loss:
                 return False
@@ -410,6 +425,7 @@ class Pace:
         elif since <= 2:
             return False
         self._rested = self._step
+        self._rests_on = self._num_tried > 0
         return True
 
     def _probe(self, wanted: Sequence[tuple[int, int]], depths: list[int], base: int) -> None:
