@@ -2,8 +2,8 @@
 
 Cosmic Ray's operators change one place of the scheduler's files at a time; a mutant is killed if the simulation, the
 unit tests of `core` or the planted bugs fail with it. Each runs in a process forked for it, which gets the changed
-source from memory: no file is touched. Mutants are a seeded sample of all, less those that change nothing by construction
-(annotations, what does not compile). Needs Cosmic Ray, whose operators alone are used:
+source from memory: no file is touched. Mutants are a seeded sample of all, less those that change nothing by
+construction (annotations, what does not compile). Needs Cosmic Ray, whose operators alone are used:
 
     pip install --no-deps --target build/mutation cosmic-ray==8.7.0 parso==0.8.7 stevedore==5.10.0
 
