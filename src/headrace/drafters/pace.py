@@ -26,6 +26,9 @@ GLOBAL_FADE = 0.98
 WEIGHT = 6.0
 """Drafts' worth of what is known of all others, in what is thought of one sequence."""
 FIRST_CHANCE = 0.7
+ANSWER_SHARE = 0.05
+"""Of one question in what is known of all."""
+LEAST_ANSWERS = 0.02
 FIRST_TRIES = 2
 """Steps with guesses before anything is judged, and the sequences whose worth of rows they may have."""
 MOST_AT_FIRST = 4
@@ -36,7 +39,7 @@ LEAST_LOSS = 0.05
 """What trying is taken to cost at least, in steps."""
 MAX_CREDIT_STEPS = 3.0
 MAX_DEBT_STEPS = 25.0
-ASKING_SHARE = 0.004
+ASKING_SHARE = 0.002
 """Of all time, for finding out that nobody is worth a guess."""
 MAX_REST = 256
 """Steps without a question."""
@@ -193,6 +196,8 @@ class Pace:
         self._trying = False
         self._trying_seconds = 0.0
         self._asking = 0.0
+        # Of questions, those that a drafter has an answer to.
+        self._answered = 1.0
 
     def nodes(self, depth: int) -> int:
         """Tokens of a draft of some depth, over all branches."""
@@ -270,11 +275,12 @@ class Pace:
             return 0
         return min(MAX_REST, int(self._asking * num_seqs / (ASKING_SHARE * plain)))
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool = False) -> None:
-        """Drafts for so many sequences, of this depth at most, took as long. `is_behind`: some of that was to catch up
-        with what the sequences said while nobody asked."""
+    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool = False, num_empty: int = 0) -> None:
+        """Drafts for so many sequences, of this depth at most, took as long; `num_empty` have none. `is_behind`: some
+        of that was to catch up with what the sequences said while nobody asked."""
         if depth < 1 or num_seqs < 1 or not 0.0 <= seconds < math.inf:
             return
+        self._answered += ANSWER_SHARE * (1.0 - num_empty / num_seqs - self._answered)
         if self._trying:
             more = max(0.0, seconds - self._trying_seconds)
             self._credit = max(self._credit - more, min(self._credit, -MAX_DEBT_STEPS * self.costs.of(self._base)))
@@ -333,7 +339,8 @@ class Pace:
             deepest = max(deepest, depth)
             if place + 1 < len(offers) and offers[place + 1][0] == worth:
                 continue
-            rate = num_tokens / (costs.of(rows) + deepest * per_depth + asking)
+            # Who was asked and has no answer has been asked nevertheless.
+            rate = num_tokens / (costs.of(rows) + (deepest * per_depth + asking) / max(self._answered, LEAST_ANSWERS))
             # No leap into the dark: what is far beyond all that was seen may cost anything.
             if rate > best and rows <= max(1.25 * costs.most_rows, base) + 8:
                 best, gain, limit = rate, rate * plain / len(wanted), deepest

@@ -40,7 +40,7 @@ class Plan(Protocol):
 
     def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int) -> None: ...
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool) -> None: ...
+    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool, num_empty: int) -> None: ...
 
     def asked(self, num_seqs: int, seconds: float) -> None: ...
 
@@ -66,7 +66,7 @@ class Steady:
     def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int) -> None:
         return None
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool) -> None:
+    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool, num_empty: int) -> None:
         return None
 
     def asked(self, num_seqs: int, seconds: float) -> None:
@@ -223,7 +223,8 @@ class Speculator:
                 self._said[context.seq_id] = draft
                 result.drafts[i] = DraftTokens(list(draft.token_ids), list(draft.parents or []))
         depth = max(context.num_drafts for context in contexts)
-        self.plan.drafted(len(asked), depth, self.clock() - begin, is_behind)
+        num_empty = sum(not draft.token_ids for draft in drafts)
+        self.plan.drafted(len(asked), depth, self.clock() - begin, is_behind, num_empty)
 
     def _room(self, params: SamplingParams, num_tokens: int, num_generated: int, last: int) -> int:
         """How many guesses could be kept: none for a sequence that is at its end."""

@@ -212,6 +212,18 @@ def test_asking_costs_no_more_than_its_share() -> None:
     assert pace.rest(1) == 0
 
 
+@pytest.mark.parametrize(("num_empty", "rests"), [(1, True), (0, False)])
+def test_questions_without_an_answer_count(num_empty: int, rests: bool) -> None:
+    """Guesses that are right are not worth it if they are seldom there and asking takes a step."""
+    world, pace = World(small, [0.9]), Pace(4, 4)
+    for _ in range(300):
+        world.step(pace, 4)
+        pace.asked(1, 600e-6)
+        pace.drafted(1, 4, 0.0, num_empty=num_empty)
+        pace.drafted(1, 4, 0.0, num_empty=num_empty)
+    assert (pace.rest(1) > 0) == rests
+
+
 def test_catching_up_is_paid_for_and_is_not_what_drafting_costs() -> None:
     world, pace = World(small, [0.0], draft_seconds=0.002), Pace(4, 4)
     world.run(pace, 300)
