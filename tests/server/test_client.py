@@ -160,6 +160,24 @@ def test_R_02_an_engine_that_freezes_while_idle_is_found_too() -> None:
     assert run(client, work) == undisturbed(requests(2))
 
 
+def test_R_02_an_engine_that_freezes_while_it_starts_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
+    client = child()
+    client.watchdog = Watchdog(0.4)
+
+    async def work(client: EngineClient) -> object:
+        client._start_seconds = 1000.0  # A start may take long.
+        first = pid_of(client)
+        os.kill(first, signal.SIGKILL)
+        while client._link.pid in (None, first):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.005)
+        os.kill(pid_of(client), signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            return await read(client.submit(requests(2)))
+
+    assert run(client, work) == undisturbed(requests(2))
+    assert "the engine did not start within" in caplog.text
+
+
 def test_control_without_a_watchdog_a_frozen_engine_hangs() -> None:
     client = child(delay=0.005)
     client.watchdog = Watchdog(0)

@@ -155,20 +155,35 @@ class EngineClient:
         return self.admission.num_waiting
 
     async def _launch(self) -> None:
-        """Start an engine. One that takes much longer than the first did is frozen."""
+        """Start an engine. One that takes much longer than the first did, or stands still, is frozen."""
         self._proven = False
         began = time.monotonic()
         limit = max(self.watchdog.timeout, START_PATIENCE * self._start_seconds) if self._start_seconds else None
         try:
-            async with asyncio.timeout(limit or None):
-                self._info = await self._link.start(self._on_message, self._on_lost)
+            async with asyncio.timeout(limit or None) as until:
+                watching = asyncio.create_task(self._watch_start(until))
+                try:
+                    self._info = await self._link.start(self._on_message, self._on_lost)
+                finally:
+                    watching.cancel()
         except TimeoutError:
             await self._link.kill()
-            raise EngineDeadError(f"the engine did not start within {limit:.0f} s") from None
+            raise EngineDeadError(f"the engine did not start within {time.monotonic() - began:.0f} s") from None
         self._start_seconds = self._start_seconds or time.monotonic() - began
         self.stats = Stats(num_blocks=self._info.num_blocks)
         self._alive = True
         self.watchdog.starts_anew()
+
+    async def _watch_start(self, until: asyncio.Timeout) -> None:
+        """End a start, but for the first, in which no processor is used or waited for as long as a watchdog waits."""
+        dog = Watchdog(self.watchdog.timeout)
+        while self._start_seconds and dog.timeout and not self._link.in_process:
+            if (usage := self._link.usage()) is not None:
+                dog.tick(time.monotonic(), usage)
+            if dog.frozen >= dog.timeout:
+                until.reschedule(asyncio.get_running_loop().time())
+                return
+            await asyncio.sleep(dog.interval)
 
     async def answers(self, seconds: float = 1.0) -> bool:
         """Whether the engine is heard of within a second, or computes."""
