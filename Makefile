@@ -102,10 +102,11 @@ native: $(STAMP)  ## compile what was edited in csrc/ and put the extension into
 	$(BIN)/cmake --build $(NATIVE)
 	$(BIN)/cmake --install $(NATIVE) --prefix $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') >/dev/null
 
+# SANITIZE=thread looks for races of the thread team instead, in a build of its own.
 native-test: $(STAMP)  ## the operators of every ISA against scalar, in C++ alone, with the address and undefined sanitizers
-	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
-	$(BIN)/cmake --build $(TESTED)
-	$(TESTED)/selftest
+	$(TOOLS) cmake -S . -B $(TESTED)$(SANITIZE:%=-%) -G Ninja -DHEADRACE_SELFTEST=ON $(SANITIZE:%=-DHEADRACE_SANITIZE=%) >/dev/null
+	$(BIN)/cmake --build $(TESTED)$(SANITIZE:%=-%)
+	$(TESTED)$(SANITIZE:%=-%)/selftest
 
 fuzz-kernels: $(STAMP)  ## the same on random shapes, 100,000 at a time (ARGS="COUNT SEED FIRST"); counts in bench/results
 	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
