@@ -117,7 +117,7 @@ def test_what_is_wrong_is_told(native: ModuleType) -> None:
         tape.add("zreo", right)
     with pytest.raises(ValueError, match="zero takes 32 bytes of arguments, not 31"):
         tape.add("zero", right[:-1])
-    for dim in (-1, FREE + 8192):
+    for dim in (-1, FREE + 8192, 2**63 - 1):
         with pytest.raises(ValueError, match=r"zero: dim must be 0 \.\.\. 8194"):
             tape.add("zero", pack("zero", dim=dim, out=0, ld_out=1, width=1))
     group = dict.fromkeys(fields()["moe_group"][1], 0)
