@@ -86,13 +86,20 @@ class Campaign:
             return
         async with httpx.AsyncClient(timeout=10) as client:
             red = False
-            while not (red and (await client.get(f"{self.served.url}/health/ready")).status_code == 200):
+            while not (red and await self._is_ready(client)):
                 red = red or not is_live(engine)
                 if time.monotonic() - began > STREAM_S:
                     self.problems.append(f"not ready {STREAM_S:.0f} s after {kind}")
                     return
                 await asyncio.sleep(0.02)
         self.recoveries.append(time.monotonic() - began)
+
+    async def _is_ready(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(f"{self.served.url}/health/ready")).status_code == 200
+        except httpx.TransportError as error:
+            self.counts[f"probes without an answer: {type(error).__name__}"] += 1
+            return False
 
     async def _starve(self, engine: psutil.Process) -> bool:
         """No more memory than it has, and somebody who wants more. Returns whether it died."""

@@ -90,7 +90,15 @@ def asked(seed: int, max_tokens: int = 96) -> Asked:
 
 
 async def read(client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], None] = lambda: None) -> Told:
-    """Open `one` as a stream and read it to its end. `seen` is called at each event."""
+    """Open `one` as a stream and read it to its end. `seen` is called at each event. A connection that breaks, or is
+    silent for too long, is an error of what is told."""
+    try:
+        return await _read(client, url, one, seen)
+    except httpx.TransportError as error:
+        return Told(0, {}, type(error).__name__)
+
+
+async def _read(client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], None]) -> Told:
     answers: dict[int, dict[str, Any]] = {}
     error = ""
     ended = False
