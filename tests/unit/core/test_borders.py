@@ -267,15 +267,17 @@ def test_who_guesses_is_told_who_ended(speculates: bool) -> None:
 
 
 def test_who_was_thrown_out_in_a_step_holds_up_nobody_behind() -> None:
-    bench = Bench(num_blocks=5, policy="priority", long_prefill_token_threshold=3, enable_prefix_caching=False)
-    bench.add("edge", 3, priority=-1, max_tokens=12, ignore_eos=True)
-    bench.add("low", [9] * 8, priority=5, max_tokens=2)
-    bench.step()
-    bench.add("high", [8] * 6, priority=0, max_tokens=2)
-    bench.step()
-    # `edge` needs a block and `low` has to give it.
-    assert bench.step() == {"edge": (4, 1), "high": (3, 3)}
-    assert [seq.request_id for seq in bench.scheduler.running] == ["edge", "high"]
+    bench = Bench(num_blocks=6, policy="priority", long_prefill_token_threshold=1, enable_prefix_caching=False)
+    bench.add("edge", 1, priority=-1, max_tokens=12, ignore_eos=True)
+    bench.add("low", [9] * 12, priority=5, max_tokens=2)
+    for _ in range(2):
+        bench.step()
+    bench.add("high", [8] * 8, priority=0, max_tokens=2)
+    for _ in range(6):
+        bench.step()
+    assert [seq.request_id for seq in bench.scheduler.running] == ["edge", "low", "high"]
+    # `edge` needs a block, and `low`, which was to compute before `high`, has to give it.
+    assert bench.step() == {"edge": (8, 1), "high": (6, 1)}
 
 
 def test_growing_into_what_is_held_asks_for_nothing() -> None:
