@@ -169,6 +169,7 @@ class Runner:
     def _compute(self, batch: ScheduledBatch, pieces: list[Piece], result: StepResult) -> None:
         trials: list[Trial] = []
         rows: list[int] = []
+        guessed: list[tuple[Trial, int, int]] = []
         asked = []
         wanted = []
         copies: list[tuple[int, int]] = []
@@ -186,8 +187,11 @@ class Runner:
                 trials.append(Trial(i, batch.drafts[i] if piece.nodes else NO_DRAFT, {-1: len(rows)}))
                 rows.append(row - 1 - len(piece.nodes))
             for place, node in enumerate(piece.nodes, row - len(piece.nodes)):
-                trials[-1].rows[node] = len(rows)
-                rows.append(place)
+                guessed.append((trials[-1], node, place))
+        # Behind those that are drawn from in any case, which then lie side by side.
+        for trial, node, place in guessed:
+            trial.rows[node] = len(rows)
+            rows.append(place)
         first = rows if len(rows) <= self.program.max_logits else []
         chunks = Chunks(
             [piece.start for piece in pieces],

@@ -193,7 +193,8 @@ class Rounds:
             self._row(batch, trial, logits.best[at], masks.get(trial.chunk_id))
             for trial, at in zip(trials, places, strict=True)
         ]
-        numbers = logits.rows if places == list(range(len(logits.rows))) else logits.rows[places]
+        num = len(places)
+        numbers = logits.rows[:num] if places == list(range(num)) else logits.rows[places]
         drawn = self.sampler.sample_rows(numbers, rows)
         for k, (trial, row) in enumerate(zip(trials, rows, strict=True)):
             if not trial.coupled and rejects(row) and trial.children():
