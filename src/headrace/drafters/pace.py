@@ -190,7 +190,7 @@ class Pace:
         # The sequence that is tried out (its id + 1), and what that costs; what a token is worth.
         self._probing = 0
         self._num_probes = 0
-        self._probe_loss = 0.0
+        self._probe_loss = self._probe_step = 0.0
         self._token_seconds = 0.0
         # Whether only that is drafted for, and what drafting is thought to cost then; what planning costs a sequence.
         self._trying = False
@@ -249,6 +249,10 @@ class Pace:
         if not cold and (self._num_stepped or num_rows == num_seqs):
             self.costs.add(num_rows, seconds)
         self._was_drafting = self._num_planned > 0
+        if self._probe_step:
+            # What it took beyond what was thought, as far as that is no accident.
+            self._credit -= min(max(0.0, seconds - self._probe_step), self._probe_step)
+            self._probe_step = 0.0
         self._num_stepped += 1
         self._num_tried += self._num_planned > 0
         # What is there without drafts: sequences, and the prompts that are computed beside them.
@@ -455,6 +459,7 @@ class Pace:
             return
         self._num_probes += 1
         self._credit -= loss
+        self._probe_step = self.costs.of(rows + more)
         self._probe_loss = loss
         self._token_seconds = plain / len(wanted)
         for place in heapq.nsmallest(width, idle, key=lambda i: self._told(wanted[i][0])):
