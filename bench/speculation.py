@@ -137,9 +137,11 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def render() -> None:
-    rows = json.loads((RESULTS / f"{NAME}.json").read_text())["result"]["rows"]
+    kept = json.loads((RESULTS / f"{NAME}.json").read_text())
+    where = f"{kept['host']['cpu']['name']}, commit {kept['commit']}, {kept['date']}"
+    told = f"Measured on {where}; the machine's load before it: {kept['load_before']:.1f}."
     text = PAGE.read_text(encoding="utf-8")
-    made = "\n".join([START, *tables(rows), END])
+    made = "\n".join([START, *tables(kept["result"]["rows"]), "", told, END])
     text, count = re.subn(f"{re.escape(START)}.*?{re.escape(END)}", lambda _: made, text, flags=re.DOTALL)
     if count != 1:
         raise SystemExit(f"{PAGE.name} has {count} places for the tables")
