@@ -198,6 +198,13 @@ def test_I_3_a_cached_block_in_both_lists_is_found() -> None:
         pool.check([])
 
 
+def test_I_3_a_block_twice_in_the_free_list_is_called_so() -> None:
+    pool = BlockPool(4, 2)
+    pool.free[0] = pool.free[1]
+    with pytest.raises(InvariantError, match="I-3: a block is twice in the free list"):
+        pool.check([])
+
+
 def test_steps_tokens_and_hits_are_counted() -> None:
     bench = Bench(num_blocks=8, max_num_batched_tokens=8)
     bench.add("a", 10, max_tokens=3)
@@ -235,10 +242,9 @@ def test_blocks_are_published_when_they_are_full_and_not_looked_at_before() -> N
     for _ in range(3):
         bench.step()
     assert (seq.num_published, seq.publish_at) == (3, 16)
-    bench.add("b", [1, 2, 3, 4, 5, 6], max_tokens=20)
-    bench.step()
-    other = bench.scheduler.sequences["b"]
-    assert (bench.started["b"], other.num_published, other.publish_at) == (5, 1, 8)
+    other, _ = bench.add("b", [1, 2, 3, 4, 5, 6], max_tokens=20)
+    bench.scheduler.schedule()
+    assert (other.num_computed, other.num_published, other.publish_at) == (5, 1, 8)
 
 
 def test_kept_guesses_are_computed_and_the_token_after_them_is_not() -> None:
