@@ -217,6 +217,7 @@ def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str
         "mib_an_hour": round(an_hour, 3),
         "objects_a_request": round(more, 3),
         "anonymous_mib": round(points[-1][2] / 2**20, 1) if points else 0,
+        "anonymous_kib_at": {int(number): round(taken / 2**10) for number, _, taken, _ in points},
         "outcomes": dict(sorted(ledger.outcomes.items())),
         "violations": len(problems),
         "examples": problems[:5],
