@@ -60,7 +60,8 @@ LAYERS: dict[str, Layer] = {
     "core.blocks": Layer((), PURE | {"msgspec"}),
     "core.prefix": Layer(("core.blocks",), PURE | {"msgspec"}),
     "executor": Layer(
-        ("types", "core.engine", "config", "env", "compose", "server.transport", "server.black_box", "server.logs"), PURE
+        ("types", "core.engine", "config", "env", "compose", "server.transport", "server.black_box", "server.logs"),
+        PURE,
     ),
     "executor.simulated": Layer(("types", "sampling.params"), PURE),
     # A packed model starts without torch, which takes a second to import: only what reads checkpoints may know it.
