@@ -388,7 +388,8 @@ def test_R_20_a_grammar_that_fails_ends_its_own_request(error: BaseException, co
     )  # fmt: skip
 
     def all_of(sick: list[int]) -> tuple[dict[str, list[Any]], dict[str, str]]:
-        core.executor.matchers = Stubborn(-(-core.info.vocab_size // 32), sick, error)  # type: ignore[attr-defined]
+        runner: Any = core.executor
+        runner.matchers = runner._rounds.matchers = Stubborn(-(-core.info.vocab_size // 32), sick, error)
         for name, prompt in prompts.items():
             core.add(ask(name, prompt, params=params))
         messages: dict[str, str] = {}
