@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 from tests.sim.bench import Bench
 
@@ -13,7 +14,7 @@ from headrace.core.prefix import MAX_CANDIDATES, PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import Sequence
 from headrace.core.shares import ANSWER, MAX_TENANTS, Shares
-from headrace.errors import ContextLengthError, InvariantError, RequestError
+from headrace.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
 from headrace.sampling.params import SamplingParams
 from headrace.types import DraftTokens, Finish, Request, StepResult
 
@@ -295,3 +296,11 @@ def test_growing_into_what_is_held_asks_for_nothing() -> None:
     before = pool.num_allocations
     assert bench.scheduler.tables.grow(seq, 1)
     assert (pool.num_allocations, len(seq.block_table)) == (before, 3)
+
+
+def test_a_batch_that_looks_like_the_one_in_flight_is_refused() -> None:
+    bench = Bench()
+    bench.add("a", 4)
+    batch = bench.scheduler.schedule()
+    with pytest.raises(HeadraceError, match="commit"):
+        bench.scheduler.commit(msgspec.structs.replace(batch), bench.executor.run(batch))
