@@ -266,7 +266,7 @@ def fuzz(seed: int, name: str, directory: Path, plain: Plain) -> Counter[str]:
     )  # fmt: skip
 
 
-NUM_SEEDS = {"cpu": 16, "torch_ref": 10}
+NUM_SEEDS = {"cpu": 16, "torch_ref": 7}
 
 
 @pytest.mark.parametrize("name", MODELS)
