@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,22 @@ def own_logging() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = before[0], before[2]
     logger.setLevel(before[1])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """What a worker of pytest-xdist reports travels as UTF-8, which what a test logs may not be."""
+    return encodable((yield))
+
+
+def encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {key: encodable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(encodable(each) for each in value)
+    return value
 
 
 _counts: dict[str, Counter[str]] = {}
