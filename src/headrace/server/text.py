@@ -26,6 +26,8 @@ from headrace.server.tokenizer_files import TokenizerFile
 # From so many characters on, a text is encoded as a batch of one: of the two calls only that one gives the interpreter
 # free meanwhile, so a thread that tokenises a megabyte stops nobody else.
 LONG_TEXT = 4096
+MAX_GAPS = 2**20
+"""Ids that no token has, between those that tokens have; each takes eight bytes."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -53,6 +55,10 @@ class Tokenizer:
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
+        if self.vocab_size > len(vocab) + MAX_GAPS:
+            raise CheckpointError(
+                f"a token has the id {self.vocab_size - 1}; {len(vocab)} tokens leave at most {MAX_GAPS} ids unused"
+            )
         decoder = self._tokenizer.decoder
         self._bytes_of = _bytes_of(None if decoder is None else json.loads(decoder.__getstate__()))
         self._inner: list[bytes | None] = [None] * self.vocab_size

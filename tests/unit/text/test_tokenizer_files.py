@@ -270,6 +270,18 @@ def test_C_6_text_that_a_vocabulary_has_no_tokens_for_is_refused(tmp_path: Path)
             tok.encode(text)
 
 
+def test_C_6_an_id_far_from_all_others_is_refused(tmp_path: Path) -> None:
+    """A table of all ids up to it would take sixteen gigabytes."""
+    for last in (2**20 + 1, 2**20 + 2, 2**31):
+        model = {"type": "WordLevel", "vocab": {"a": 0, "b": last}, "unk_token": "a"}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        if last == 2**20 + 1:
+            assert Tokenizer.load(tmp_path).vocab_size == last + 1
+        else:
+            with pytest.raises(CheckpointError, match=f"the id {last}; 2 tokens leave at most {2**20} ids unused"):
+                Tokenizer.load(tmp_path)
+
+
 def test_R_03_a_long_text_is_encoded_without_stopping_other_threads() -> None:
     tokenizer = Tokenizer.load(builtin.PATH)
     text = "word " * 200_000
