@@ -22,8 +22,9 @@ from headrace.errors import RequestError
 from headrace.types import EngineInfo
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
-    """Load the model, make room for its KV cache, and put an engine around them.
+def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
+    """Load the model, make room for its KV cache, and put an engine around them. `is_restart`: in the place of one that
+    has died, so that what is not needed to serve may be missing.
 
     Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model can not meet).
     """
@@ -55,23 +56,24 @@ def build_engine(config: EngineConfig) -> EngineCore:
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
     make: Callable[..., EngineCore] = EngineCore
     if config.record_schedule is not None:
-        make = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers)
+        make = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers, is_restart)
     return make(
         scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
 
 
 def recorded(
-    config: EngineConfig, path: str, info: EngineInfo, speculator: Any, matchers: Any
+    config: EngineConfig, path: str, info: EngineInfo, speculator: Any, matchers: Any, is_restart: bool = False
 ) -> Callable[..., EngineCore]:
-    """What makes an engine that is written down. Raises `RequestError` if the file can not be made."""
+    """What makes an engine that is written down. Raises `RequestError` if there can be no file, but for a restart."""
     from headrace.insight.recording import RecordedEngine, Recorder
 
     written = msgspec.msgpack.encode(config)
     try:
-        recorder = Recorder(path, config.max_record_bytes, written, info, time.time())
+        recorder = Recorder(path, config.max_record_bytes, written, info, time.time(), is_restart)
     except OSError as error:
-        raise RequestError("record_schedule", path, f"a file that can be written ({error.strerror})") from error
+        bound = f"a file that can be written ({error.strerror or error})"
+        raise RequestError("record_schedule", path, bound) from error
     return functools.partial(RecordedEngine, recorder, speculator, matchers)
 
 

@@ -187,7 +187,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_beam_blocks` are held by beam searches, `num_beam_blocks_unshared` is what they would hold if no beam shared.
     `num_drafts` were verified, of `num_draft_tokens` tokens, of which `num_accepted_tokens` were kept, entry i of
-    `num_accepted_per_pos` counting those that were i tokens after a draft's first.
+    `num_accepted_per_pos` counting those that were i tokens after a draft's first. `num_recordings_ended` is 1 if the
+    recording of the schedule that was asked for has ended before the engine.
     """
 
     num_running: int = 0
@@ -209,6 +210,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_pos: list[int] = []
+    num_recordings_ended: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

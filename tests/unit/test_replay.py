@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -38,9 +39,9 @@ from headrace.types import Request, ScheduledBatch, StepResult
 CONFIG = EngineConfig(model="fake", num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6)
 
 
-def recorded(path: Path, most: int = 2**24) -> RecordedEngine:
+def recorded(path: Path, most: int = 2**24, is_restart: bool = False) -> RecordedEngine:
     core = fake.build(CONFIG)
-    recorder = Recorder(str(path), most, msgspec.msgpack.encode(CONFIG), core.info, 1.5)
+    recorder = Recorder(str(path), most, msgspec.msgpack.encode(CONFIG), core.info, 1.5, is_restart)
     return RecordedEngine(recorder, None, None, core.scheduler, core.executor, core.info, lambda: 0.0)
 
 
@@ -229,18 +230,55 @@ def test_a_recording_is_bounded_and_what_was_before_is_kept(tmp_path: Path, capl
     assert "at most 20000 are written" in run_again(path).end
 
 
+def fails(*told: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("write", [lambda fd, data: len(data) // 2, fails])
+@pytest.mark.parametrize("close", [os.close, fails])
 def test_a_disk_that_is_full_ends_the_recording_and_not_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    write: Callable[..., int],
+    close: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     core = recorded(tmp_path / "log")
-    monkeypatch.setattr(recording, "os", SimpleNamespace(write=lambda fd, data: len(data) // 2, close=os.close))
+    assert core.stats().num_recordings_ended == 0
+    monkeypatch.setattr(recording, "os", SimpleNamespace(write=write, close=close))
     live_through(core)
+    assert core.stats().num_recordings_ended == 1
     core.close()
-    assert "has failed and ends" in caplog.text
+    assert caplog.text.count("the recording of the schedule has failed") == 1
     assert len(list(read(tmp_path / "log"))) == 1
 
 
+def test_a_restart_goes_on_without_a_recording_that_can_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    for is_full in (False, True):
+        if is_full:
+            folder.mkdir()
+            (folder / "log.1").write_text("what led to it")
+            monkeypatch.setattr(recording.os, "write", fails)
+        with pytest.raises(OSError, match="No "):
+            recorded(folder / "log")
+        caplog.clear()
+        core = recorded(folder / "log", is_restart=True)
+        live_through(core)
+        assert core.stats().num_recordings_ended == 1
+        core.close()
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        monkeypatch.undo()
+    assert [path.name for path in folder.iterdir()] == ["log.1"]
+
+
 def test_what_can_not_be_written_down_ends_the_recording(tmp_path: Path) -> None:
+    core = recorded(tmp_path / "log2")
+    with pytest.raises(RequestError, match="prompt"):
+        core.add(Request(request_id="a", prompt_token_ids=[2**70], params=SamplingParams(seed=1, max_tokens=3)))
+    core.close()
     core = recorded(tmp_path / "log")
     params = SamplingParams(seed=1, max_tokens=3, logits_processors=[lambda prompt, answer, logits: logits])
     core.add(Request(request_id="a", prompt_token_ids=[1], params=params))

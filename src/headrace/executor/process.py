@@ -155,7 +155,7 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
             box = BlackBox.inherit(first[0].black_box)
             faulthandler.enable(box.stacks_file)
             faulthandler.register(transport.LAST_WORDS_SIGNAL, box.stacks_file, all_threads=True)
-        core = (build or _build_engine)(first[0].config)
+        core = build(first[0].config) if build else _build_engine(first[0].config, first[0].is_restart)
         if box is not None:
             core.executor = Noted(core, box)
         # Modules, weights and the model live as long as this process: the collector need not walk them in mid-step.
@@ -191,11 +191,11 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
     return 0
 
 
-def _build_engine(config: EngineConfig) -> EngineCore:
+def _build_engine(config: EngineConfig, is_restart: bool) -> EngineCore:
     # Torch comes with it, so it is imported when somebody waits for the engine and not before.
     from headrace.compose import build_engine
 
-    return build_engine(config)
+    return build_engine(config, is_restart)
 
 
 def die_with_parent() -> None:

@@ -147,6 +147,10 @@ class ServerMetrics:
             "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
             "requests_expired": ("Calls that ended by their deadline.", client.num_expired),
             "log_lines_dropped": ("Lines of the log that could not be written.", sink.num_dropped()),
+            "schedule_recordings_ended": (
+                "Recordings of the schedule that ended before their engine.",
+                total.num_recordings_ended,
+            ),
             "requests_quarantined": ("Requests that were given up for killing the engine.", client.num_quarantined),
         }
         for name, (doc, value) in counters.items():

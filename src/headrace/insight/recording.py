@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.core.engine import EngineCore, Executor
-from headrace.types import DraftTokens, EngineInfo, Request, ScheduledBatch, StepOutput, StepResult
+from headrace.types import DraftTokens, EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 logger = logging.getLogger("headrace.engine")
 
@@ -123,22 +123,46 @@ class Recorder:
         path: the file, readable by its owner alone. What was there before is kept as path.1, path.2 ...
         most: bytes after which the recording ends.
         config: the engine's, as msgpack.
+        is_restart: others wait for this engine, so it goes on without a file if there can be none.
 
-    Raises `OSError` if there can be no such file. If writing fails later, the recording ends and the engine goes on.
+    Raises `OSError` if there can be no such file, but for a restart. If writing fails later, the recording ends and the
+    engine goes on.
     """
 
-    def __init__(self, path: str, most: int, config: bytes, info: EngineInfo, now: float) -> None:
+    def __init__(
+        self, path: str, most: int, config: bytes, info: EngineInfo, now: float, is_restart: bool = False
+    ) -> None:
         self.times: list[float] = []
         self.late: list[list[int]] = []
         self._most = most
         self._size = 0
         self._encoder = msgspec.msgpack.Encoder()
-        self._path = Path(path).expanduser()
-        keep_earlier(self._path)
-        self._fd: int | None = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._fd: int | None = None
         self._waiting = bytearray(MAGIC)
-        self.put(Head(config, info, now))
-        self.flush()
+        try:
+            self._begin_file(Path(path).expanduser(), Head(config, info, now))
+        except OSError as error:
+            self._release()
+            if not is_restart:
+                raise
+            self._fail(error)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is written any more."""
+        return self._fd is None
+
+    def _begin_file(self, path: Path, head: Head) -> None:
+        keep_earlier(path)
+        self._fd = fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self.put(head)
+        try:
+            self._write(fd)
+        except OSError:
+            # An empty file would only push out what was recorded before.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     def put(self, record: Record) -> None:
         """To be written with the next `flush`."""
@@ -148,7 +172,7 @@ class Recorder:
         waiting += bytes(4)
         try:
             self._encoder.encode_into(record, waiting, -1)
-        except TypeError as error:  # a function, such as a logits processor
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # such as a logits processor
             del waiting[start:]
             self.close(f"a request has something that can not be written down: {error}")
             return
@@ -156,8 +180,9 @@ class Recorder:
 
     def begin(self, batch: ScheduledBatch) -> None:
         """A step is about to be computed."""
-        self.put(planned(batch))
-        self.flush()
+        if self._fd is not None:
+            self.put(planned(batch))
+            self.flush()
 
     def end(self, result: StepResult) -> None:
         """It was. Written with what comes next."""
@@ -173,18 +198,29 @@ class Recorder:
             self.close(f"it has {self._size} bytes, and at most {self._most} are written")
             return
         try:
-            num = os.write(self._fd, self._waiting)
-            if num < len(self._waiting):
-                raise OSError(f"{num} of {len(self._waiting)} bytes were written")
+            self._write(self._fd)
         except OSError as error:
-            self._waiting.clear()
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._fd = None
-            logger.error("the recording of the schedule has failed and ends: %s", error)
-            return
+            self._fail(error)
+
+    def _write(self, fd: int) -> None:
+        num = os.write(fd, self._waiting)
+        if num < len(self._waiting):
+            raise OSError(f"{num} of {len(self._waiting)} bytes were written")
         self._size += num
         self._waiting.clear()
+
+    def _fail(self, error: OSError) -> None:
+        self._waiting.clear()
+        self._release()
+        logger.error("the recording of the schedule has failed; the engine goes on without: %s", error)
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            try:
+                os.close(fd)
+            except OSError as error:  # some file systems tell only now that there was no room
+                logger.error("the recording of the schedule may lack its end: %s", error)
 
     def close(self, reason: str = "") -> None:
         """End the recording. May be called twice."""
@@ -195,17 +231,16 @@ class Recorder:
             self._most = 2 * self._size + 2**12
         self.put(Closed(reason))
         self.flush()
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        self._release()
 
 
 def keep_earlier(path: Path) -> None:
     """Move the recording at `path` to path.1, that to path.2, and so on; the oldest goes."""
     names = [path, *(path.with_name(f"{path.name}.{num}") for num in range(1, NUM_KEPT + 1))]
-    for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
-        if newer.is_file():
-            newer.replace(older)
+    # Up to the first that is missing: there is room for what comes before it.
+    num = next((num for num, name in enumerate(names) if not name.is_file()), NUM_KEPT)
+    for older, newer in zip(reversed(names[1 : num + 1]), reversed(names[:num]), strict=True):
+        newer.replace(older)
 
 
 class RecordingExecutor:
@@ -260,7 +295,14 @@ class RecordedEngine(EngineCore):
         output = super().step()
         if not self.has_work():
             self._recorder.flush()
+        output.stats = output.stats and self._counted(output.stats)
         return output
+
+    def stats(self) -> Stats:
+        return self._counted(super().stats())
+
+    def _counted(self, stats: Stats) -> Stats:
+        return msgspec.structs.replace(stats, num_recordings_ended=1) if self._recorder.is_over else stats
 
     def close(self) -> None:
         super().close()

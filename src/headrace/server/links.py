@@ -91,6 +91,7 @@ class ProcessLink:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._is_restart = False
 
     @property
     def pid(self) -> int | None:
@@ -114,7 +115,7 @@ class ProcessLink:
         if self._process.stderr is not None:
             self._errors = asyncio.create_task(_log_lines(self._process.stderr))
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(transport.encode(transport.Start(self._config, box.fds)))
+        self._writer.write(transport.encode(transport.Start(self._config, box.fds, self._is_restart)))
         frames = transport.FrameBuffer()
         first: list[transport.FromEngine] = []
         while not first:
@@ -130,6 +131,7 @@ class ProcessLink:
                 raise
         match first[0]:
             case transport.Ready(info):
+                self._is_restart = True
                 self._pump = asyncio.create_task(self._receive(reader, frames, first[1:], on_message, on_lost))
                 return info
             case transport.Failed() as failed:

@@ -19,6 +19,7 @@ COUNTERS = (
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
+    "num_recordings_ended",
 )
 
 
@@ -32,5 +33,5 @@ def summed(past: Stats, now: Stats) -> Stats:
 
 
 def negated(stats: Stats) -> Stats:
-    """What takes the counters of `stats` away when it is summed."""
-    return Stats(**{name: -getattr(stats, name) for name in COUNTERS})
+    """What takes the counters of `stats` away when it is summed: the work, and not what has ended for good."""
+    return Stats(**{name: -getattr(stats, name) for name in COUNTERS if name != "num_recordings_ended"})

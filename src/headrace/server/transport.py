@@ -33,10 +33,12 @@ class TransportError(HeadraceError):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To the engine, first: what to load, and its `black_box.BlackBox.fds` if it was given one."""
+    """To the engine, first: what to load, its `black_box.BlackBox.fds` if it was given one, and whether it takes the
+    place of one that has died."""
 
     config: EngineConfig
     black_box: tuple[int, int] | None = None
+    is_restart: bool = False
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
