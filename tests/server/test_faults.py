@@ -26,6 +26,7 @@ from tests.server.test_client import is_running, pid_of
 from headrace.config import EngineConfig, ServerConfig
 from headrace.core.engine import EngineCore
 from headrace.server import streams
+from headrace.server.chat import ChatTemplate
 from headrace.server.client import InprocClient
 from headrace.server.text import Tokenizer
 
@@ -135,6 +136,43 @@ def test_R_12_overload_is_a_429_with_retry_after(tokenizer: Tokenizer) -> None:
                 assert 1 <= int(reply.headers["retry-after"]) <= 60
                 assert reply.json()["error"]["code"] == "queue_full"
         live.wait(lambda: is_idle(live))
+
+
+def test_R_12_whoever_is_refused_is_neither_rendered_nor_tokenised(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = inproc(delay=0.002, max_num_seqs=1)
+    client.admission.max_reqs = 1
+    done: list[str] = []
+
+    def noted(kind: Any, name: str) -> None:
+        usual = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *args, **more: (done.append(name), usual(*args, **more))[1])
+
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    short = dict(LONG, max_tokens=1)
+    calls = {"/v1/chat/completions": chat, "/v1/completions": short, "/v1/embeddings": {"input": "x"}}
+    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        with socket.create_connection(("127.0.0.1", live.port)) as first, socket.socket() as second:
+            first.sendall(head("/v1/completions", json.dumps(dict(LONG, max_tokens=1500)).encode()))
+            live.wait(lambda: live.metric("num_requests_running") == 1)
+            second.connect(("127.0.0.1", live.port))
+            second.sendall(head("/v1/completions", json.dumps(LONG).encode()))
+            live.wait(lambda: client.num_waiting == 1)
+            noted(ChatTemplate, "render")
+            noted(Tokenizer, "encode")
+            replies = [live.post(path, body) for path, body in calls.items()]
+            assert [reply.json()["error"]["code"] for reply in replies] == ["queue_full"] * 3
+            assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies)
+            # What is wrong whenever it comes is told now, too.
+            assert live.post("/v1/completions", dict(LONG, temperature=-1)).status_code == 400
+            client.is_draining = True
+            assert [live.post(path, body).status_code for path, body in calls.items()] == [503] * 3
+            client.is_draining = False
+            assert done == []
+        live.wait(lambda: is_idle(live))
+        assert [live.post(path, body).status_code for path, body in calls.items()] == [200] * 3
+        assert done == ["render", "encode", "encode", "encode"]
 
 
 def test_R_14_a_client_that_does_not_read_holds_up_nobody(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

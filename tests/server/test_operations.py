@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.server import fake
@@ -35,6 +38,20 @@ def test_the_server_process_never_loads_torch() -> None:
         "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_R_12_the_collector_leaves_alone_what_lives_as_long_as_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serving(work: Coroutine[Any, Any, int]) -> int:
+        work.close()
+        return gc.get_freeze_count()
+
+    monkeypatch.setattr(http.asyncio, "run", serving)
+    app: Any = SimpleNamespace(state=SimpleNamespace(life=None))
+    try:
+        # All that was imported: tens of thousands of objects. Walked, they are a pause for everybody who calls.
+        assert http.run(app, ServerConfig()) > 10_000
+    finally:
+        gc.unfreeze()
 
 
 def test_small_routes(live: Live) -> None:

@@ -74,6 +74,11 @@ class Admission:
                 retry_after=self._retry_after(own, own_tokens, now),
             )
 
+    def check_room(self, num: int, name: str, now: float) -> None:
+        """Raises what `admit` would for so many requests, however little work each of them is."""
+        self.check_number(num)
+        self.admit([1] * num, name, now)
+
     def enter(self, work: int, name: str) -> None:
         """A request begins to wait."""
         self._move(1, work, name)

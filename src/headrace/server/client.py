@@ -237,19 +237,23 @@ class EngineClient:
 
     # -- requests
 
+    def check_room(self, num: int) -> None:
+        """Raises what `submit` would raise now for `num` requests, however short: nobody need tokenise them first."""
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+        if self._closing or self.is_draining:
+            raise EngineDeadError("the server is shutting down")
+        self.admission.check_room(num, tenants.current().name, time.monotonic())
+
     def submit(
         self, requests: Sequence[Request], arrival_time: float | None = None, deadline: float | None = None
     ) -> RequestStream:
         """Accept all of `requests` or none. `arrival_time` is when the call came in, if not now; at `deadline` (both
         monotonic seconds) the stream ends with a `DeadlineError`, wherever its requests are then.
 
-        Raises `RequestError` (can not be served as it stands), `QueueFullError` (not now), `DeadlineError` (too late
-        already) or `EngineDeadError`.
+        Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
         """
-        if self._dead is not None:
-            raise EngineDeadError(str(self._dead))
-        if self._closing or self.is_draining:
-            raise EngineDeadError("the server is shutting down")
+        self.check_room(len(requests))
         for request in requests:
             if len(request.prompt_token_ids) >= max_context(self.info):
                 bound = f"at most {max_context(self.info) - 1} tokens long"

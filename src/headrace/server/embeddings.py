@@ -96,6 +96,7 @@ class Embeddings:
             bounds.check("truncate_prompt_tokens", truncate_prompt_tokens)
         if cache_salt:
             bounds.check("cache_salt", cache_salt)
+        front.check_room(len(texts), EMBEDDING_PARAMS)
         prompts = []
         for text in texts:
             _, token_ids = await front.prompt_ids(

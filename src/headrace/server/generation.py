@@ -91,6 +91,11 @@ class Front:
         """
         return await self.grammars.check_soon(params)
 
+    def check_room(self, num_prompts: int, params: SamplingParams) -> None:
+        """Before texts are rendered and tokenised for nothing: raises what `open` would raise now for so many prompts,
+        however short (`RequestError`, `QueueFullError`, `EngineDeadError`)."""
+        self.client.check_room(num_prompts * (params.best_of or params.n))
+
     @property
     def info(self) -> EngineInfo:
         return self.client.info
@@ -155,7 +160,7 @@ class Front:
         if beam is not None:
             return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
         # Before as many are made.
-        self.client.admission.check_number(len(prompts) * (params.best_of or params.n))
+        self.check_room(len(prompts), params)
         groups = [
             make_requests(
                 token_ids,

@@ -93,6 +93,7 @@ class OpenAI:
         if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
             more["prompt_logprobs"] = request.logprobs
         params = self._params(request, more)
+        self.front.check_room(len(prompts), params)
         await self._check_form(request, params)
         special = request.add_special_tokens is not False
         made = [
@@ -124,6 +125,7 @@ class OpenAI:
         if request.skip_special_tokens is None and self.dialect.needs_marks(use):
             more["skip_special_tokens"] = False
         params = self._params(request, more)
+        self.front.check_room(1, params)
         text = await self.render(request, use.tools)
         held, enforced = self.dialect.constraint(use, text, params.structured_outputs)
         if not enforced and any(tool["function"].get("strict") for tool in use.tools):
