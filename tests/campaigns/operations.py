@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import signal
 import socket
@@ -110,9 +111,13 @@ def overload(seconds: float, seed: int) -> dict[str, Any]:
             offered = offer(served.port, ledger, 10 * peak, seconds, seed, known)
             return await asyncio.gather(offered, probing(served, seconds), lateness(seconds))
 
+        # A pause of the clients' collector would let all of them come at once: a burst that nobody offered.
+        gc.collect()
+        gc.freeze()
         begin = time.monotonic()
         rejected, probes, late = asyncio.run(all_at_once())
         goodput = (ledger.outcomes["answered"] - before) / (time.monotonic() - begin) / peak
+        gc.unfreeze()
         problems = ledger.problems + served.unsettled(SETTLE_S)
         problems += ledger.balance({}, served.metrics())
     reject, probe, own = (percentile(times, 0.99) for times in (rejected, probes, late))
