@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +32,13 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
-    """A ready server. On leaving, SIGTERM, and the exit status must be 0."""
+    """A ready server, whose crash reports go with it. On leaving, SIGTERM, and the exit status must be 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    reports = tempfile.TemporaryDirectory()
     command = [str(Path(sys.executable).parent / "headrace"), "serve", *arguments, "--port", str(port)]
+    command += ["--crash-report-dir", reports.name]
     # On a machine with other work, torch's second thread costs more than it gives.
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     url = f"http://127.0.0.1:{port}"
@@ -55,6 +58,7 @@ def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
         if process.poll() is None:
             process.kill()
             process.wait()
+        reports.cleanup()
 
 
 def gauge(url: str, name: str) -> float:

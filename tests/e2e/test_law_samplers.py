@@ -181,7 +181,7 @@ def test_I_13_samplers_on_a_restarted_engine(requests: list[Request], reference:
 
     async def go() -> dict[str, Bits]:
         config = EngineConfig(model="builtin", max_num_seqs=64, num_gpu_blocks_override=1024, num_threads=1)
-        client = ProcessClient(config, ServerConfig())
+        client = ProcessClient(config, ServerConfig(crash_report_dir=""))
         await client.start()
         link = client._link
         assert isinstance(link, ProcessLink)
