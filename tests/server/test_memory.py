@@ -1,48 +1,66 @@
-"""What was freed between things that stay goes back to the system."""
+"""R-21: reads take little memory, so that the heap does not wander."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-from pathlib import Path
+import socket
+from asyncio import selector_events
+from typing import Any
 
 import pytest
+from tests.server.conftest import Live, child
 
-from headrace.server import memory
+from headrace.config import ServerConfig
+from headrace.server.memory import READ_BYTES, read_small
+from headrace.server.text import Tokenizer
 
-PIECE, NUM = 16 << 10, 2000
-
-
-def resident() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) * 1024
+TRANSPORT: Any = vars(selector_events)["_SelectorSocketTransport"]
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_R_21_freed_memory_below_a_used_piece_is_given_back() -> None:
-    lib = ctypes.CDLL(None)
-    lib.malloc.restype, lib.malloc.argtypes, lib.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    pieces = [lib.malloc(PIECE) for _ in range(NUM)]
-    for piece in pieces:
-        ctypes.memset(piece, 1, PIECE)
-    most = resident()
-    for piece in pieces[:-1]:
-        lib.free(piece)
-    kept = resident()
-    assert memory.give_back()
-    lib.free(pieces[-1])
-    assert most - kept < NUM * PIECE // 4, "the C library gives it back by itself: then this is not needed"
-    assert kept - resident() > NUM * PIECE // 2
+class Pieces(asyncio.Protocol):
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.lengths: list[int] = []
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self.small:
+            read_small(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.lengths.append(len(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
 
 
-def test_it_goes_on_until_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(memory, "EVERY_S", 0.0)
+async def lengths(small: bool) -> list[int]:
+    """Of what is read of 100,000 bytes that lie ready."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(bytes(100_000))
+    theirs.close()
+    _, pieces = await asyncio.get_running_loop().create_connection(lambda: Pieces(small), sock=ours)
+    await pieces.ended
+    return pieces.lengths
 
-    def give_back() -> bool:
-        calls.append(1)
-        return len(calls) < 5
 
-    monkeypatch.setattr(memory, "give_back", give_back)
-    asyncio.run(asyncio.wait_for(memory.keep_giving_back(), 10))
-    assert len(calls) == 5
+def test_R_21_a_read_takes_no_more_than_it_may() -> None:
+    assert max(asyncio.run(lengths(small=False))) > READ_BYTES, "it does so by itself"
+    found = asyncio.run(lengths(small=True))
+    assert max(found) == READ_BYTES
+    assert sum(found) == 100_000
+
+
+def test_R_21_callers_and_the_engine_are_read_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = TRANSPORT._read_ready
+    sizes: list[int] = []
+
+    def watched(self: Any) -> None:
+        sizes.append(self.max_size)
+        read(self)
+
+    monkeypatch.setattr(TRANSPORT, "_read_ready", watched)
+    with Live(child(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 4}).status_code == 200
+    assert len(sizes) > 5
+    assert set(sizes) == {READ_BYTES}

@@ -41,7 +41,6 @@ from headrace.server.errors import error_response, json_response
 from headrace.server.generation import Front
 from headrace.server.inputs import max_context, seed_source
 from headrace.server.keys import KeyRing
-from headrace.server.memory import keep_giving_back
 from headrace.server.openai import OpenAI
 from headrace.server.rates import Limits, Rates
 from headrace.server.storage import Storage
@@ -300,7 +299,7 @@ class Life:
     @contextlib.asynccontextmanager
     async def run(self, app: FastAPI) -> AsyncIterator[None]:
         """Load in the background, so that probes are answered meanwhile."""
-        tasks = [asyncio.create_task(each) for each in (self._start(), self._log_stats(), keep_giving_back())]
+        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
         try:
             yield
         finally:

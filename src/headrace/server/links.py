@@ -25,6 +25,7 @@ from headrace.core.engine import EngineCore
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.server import transport
 from headrace.server.black_box import BlackBox
+from headrace.server.memory import read_small
 from headrace.types import EngineInfo
 
 logger = logging.getLogger("headrace.engine")
@@ -115,6 +116,7 @@ class ProcessLink:
         if self._process.stderr is not None:
             self._errors = asyncio.create_task(_log_lines(self._process.stderr))
         reader, self._writer = await asyncio.open_connection(sock=ours)
+        read_small(self._writer.transport)
         self._writer.write(transport.encode(transport.Start(self._config, box.fds, self._is_restart)))
         frames = transport.FrameBuffer()
         first: list[transport.FromEngine] = []

@@ -16,6 +16,8 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from headrace.server.memory import read_small
+
 HEADER_S = 10.0
 """Seconds from the connection's start, or from the first byte of a further request, to the end of the headers."""
 SPARE_FILES = 64
@@ -45,6 +47,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        read_small(transport)
         if len(self.connections) > max_connections():
             self._refuse(503)
             return
