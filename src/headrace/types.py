@@ -182,6 +182,20 @@ class BeamResult(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_unshared: int
 
 
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """An engine is told of a request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    pass
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine, read from its state and not kept beside it. Counters only grow.
 

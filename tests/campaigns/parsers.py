@@ -33,7 +33,7 @@ from headrace.server import anthropic, ollama, responses, sandbox, schema, trans
 from headrace.server.chat import TemplateRunner
 from headrace.server.limits import parse_json
 from headrace.server.text import Tokenizer
-from headrace.types import Finish, Request, StepOutput, TokenLogprob
+from headrace.types import Abort, Add, Finish, Request, StepOutput, TokenLogprob
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 64 * 2**20
@@ -135,9 +135,9 @@ def frames() -> Target:
         finished={"a": Finish("stop", 5)},
     )
     messages: list[Any] = [
-        transport.Add(Request(request_id="a", prompt_token_ids=[1, 2], params=params)),
+        Add(Request(request_id="a", prompt_token_ids=[1, 2], params=params)),
         transport.Start(EngineConfig(model="m")),
-        transport.Abort("a"),
+        Abort("a"),
         transport.Output(output),
         transport.Failed("ValueError", "no", True),
         transport.Rejected("a", "prompt", "[]", "longer", "code"),

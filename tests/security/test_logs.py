@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live
+from tests.server.conftest import HTTP, Live, logged
 
 from headrace.server import openai
-from headrace.server.logs import NAMES, Lines, escaped
+from headrace.server.logs import Lines, escaped
 
 CANARY = "xyzzy-prompt-of-a-client"
 FORGED = "x\r\nINFO     11-21 20:00:00 headrace.server: all is well\x1b[2J\u2028\x85\u202e"
@@ -20,19 +20,8 @@ FORGED = "x\r\nINFO     11-21 20:00:00 headrace.server: all is well\x1b[2J\u2028
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """All that is logged at the level debug, as the server would write it."""
-    text = io.StringIO()
-    stream = logging.StreamHandler(text)
-    stream.setFormatter(Lines())
-    loggers = [logging.getLogger(name) for name in NAMES]
-    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [stream], False
-        logger.setLevel("DEBUG")
-    yield text
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    with logged("text") as text:
+        yield text
 
 
 def send_everywhere(live: Live, word: str, key: str) -> int:

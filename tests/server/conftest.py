@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import logging
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.core.engine import EngineCore
 from headrace.executor.simulated import Oracle
 from headrace.sampling.params import SamplingParams
+from headrace.server import logs
 from headrace.server.chat import ChatTemplate
 from headrace.server.client import EngineClient, InprocClient
 from headrace.server.http import create_app
@@ -114,6 +117,25 @@ class Live:
 
 def inproc(delay: float = 0.0, **config: Any) -> EngineClient:
     return InprocClient(lambda: fake.build(EngineConfig(model="fake", **config), delay))
+
+
+@contextlib.contextmanager
+def logged(form: str) -> Iterator[io.StringIO]:
+    """All that is logged at the level debug, as the server would write it in one of `logs.FORMS`."""
+    text = io.StringIO()
+    stream = logging.StreamHandler(text)
+    stream.setFormatter(logs.FORMS[form]())
+    loggers = [logging.getLogger(name) for name in logs.NAMES]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [stream], False
+        logger.setLevel("DEBUG")
+    try:
+        yield text
+    finally:
+        for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
 
 
 def brittle(num_steps: int) -> EngineClient:

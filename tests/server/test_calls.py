@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, inproc
+from tests.server.conftest import HTTP, Live, inproc, logged
 
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import HeadraceError
 from headrace.insight import tracing
 from headrace.server import calls, http, openai
 from headrace.server.calls import Call, answering, call_of
-from headrace.server.logs import NAMES, Objects
 from headrace.server.text import Tokenizer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -27,18 +26,8 @@ BODY = {"prompt": "xyzzy of a client", "max_tokens": 5, "ignore_eos": True, "see
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    text = io.StringIO()
-    stream = logging.StreamHandler(text)
-    stream.setFormatter(Objects())
-    loggers = [logging.getLogger(name) for name in NAMES]
-    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [stream], False
-        logger.setLevel("DEBUG")
-    yield text
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    with logged("json") as text:
+        yield text
 
 
 def test_every_reply_has_an_id(live: Live) -> None:

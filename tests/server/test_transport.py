@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.config import EngineConfig
 from headrace.sampling.params import SamplingParams
 from headrace.server import transport
-from headrace.types import EngineInfo, Finish, Request, Stats, StepOutput, TokenLogprob
+from headrace.types import Abort, Add, EngineInfo, Finish, Request, ResetPrefixCache, Stats, StepOutput, TokenLogprob
 
 REQUEST = Request(request_id="a", prompt_token_ids=[1, 2], params=SamplingParams(seed=1, logit_bias={3: 0.5}))
 OUTPUT = StepOutput(
@@ -38,9 +38,9 @@ INFO = EngineInfo(
 )
 TO_ENGINE = [
     transport.Start(EngineConfig(model="m", seed=3)),
-    transport.Add(REQUEST),
-    transport.Abort("a"),
-    transport.ResetPrefixCache(),
+    Add(REQUEST),
+    Abort("a"),
+    ResetPrefixCache(),
     transport.Shutdown(),
 ]
 FROM_ENGINE = [

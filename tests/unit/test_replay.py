@@ -21,7 +21,6 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.insight import recording
 from headrace.insight.recording import (
     MAGIC,
-    Added,
     Closed,
     Head,
     Made,
@@ -33,7 +32,7 @@ from headrace.insight.recording import (
 )
 from headrace.insight.replay import Difference, Outcome, RecordingError, read, replay
 from headrace.sampling.params import SamplingParams
-from headrace.types import Request, ScheduledBatch, StepResult
+from headrace.types import Add, Request, ScheduledBatch, StepResult
 
 # So few blocks that sequences are thrown out.
 CONFIG = EngineConfig(model="fake", num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6)
@@ -159,7 +158,7 @@ def test_a_changed_decision_or_token_is_noticed_at_its_step(
 
 def test_a_request_that_is_left_out_is_noticed(log: Path, tmp_path: Path) -> None:
     records = list(read(log))
-    records.remove(next(record for record in records if isinstance(record, Added)))
+    records.remove(next(record for record in records if isinstance(record, Add)))
     with pytest.raises(Difference):
         run_again(write(tmp_path / "changed", records))
 
@@ -294,7 +293,7 @@ def test_what_can_not_be_written_down_ends_the_recording(tmp_path: Path) -> None
     "data",
     [
         b"", b"headrace", MAGIC, MAGIC + b"\xff\xff\xff\xff", MAGIC + b"\x01\0\0\0\xc1",
-        MAGIC + b"\x02\0\0\0\x81\xa4", MAGIC + b"\x0c\0\0\0\x81\xa4type\xa5reset",
+        MAGIC + b"\x02\0\0\0\x81\xa4", MAGIC + b"\x19\0\0\0\x81\xa4type\xb2reset_prefix_cache",
     ],
 )  # fmt: skip
 def test_what_is_no_recording_is_told(tmp_path: Path, data: bytes) -> None:

@@ -25,7 +25,7 @@ from headrace.core.engine import EngineCore, Executor
 from headrace.errors import HeadraceError, RequestError
 from headrace.server import logs, transport
 from headrace.server.black_box import MAX_CHUNKS, BlackBox, StepShape
-from headrace.types import ScheduledBatch, StepOutput, StepResult
+from headrace.types import Abort, Add, ResetPrefixCache, ScheduledBatch, StepOutput, StepResult
 
 logger = logging.getLogger("headrace.engine")
 
@@ -52,7 +52,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
             return
         for message in messages:
             match message:
-                case transport.Add(request):
+                case Add(request):
                     try:
                         core.add(request)
                     except RequestError as error:
@@ -63,9 +63,9 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                         logger.error("a request could not be taken in", exc_info=error)
                         told = ("request", type(error).__name__, "one that the engine can take in", "internal_error")
                         send(transport.Rejected(request.request_id, *told))
-                case transport.Abort(request_id):
+                case Abort(request_id):
                     core.abort(request_id)
-                case transport.ResetPrefixCache():
+                case ResetPrefixCache():
                     core.reset_prefix_cache()
                 case transport.Shutdown():
                     return

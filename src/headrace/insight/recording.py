@@ -5,7 +5,8 @@ these decides: readings of the clock that the pace of speculation goes by, and w
 holds the token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that
 the deadly one is there too. `compose` makes a recorded engine; the core knows nothing of it.
 
-The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack, of the structs below.
+The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack: the structs below
+and what an engine is told.
 """
 
 from __future__ import annotations
@@ -20,11 +21,22 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.core.engine import EngineCore, Executor
-from headrace.types import DraftTokens, EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
+from headrace.types import (
+    Abort,
+    Add,
+    DraftTokens,
+    EngineInfo,
+    Request,
+    ResetPrefixCache,
+    ScheduledBatch,
+    Stats,
+    StepOutput,
+    StepResult,
+)
 
 logger = logging.getLogger("headrace.engine")
 
-MAGIC = b"headrace schedule 1\n"
+MAGIC = b"headrace schedule 2\n"
 NUM_KEPT = 4
 """Earlier recordings that are kept: one for each life of the engine."""
 MAX_FRAME_BYTES = 2**28
@@ -36,18 +48,6 @@ class Head(msgspec.Struct, frozen=True, tag="head"):
     config: bytes
     info: EngineInfo
     time: float
-
-
-class Added(msgspec.Struct, frozen=True, tag="added"):
-    request: Request
-
-
-class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
-    request_id: str
-
-
-class PrefixCacheReset(msgspec.Struct, frozen=True, tag="reset"):
-    pass
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
@@ -86,7 +86,7 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
     reason: str
 
 
-Record = Head | Added | Aborted | PrefixCacheReset | Planned | Made | Raised | Closed
+Record = Head | Add | Abort | ResetPrefixCache | Planned | Made | Raised | Closed
 
 
 class Clocked(Protocol):
@@ -280,15 +280,15 @@ class RecordedEngine(EngineCore):
             self._tap_masks(matchers)
 
     def add(self, request: Request) -> None:
-        self._recorder.put(Added(request))
+        self._recorder.put(Add(request))
         super().add(request)
 
     def abort(self, request_id: str) -> bool:
-        self._recorder.put(Aborted(request_id))
+        self._recorder.put(Abort(request_id))
         return super().abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        self._recorder.put(PrefixCacheReset())
+        self._recorder.put(ResetPrefixCache())
         super().reset_prefix_cache()
 
     def step(self) -> StepOutput:

@@ -21,20 +21,17 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.insight.recording import (
     MAGIC,
     MAX_FRAME_BYTES,
-    Aborted,
-    Added,
     Clocked,
     Closed,
     Head,
     Made,
     Planned,
-    PrefixCacheReset,
     Raised,
     Record,
     Waited,
     planned,
 )
-from headrace.types import ScheduledBatch, StepResult
+from headrace.types import Abort, Add, ResetPrefixCache, ScheduledBatch, StepResult
 
 SHOWN_CHARS = 200
 INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
@@ -243,14 +240,14 @@ def replay(
             if made is not None:
                 continue
         match record:
-            case Added(request):
+            case Add(request):
                 outcome.num_requests += 1
                 # Who was refused then is refused now: what follows in the log shows whether that is so.
                 with contextlib.suppress(RequestError):
                     core.add(request)
-            case Aborted(request_id):
+            case Abort(request_id):
                 core.abort(request_id)
-            case PrefixCacheReset():
+            case ResetPrefixCache():
                 core.reset_prefix_cache()
             case Planned():
                 plan = record

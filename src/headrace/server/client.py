@@ -29,7 +29,7 @@ from headrace.server.request_stream import RequestStream
 from headrace.server.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption
 from headrace.server.totals import negated, summed
 from headrace.server.watchdog import Watchdog
-from headrace.types import EngineInfo, Finish, Request, Stats, StepOutput
+from headrace.types import Abort, Add, EngineInfo, Finish, Request, ResetPrefixCache, Stats, StepOutput
 
 logger = logging.getLogger("headrace.engine")
 
@@ -200,7 +200,7 @@ class EngineClient:
 
     def _ping(self) -> None:
         """Whatever an idle engine is told, it answers with its gauges."""
-        self._link.post(transport.Abort(""))
+        self._link.post(Abort(""))
 
     def _probe(self) -> RequestStream:
         """One real token, asked for past all others. A new engine is asked for one that the last one owed."""
@@ -292,7 +292,7 @@ class EngineClient:
 
     def _tell(self, entry: OpenRequest) -> None:
         entry.told = True
-        self._link.post(transport.Add(entry.resumed() if entry.deaths else entry.request))
+        self._link.post(Add(entry.resumed() if entry.deaths else entry.request))
 
     def _expire(self, stream: RequestStream) -> None:
         """The time of a call is over (R-13): it ends with an error, and never as if it had been long enough."""
@@ -309,11 +309,11 @@ class EngineClient:
         """Forget a request and free its blocks. Unknown and ended ids are fine: ends race with aborts."""
         entry = self._forget(request_id)
         if entry is not None and entry.told and self._alive:
-            self._link.post(transport.Abort(request_id))
+            self._link.post(Abort(request_id))
 
     def reset_prefix_cache(self) -> None:
         if self._alive:
-            self._link.post(transport.ResetPrefixCache())
+            self._link.post(ResetPrefixCache())
 
     def _forget(self, request_id: str) -> OpenRequest | None:
         entry = self._open.pop(request_id, None)

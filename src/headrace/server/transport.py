@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, HeadraceError, ModelNotFoundError, RequestError
-from headrace.types import EngineInfo, Request, StepOutput
+from headrace.types import Abort, Add, EngineInfo, ResetPrefixCache, StepOutput
 
 MAX_FRAME_BYTES = 256 * 2**20
 HEADER = struct.Struct("<I")
@@ -39,18 +39,6 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: EngineConfig
     black_box: tuple[int, int] | None = None
     is_restart: bool = False
-
-
-class Add(msgspec.Struct, frozen=True, tag="add"):
-    request: Request
-
-
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    request_id: str
-
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    pass
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
