@@ -56,7 +56,7 @@ ROWS: dict[str, Row] = {
     "prompt_lookup_max": Row(1, 64, "ngram: most of them that are looked for"),
     "num_tree_nodes": Row(1, MAX_NODES, "guesses of one step over all branches; num_speculative_tokens makes a chain"),
     "tree_width": Row(1, 16, "branches of a tree after one token"),
-    "exit_layer": Row(1, 1024, "early_exit: layers of the model that guess; by default a quarter of them"),
+    "exit_layer": Row(1, 1024, "early_exit: layers that guess; by default the model's, or a quarter, at least 3"),
     "max_model_len": Row(16, 2**20, "last tokens that a drafter with a model looks at"),
     "lookahead_window": Row(1, 32, "lookahead: columns of the window"),
     "lookahead_ngram": Row(2, 16, "lookahead: tokens of the n-grams that it collects"),

@@ -8,14 +8,19 @@ layers say little about the last. Called by `drafters.speculator`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from headrace import hub
 from headrace.backends.base import Array, Cache, Rows
 from headrace.drafters.base import Target
 from headrace.drafters.config import FIELD, SpeculativeConfig
 from headrace.drafters.draft_model import TokenDrafter
-from headrace.errors import RequestError
+from headrace.errors import CheckpointError, RequestError
 from headrace.models import Model
 from headrace.models.decoder import through
+
+FEWEST = 3
+"""Of a model of few layers the first one or two say little."""
 
 
 class FirstLayers:
@@ -35,9 +40,25 @@ class FirstLayers:
         return through(self.layers, self.enter(rows), rows, kv, streams)
 
 
+def exit_of(directory: Path, num_layers: int) -> int:
+    """Where a model is left if nobody says: at the layer that it names, else after a quarter of its layers (LayerSkip's
+    8 of Llama 2 7B's 32), and after `FEWEST` at least, but for its last.
+
+    A checkpoint names it as transformers' `assistant_early_exit`, in generation_config.json. Raises `CheckpointError`.
+    """
+    path = directory / "generation_config.json"
+    told = hub.read_json(path).get("assistant_early_exit") if path.is_file() else None
+    if told is None:
+        return max(num_layers // 4, min(FEWEST, num_layers - 1))
+    if type(told) is not int or not 1 <= told < num_layers:
+        bound = f"from 1 to {num_layers - 1}, the model has {num_layers} layers"
+        raise CheckpointError(f"{path}: assistant_early_exit is {told!r}; it must be {bound}")
+    return told
+
+
 def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
-    """Raises `RequestError` if `exit_layer` leaves no layer out."""
-    num_layers = spec.exit_layer or max(1, target.num_layers // 4)
+    """Raises `RequestError` if `exit_layer` leaves no layer out, `CheckpointError` for a model that names a bad one."""
+    num_layers = spec.exit_layer or exit_of(target.directory, target.num_layers)
     if not 1 <= num_layers < target.num_layers:
         raise RequestError(
             f"{FIELD}.exit_layer", num_layers, f"from 1 to {target.num_layers - 1}, the model has {target.num_layers}"

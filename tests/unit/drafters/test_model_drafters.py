@@ -3,6 +3,7 @@ and rejected before, whoever is drafted for beside it, and however it was shown.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,25 @@ def test_calls_that_do_not_fit_are_cut(kind: str, nodes: int, monkeypatch: pytes
     got = plays_for(cut, num_tokens=24)
     run(cut, got, num_nodes=nodes)
     assert drafts_of(got) == drafts_of(wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "told", "layer"),
+    [(2, None, 1), (4, None, 3), (12, None, 3), (32, None, 8), (80, None, 20), (14, 4, 4), (14, None, 3)],
+)
+def test_where_a_model_is_left_early(num_layers: int, told: int | None, layer: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert early_exit.exit_of(file, num_layers) == early_exit.exit_of(tmp_path, num_layers)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"assistant_early_exit": told}))
+    assert early_exit.exit_of(tmp_path, num_layers) == layer
+
+
+@pytest.mark.parametrize("told", ['"4"', "0", "4", "true", "2.0"])
+def test_a_layer_that_is_none_is_refused(told: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"assistant_early_exit": {told}}}')
+    with pytest.raises(CheckpointError, match="assistant_early_exit is .* from 1 to 3, the model has 4 layers"):
+        early_exit.exit_of(tmp_path, 4)
 
 
 REFUSED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
