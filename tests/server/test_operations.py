@@ -214,3 +214,21 @@ def test_serve_hands_the_seed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "run", lambda app, server: 0)
     http.serve(EngineConfig(seed=7), ServerConfig(uvicorn_log_level="critical"))
     assert seeds == [7]
+
+
+def test_R_27_a_start_that_fails_for_any_reason_ends_the_server(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only by the errors that are thought of: it would load for ever, and say nothing."""
+    client = inproc()
+
+    async def broken() -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(client, "start", broken)
+    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        life = live.app.state.life
+        assert life.status() == "dead"
+        assert life.ended.is_set()
+    assert "planted" in caplog.text
+    assert "Traceback" in caplog.text

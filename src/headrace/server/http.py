@@ -315,22 +315,26 @@ class Life:
         try:
             await self._warm_up()
             await self.client.start()
-        except (HeadraceError, OSError) as error:
+            self._tell_start()
+            self.storage.start()
+        except Exception as error:  # whatever it is: a server that loads for ever would tell nobody
             self.failure = error
-            logger.critical("the engine did not start: %s", error)
+            expected = isinstance(error, HeadraceError | OSError)
+            logger.critical("the engine did not start: %s", error, exc_info=None if expected else error)
             self.ended.set()
             return
+        logger.info("ready")
+        await self.client.dead.wait()
+        self.failure = EngineDeadError("the engine died too often")
+        self.ended.set()
+
+    def _tell_start(self) -> None:
         info = self.client.info
         num_tokens = info.num_blocks * info.block_size
         logger.info("%s: dtype %s, backend %s, device %s", info.model, info.dtype, info.backend, info.device)
         logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
         length = max_context(info)
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
-        self.storage.start()
-        logger.info("ready")
-        await self.client.dead.wait()
-        self.failure = EngineDeadError("the engine died too often")
-        self.ended.set()
 
     async def _log_stats(self) -> None:
         before = self.client.total
