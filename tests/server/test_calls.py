@@ -18,6 +18,7 @@ from headrace.errors import HeadraceError
 from headrace.insight import tracing
 from headrace.server import calls, http, openai
 from headrace.server.calls import Call, answering, call_of
+from headrace.server.logs import Objects, record_of
 from headrace.server.text import Tokenizer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -106,6 +107,36 @@ def test_a_server_that_can_not_start_says_so_in_the_logs_form(
     assert "/nope: no such directory" in caplog.text
     with pytest.raises(HeadraceError):
         http.serve(EngineConfig(model="/nope"), ServerConfig())
+
+
+def test_a_line_of_another_process_is_logged_as_it_was(log: io.StringIO) -> None:
+    try:
+        raise ValueError("x" * 7)
+    except ValueError as error:
+        logging.getLogger("headrace.engine").error("100 %% of %s", "it\x1b\n", exc_info=error)
+    [line] = log.getvalue().splitlines()
+    record = record_of(line)
+    assert record is not None
+    assert Objects().format(record) == line
+    assert json.loads(line)["exception"][-1].startswith("ValueError: (7 ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"time": 3}',
+        '{"time": "x", "level": "error", "logger": "a", "message": "b"}',
+        '{"time": "2026-11-22", "level": "loud", "logger": "a", "message": "b"}',
+        "[" * 9000,
+    ],
+)
+def test_another_text_is_no_line_of_a_log(text: str) -> None:
+    assert record_of(text) is None
 
 
 # -- traces

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from tests.server.conftest import HTTP, Live
 
 from headrace.config import EngineConfig, ServerConfig
@@ -34,11 +35,12 @@ sys.exit(main(int(sys.argv[1])))
 
 
 def test_R_28_an_engine_whose_recording_has_no_folder_any_more_is_restarted(
-    tokenizer: Tokenizer, tmp_path: Path
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    link = ProcessLink(EngineConfig(model="fake", record_schedule=str(folder / "log")), (sys.executable, "-c", SCRIPT))
+    config = EngineConfig(model="fake", record_schedule=str(folder / "log"))
+    link = ProcessLink(config, (sys.executable, "-c", SCRIPT), logs_stderr=True)
     body = {"prompt": "x", "max_tokens": 30, "seed": 3, "ignore_eos": True, "temperature": 0.8}
     with Live(EngineClient(link, max_restarts=1), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         whole = live.post("/v1/completions", body).json()["choices"][0]["text"]
@@ -53,3 +55,7 @@ def test_R_28_an_engine_whose_recording_has_no_folder_any_more_is_restarted(
         assert "".join(event["choices"][0]["text"] for event in told if event["choices"]) == whole
         assert live.post("/v1/completions", body).json()["choices"][0]["text"] == whole
         assert live.metric("engine_restarts_total") == live.metric("schedule_recordings_ended_total") == 1
+    # The engine's process logs in the form that the server reads.
+    [told_once] = [record for record in caplog.records if "the recording of the schedule has failed" in record.msg]
+    assert (told_once.levelname, told_once.name) == ("ERROR", "headrace.engine")
+    assert told_once.msg.startswith("the recording")

@@ -151,6 +151,8 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
         if not isinstance(first[0], transport.Start):
             raise transport.TransportError("the first message must be Start")
         early = first[1:]
+        if first[0].log_format != "text":
+            logs.set_up("warning", first[0].log_format)
         if first[0].black_box is not None:
             box = BlackBox.inherit(first[0].black_box)
             faulthandler.enable(box.stacks_file)

@@ -23,7 +23,7 @@ from typing import IO, Protocol
 from headrace.config import EngineConfig
 from headrace.core.engine import EngineCore
 from headrace.errors import EngineDeadError, HeadraceError
-from headrace.server import transport
+from headrace.server import logs, transport
 from headrace.server.black_box import BlackBox
 from headrace.server.memory import read_small
 from headrace.types import EngineInfo
@@ -75,7 +75,7 @@ class ProcessLink:
     """A child process on a socketpair. Its death is an end-of-file.
 
     `command` is what to run; it gets the number of its end of the socket as last argument. With `logs_stderr` what the
-    process writes to stderr is logged here, line by line.
+    process writes to stderr is logged here, line by line, and what it logs as it logged it.
     """
 
     in_process = False
@@ -117,7 +117,8 @@ class ProcessLink:
             self._errors = asyncio.create_task(_log_lines(self._process.stderr))
         reader, self._writer = await asyncio.open_connection(sock=ours)
         read_small(self._writer.transport)
-        self._writer.write(transport.encode(transport.Start(self._config, box.fds, self._is_restart)))
+        form = "json" if self._logs_stderr else "text"
+        self._writer.write(transport.encode(transport.Start(self._config, box.fds, self._is_restart, form)))
         frames = transport.FrameBuffer()
         first: list[transport.FromEngine] = []
         while not first:
@@ -262,7 +263,12 @@ async def _log_lines(pipe: IO[bytes]) -> None:
                 return
         except asyncio.LimitOverrunError as error:
             line = await reader.read(max(1, error.consumed))
-        logger.warning("%s", line.decode("utf-8", "replace").rstrip())
+        text = line.decode("utf-8", "replace").rstrip()
+        record = logs.record_of(text)
+        if record is None:
+            logger.warning("%s", text)
+        elif logger.isEnabledFor(record.levelno):
+            logger.handle(record)
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -73,7 +73,27 @@ class Objects(Lines):
             made["request_id"] = call_id
         if record.exc_info:
             made["exception"] = self.formatException(record.exc_info).split("\n")
+        elif record.exc_text:
+            made["exception"] = record.exc_text.split("\n")
         return json.dumps(made).replace("\x7f", "\\u007f")
+
+
+def record_of(line: str) -> logging.LogRecord | None:
+    """What `Objects` made `line` of, in another process; None if it is some other text."""
+    try:
+        found = json.loads(line)
+        return logging.makeLogRecord(
+            {
+                "created": datetime.datetime.fromisoformat(found["time"]).timestamp(),
+                "levelname": found["level"].upper(),
+                "levelno": logging.getLevelNamesMapping()[found["level"].upper()],
+                "name": found["logger"],
+                "msg": str(found["message"]),
+                "exc_text": "\n".join(found.get("exception", ())),
+            }
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 FORMS: dict[str, type[Lines]] = {"text": Lines, "json": Objects}

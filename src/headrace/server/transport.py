@@ -33,12 +33,13 @@ class TransportError(HeadraceError):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To the engine, first: what to load, its `black_box.BlackBox.fds` if it was given one, and whether it takes the
-    place of one that has died."""
+    """To the engine, first: what to load, its `black_box.BlackBox.fds` if it was given one, whether it takes the
+    place of one that has died, and the form of its log, one of `logs.FORMS`."""
 
     config: EngineConfig
     black_box: tuple[int, int] | None = None
     is_restart: bool = False
+    log_format: str = "text"
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
