@@ -303,7 +303,15 @@ def test_control_a_runner_that_blames_everybody_is_noticed(directory: Path, monk
     core.close()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(24, "too many open files"), ImportError("no memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        OSError(24, "too many open files"),
+        ImportError("no memory"),
+        RuntimeError("can't start new thread"),
+    ],
+)
 def test_what_comes_from_outside_is_nobodys_fault(
     error: BaseException, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ logger = logging.getLogger("headrace.engine")
 INTERNAL = "internal_error: "
 NO_MEMORY = "out_of_memory: "
 NOT_FINITE = "numerical_error: the model's logits are not finite"
+NO_THREAD = "can't start new thread"
+"""What Python says when the system has no memory or no number left for one."""
 MOST_ALONE = 3
 """So many steps in a row in which nobody but single, failing requests were computed are the engine's fault."""
 
@@ -38,7 +40,7 @@ class Blame:
             # Not itself, whose traceback holds what filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
-        if isinstance(error, ImportError | OSError):
+        if isinstance(error, ImportError | OSError) or str(error) == NO_THREAD:
             # The process's surroundings: a library that finds no memory to be loaded into, no file left to open.
             return ""
         # The grammars' library is Rust, whose panics are no Exceptions.
