@@ -296,9 +296,9 @@ def keep(out: Path, facts: dict[str, Any], name: str, piece: Counts, add: bool) 
 def shown(report: dict[str, Any]) -> Table:
     """What the terminal shows at the end."""
     table = Table("campaign", "what", "count", "violations", "minutes", title=f"campaign-{report['tier']}")
-    for name, pieces in report["campaigns"].items():
+    for name, pieces in sorted(report["campaigns"].items(), key=lambda one: page.in_order(one[0])):
         counts = page.summed(pieces)
-        told = [f"{key.replace('_', ' ')} {value:,}" for key, value in counts.items() if key not in page.NOT_COUNTS]
+        told = page.told(counts)
         row = (CAMPAIGNS[name].about, "\n".join(told[:4]), str(counts["violations"]), f"{counts['minutes']:.1f}")
         table.add_row(name, *row)
     return table

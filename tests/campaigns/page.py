@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ RESULTS = ROOT / "bench" / "results"
 BEGIN, END = "<!-- written by python -m tests.campaigns.page -->", "<!-- end -->"
 TIERS = ("commit", "nightly", "release")
 NOT_COUNTS = ("seed", "violations", "minutes")
+NOT_SUMMED = ("most_at_once", "streams_at_once", "requests_a_second", "rounds", "cases", "pairs_covered")
+"""Whole numbers that are measures: of pieces, the largest is told."""
 
 
 def section(folder: Path = RESULTS) -> str:
@@ -28,32 +32,65 @@ def section(folder: Path = RESULTS) -> str:
 
 
 def summed(pieces: list[dict[str, Any]]) -> dict[str, int | float]:
-    """Counts and minutes of all pieces together; what is a measure and no count is that of the last piece."""
-    told: dict[str, int | float] = {}
+    """Counts and minutes of all pieces together; of what is a measure and no count, the largest or the last piece's."""
+    found: dict[str, int | float] = {}
     for piece in pieces:
         for key, value in piece.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                is_sum = isinstance(value, int) or key == "minutes"
-                told[key] = round(told.get(key, 0) + value, 2) if is_sum else value
-    return told
+                if key in NOT_SUMMED:
+                    found[key] = max(found.get(key, 0), value)
+                elif isinstance(value, int) or key == "minutes":
+                    found[key] = round(found.get(key, 0) + value, 2)
+                else:
+                    found[key] = value
+    return found
+
+
+def in_order(name: str) -> tuple[int, str]:
+    """C-2 before C-11."""
+    return int(re.findall(r"\d+", name)[0]), name
+
+
+def number(value: int | float) -> str:
+    """As one reads it: 1,000,000 and 5.04e-30."""
+    return f"{value:,}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.4g}"
+
+
+def told(counts: dict[str, int | float]) -> list[str]:
+    """Each count with its name."""
+    return [f"{key.replace('_', ' ')} {number(value)}" for key, value in counts.items() if key not in NOT_COUNTS]
+
+
+def ranges(seeds: Sequence[int]) -> str:
+    """1, 2, 3, 7 as "1 to 3, 7"."""
+    runs: list[list[int]] = []
+    for seed in sorted(seeds):
+        if runs and runs[-1][-1] == seed - 1:
+            runs[-1].append(seed)
+        else:
+            runs.append([seed])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def table(report: dict[str, Any]) -> str:
     """The counts of one tier."""
-    rows = {name: (summed(pieces), pieces) for name, pieces in sorted(report["campaigns"].items())}
-    minutes = sum(counts["minutes"] for counts, _ in rows.values())
+    rows = {name: (summed(pieces), pieces) for name, pieces in report["campaigns"].items()}
+    total = sum(counts["minutes"] for counts, _ in rows.values())
     host = report["host"]
     lines = [
-        f"`make campaign-{report['tier']}` on {host['name']}, {host['cores_allowed']} cores, {minutes:.1f} minutes:",
+        f"`make campaign-{report['tier']}` on {host['name']}, {host['cores_allowed']} cores, {total:.1f} minutes:",
         "",
         "| campaign | counts | violations | seeds | minutes | commits |",
         "|---|---|---|---|---|---|",
     ]
-    for name, (counts, pieces) in rows.items():
-        told = ", ".join(f"{key.replace('_', ' ')} {value:,}" for key, value in counts.items() if key not in NOT_COUNTS)
-        seeds = ", ".join(str(piece["seed"]) for piece in pieces)
+    for name in sorted(rows, key=in_order):
+        counts, pieces = rows[name]
+        bad = f"**{counts['violations']}**" if counts["violations"] else "0"
         commits = ", ".join(dict.fromkeys(piece["commit"] for piece in pieces))
-        lines.append(f"| {name} | {told} | {counts['violations']} | {seeds} | {counts['minutes']:.1f} | {commits} |")
+        minutes = f"{counts['minutes']:.1f}"
+        lines.append(
+            f"| {name} | {', '.join(told(counts))} | {bad} | {ranges([p['seed'] for p in pieces])} | {minutes} | {commits} |"
+        )
     return "\n".join(lines)
 
 

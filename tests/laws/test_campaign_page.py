@@ -27,3 +27,12 @@ def test_a_count_that_is_another_is_noticed(tmp_path: Path) -> None:
     assert made.endswith("after\n")
     with pytest.raises(ValueError, match="marks"):
         page.written("a page without marks", "x")
+
+
+def test_pieces_are_told_as_one() -> None:
+    pieces = [{"seed": seed, "steps": 500, "most_at_once": 256, "p": 5.0386e-30} for seed in (1, 2, 3, 9)]
+    assert page.summed(pieces) == {"seed": 15, "steps": 2000, "most_at_once": 256, "p": 5.0386e-30}
+    assert page.ranges([9, 2, 1, 3]) == "1 to 3, 9"
+    assert page.ranges([4, 5]) == "4, 5"
+    assert sorted(["C-11", "C-2", "C-8-long", "C-8"], key=page.in_order) == ["C-2", "C-8", "C-8-long", "C-11"]
+    assert [page.number(each) for each in (2_000_000, 5.0386e-30, 1312.43)] == ["2,000,000", "5.039e-30", "1,312.43"]
