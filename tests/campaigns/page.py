@@ -87,10 +87,8 @@ def table(report: dict[str, Any]) -> str:
         counts, pieces = rows[name]
         bad = f"**{counts['violations']}**" if counts["violations"] else "0"
         commits = ", ".join(dict.fromkeys(piece["commit"] for piece in pieces))
-        minutes = f"{counts['minutes']:.1f}"
-        lines.append(
-            f"| {name} | {', '.join(told(counts))} | {bad} | {ranges([p['seed'] for p in pieces])} | {minutes} | {commits} |"
-        )
+        cells = (name, ", ".join(told(counts)), bad, ranges([piece["seed"] for piece in pieces]))
+        lines.append(f"| {' | '.join(cells)} | {counts['minutes']:.1f} | {commits} |")
     return "\n".join(lines)
 
 
