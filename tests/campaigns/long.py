@@ -2,7 +2,8 @@
 
 The built-in model with its context made wider, one sequence, through engine, sampler and text. Each step is timed in
 three parts: the native call (the model), the rest of the engine's step (scheduler, runner, sampling), and the text. The
-native part has to be a straight line over the context; the others may grow by little of what that line grows by. They
+native part has to be a straight line over the context, and a steeper one where keys and values do not lie in the
+processor's caches any more; the others may grow by little of what that line grows by. They
 are timed in a run whose native call does nothing: a longer read leaves less of all else in the processor's caches, so
 that code which does the same as ever gets slower beside it.
 What a part costs is processor time, and the least of some runs and some windows of steps: what else the machine does
@@ -33,8 +34,10 @@ from headrace.types import Request
 WINDOW, BIN = 25, 1000
 """Steps whose mean is one time, and steps of which the least such time is kept."""
 MAX_BEND = 0.05
-"""How far a time may be from the line, as a share of the line's last. A part that grows with the square is seen when it
-is a third of a step."""
+"""How far a time may be from its line, as a share of the line's last."""
+MAX_DEARER = 2.0
+"""How much more of the time a token may take whose keys and values lie beyond the processor's caches. With this, a part
+that grows with the square is seen when it is half of the last step."""
 MAX_HOST_SHARE = 0.1
 """Growth of scheduler, runner, sampling and text, as a share of the native call's growth."""
 MAX_BYTES = 400
@@ -117,18 +120,40 @@ def line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
     return start, slope, max(abs(y - start - slope * x) for x, y in points) / (start + slope * points[-1][0])
 
 
-def judge(parts: dict[str, list[float]]) -> tuple[dict[str, Any], list[str]]:
-    """What the times say, and what is wrong with that. Times are seconds of each step, by part."""
-    lines = {name: line(least(seconds)[FIRST:]) for name, seconds in parts.items()}
-    start, slope, bend = lines["native"]
+def last_cache() -> int:
+    """Bytes of the processor's largest cache."""
+    file = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    return int(file.read_text().strip().removesuffix("K")) * 1024 if file.is_file() else 32 << 20
+
+
+def judge(parts: dict[str, list[float]], token_bytes: int, cache: int) -> tuple[dict[str, Any], list[str]]:
+    """What the times say, and what is wrong with that. Times are seconds of each step, by part; `token_bytes` of keys
+    and values are read for each token of the context, and `cache` bytes may be in the processor's."""
+    points = {name: least(seconds)[FIRST:] for name, seconds in parts.items()}
+    lines = {name: line(found) for name, found in points.items()}
+    slope = lines["native"][1]
     others = sum(lines[name][1] for name in lines if name != "native")
     told: dict[str, Any] = {"native_us_at": {int(x): round(y * 1e6) for x, y in least(parts["native"])[::5]}}
     told |= {f"{name}_us": round(at * 1e6, 1) for name, (at, _, _) in lines.items()}
     told |= {f"{name}_us_per_1000_tokens": round(grows * 1e9, 2) for name, (_, grows, _) in lines.items()}
-    told |= {"farthest_from_the_line": round(bend, 4), "host_share_of_growth": round(others / slope, 4)}
+    told["host_share_of_growth"] = round(others / slope, 4)
     problems = []
-    if bend > MAX_BEND:
-        problems.append(f"a step is far from the line {start:.2e} s + {slope:.2e} s a token: {bend:.1%}")
+    # Other things are in the cache too, and between the two it holds a part.
+    places = {"in_cache": (0, cache / 3), "beyond_it": (cache, float("inf"))}
+    slopes = {}
+    for name, (least_bytes, most_bytes) in places.items():
+        found = [(x, y) for x, y in points["native"] if least_bytes <= x * token_bytes <= most_bytes]
+        if len(found) > 3:
+            start, slopes[name], bend = line(found)
+            told |= {f"us_per_1000_tokens_{name}": round(slopes[name] * 1e9, 2), f"bend_{name}": round(bend, 4)}
+            if bend > MAX_BEND:
+                problems.append(
+                    f"{name}, a step is far from the line {start:.2e} s + {slopes[name]:.2e} s a token: {bend:.1%}"
+                )
+    if len(slopes) == 2 and slopes["beyond_it"] > MAX_DEARER * slopes["in_cache"]:
+        problems.append(f"a token takes {slopes['in_cache']:.2e} s at first, and {slopes['beyond_it']:.2e} s later")
+    if not slopes:
+        problems.append("too few steps to tell a line")
     if others > MAX_HOST_SHARE * slope:
         problems.append(f"beside attention, a step grows by {others:.2e} s a token, attention by {slope:.2e} s")
     return told, problems
@@ -166,7 +191,7 @@ def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
         name: [min(step[at] for step in same) for same in zip(*times[name != "native"], strict=True)]
         for at, name in enumerate(Step._fields)
     }
-    told, problems = judge(parts)
+    told, problems = judge(parts, stored, last_cache())
     # The cache takes its memory as it is written.
     grows = statistics.linear_regression(*zip(*memory, strict=True)).slope - stored
     if set(counts) != {num_tokens}:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,19 +192,27 @@ def test_C_8_a_leak_is_a_slope() -> None:
     assert 190 < operations.slope([(x, y + 200 * x) for x, y in still]) < 210
 
 
-def times(**more: Callable[[int], float]) -> dict[str, list[float]]:
-    """Of 20,000 steps, of which every third is disturbed."""
-    made = {"native": lambda at: 1e-4 + 1e-7 * at, "engine": lambda at: 3e-4, "text": lambda at: 1e-5} | more
-    return {name: [cost(at) * (1.0 if at % 100 < 60 else 3.0) for at in range(20_000)] for name, cost in made.items()}
+def times(num: int = 20_000, **more: Callable[[int], float]) -> dict[str, list[float]]:
+    """Of so many steps, of which every third is disturbed. Beyond 20,000 tokens a read takes half as long again."""
+    read = {"native": lambda at: 1e-4 + 1e-7 * at + 5e-8 * max(0, at - 20_000)}
+    made = read | {"engine": lambda at: 3e-4, "text": lambda at: 1e-5} | more
+    return {name: [cost(at) * (1.0 if at % 100 < 60 else 3.0) for at in range(num)] for name, cost in made.items()}
 
 
 def test_C_8_an_answer_gets_slower_by_attention_only() -> None:
-    told, problems = long.judge(times())
-    assert not problems
-    assert 99 < told["native_us_per_1000_tokens"] < 101
-    (found,) = long.judge(times(text=lambda at: 1e-5 + 3e-8 * at))[1]
+    read = partial(long.judge, token_bytes=1024, cache=32 << 20)
+    for num in (20_000, 50_000):
+        told, problems = read(times(num))
+        assert not problems
+        assert 99 < told["us_per_1000_tokens_in_cache"] < 101
+    assert 149 < told["us_per_1000_tokens_beyond_it"] < 151
+    (found,) = read(times(text=lambda at: 1e-5 + 3e-8 * at))[1]
     assert "beside attention" in found
-    (found,) = long.judge(times(native=lambda at: 1e-4 + 1e-11 * at * at))[1]
+    # With the square: half of the last step, and a third, which could be the memory.
+    (found,) = read(times(50_000, native=lambda at: 1e-4 + 1e-7 * at + 2.2e-12 * at * at))[1]
+    assert "a token takes" in found
+    assert not read(times(50_000, native=lambda at: 1e-4 + 1e-7 * at + 1e-12 * at * at))[1]
+    found = read(times(native=lambda at: 1e-4 + 1e-7 * at + (2e-4 if at > 7000 else 0)))[1][0]
     assert "far from the line" in found
 
 
