@@ -44,8 +44,8 @@ MAX_BYTES = 400
 """Memory that may be taken for a token, besides its place in the cache: what was answered is kept until the end."""
 FIRST = 5
 """Bins that are left out: there the cache still lies in the processor's own."""
-ENOUGH = 30_000
-"""Short answers are repeated until there are so many tokens."""
+IDLE = (False, True, False, True, False)
+"""Whether the model does nothing in an answer."""
 
 
 class Step(NamedTuple):
@@ -160,7 +160,7 @@ def judge(parts: dict[str, list[float]], token_bytes: int, cache: int) -> tuple[
 
 
 def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
-    """One answer of `num_tokens`: some times to time the model, and as often to time all else."""
+    """One answer of `num_tokens`: thrice to time the model, and twice to time all else."""
     params = SamplingParams(temperature=0.8, seed=seed, max_tokens=num_tokens, ignore_eos=True, stop=["\x00never"])
     times: dict[bool, list[list[Step]]] = {False: [], True: []}
     memory: list[tuple[float, float]] = []
@@ -175,7 +175,7 @@ def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
             stored //= program.cache.num_blocks * program.cache.block_size
             program.tape = tape = TimedTape(program.tape)
             counts = []
-            for index, idle in enumerate([False, True] * max(1, ENOUGH // num_tokens)):
+            for index, idle in enumerate(IDLE):
                 request = Request(request_id=f"long{index}", prompt_token_ids=prompt, params=params)
                 found = []
                 num = 0
