@@ -228,7 +228,7 @@ def test_R_27_a_start_that_fails_for_any_reason_ends_the_server(
     monkeypatch.setattr(client, "start", broken)
     with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live:
         life = live.app.state.life
+        live.wait(life.ended.is_set)
         assert life.status() == "dead"
-        assert life.ended.is_set()
     assert "planted" in caplog.text
     assert "Traceback" in caplog.text
