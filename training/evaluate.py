@@ -1,6 +1,6 @@
 """Bits per byte of a Llama directory (Hugging Face layout, tied embeddings) on text files: lower is better.
 
-python training/evaluate.py src/headrace/builtin some.txt other.txt
+python training/evaluate.py MODEL some.txt other.txt
 """
 
 from __future__ import annotations

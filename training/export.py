@@ -1,6 +1,6 @@
 """Writes a run's averaged weights as a Hugging Face directory: config, weights in bfloat16, tokenizer, chat template.
 
-python training/export.py training/runs/builtin src/headrace/builtin
+python training/export.py training/runs/small SMALL
 """
 
 from __future__ import annotations

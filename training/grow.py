@@ -1,6 +1,6 @@
 """Grows a trained model by depth and trains it on, so that the larger one starts where the smaller one ended.
 
-    python training/grow.py --start src/headrace/builtin --layers 14 --corpora CORPORA --run RUN --minutes 110
+    python training/grow.py --start SMALL --layers 14 --corpora CORPORA --run RUN --minutes 110
 
 The layers of the start come first; each new one is a copy of one of them whose output projections are zero, so it
 does nothing at first (LLaMA Pro, arXiv 2401.02415, section 3.2). Beside the loss of the last layer, a small one is

@@ -1,6 +1,6 @@
 """Trains the built-in model on a CPU, in a given number of minutes or steps, and resumes from its checkpoint.
 
-    python training/train.py --corpora ../shared/data/corpora --run training/runs/builtin --minutes 60
+    python training/train.py --corpora CORPORA --run training/runs/small --minutes 60
 
 Matrices are trained with Muon (Jordan et al. 2024), the rest with AdamW; the learning rate warms up, stays, and falls
 linearly to zero (warmup-stable-decay). Rows grow from 512 to 1024 tokens in the last part. What is evaluated and

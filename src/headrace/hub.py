@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace import gguf
-from headrace.builtin import PATH
+from headrace import builtin, gguf
 from headrace.errors import CheckpointError, ModelNotFoundError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -28,7 +27,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     was tried.
     """
     if model == "builtin":
-        return PATH
+        return builtin.directory() if weights else builtin.PATH
     path = Path(model).expanduser()
     if path.is_dir():
         found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))

@@ -18,12 +18,14 @@ from tests.models.harness import BACKENDS, DATA, follow, load
 from tests.unit.gguf_models import convert
 
 from headrace import LLM, SamplingParams, hub
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.cli.bench_words import Words
 from headrace.config import EngineConfig
 from headrace.doctor import model_state
 from headrace.errors import CheckpointError, ModelNotFoundError
 from headrace.runner.build import build_runner
+
+PATH = directory()
 
 GGUF_DATA = DATA / "models" / "derived" / "gguf"
 FILES = sorted(path.name for path in GGUF_DATA.glob("*.gguf"))

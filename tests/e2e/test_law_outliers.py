@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from tests.e2e.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
 
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.quantize.base import Options
 from headrace.quantize.driver import quantise_checkpoint
 from headrace.types import Request
+
+PATH = directory()
 
 TEXT = [[(7 * i * i + 3 * i + k) % 2048 for i in range(64)] for k in range(4)]
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from tests.server.test_client import read, request, run
 
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError
 from headrace.server.client import EngineClient
 from headrace.server.links import ProcessLink
+
+PATH = directory()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.models.test_gguf import CASES, kl, tiny
 
 from headrace import gguf as reader
 from headrace import hub
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.errors import CheckpointError, RequestError
 from headrace.quant import gguf_blocks
 from headrace.quantize import gguf_model, gguf_tokenizer, gguf_writer
@@ -25,6 +25,8 @@ from headrace.quantize.base import Options
 from headrace.quantize.driver import quantise_checkpoint
 from headrace.quantize.gguf_writer import LEVELS, convert
 from headrace.server.text import Tokenizer
+
+PATH = directory()
 
 # KL in nats a token of the built-in model's predictions, on its own text.
 MOST_KL = {

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace import hub
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.cli.bench_plans import QualityPlan
 from headrace.cli.bench_quality import (
     Text,
@@ -33,6 +33,8 @@ from headrace.errors import HeadraceError, RequestError
 from headrace.insight import audit
 from headrace.llm import LLM
 from headrace.quantize.gguf_writer import convert
+
+PATH = directory()
 
 SMALL = {"num_gpu_blocks_override": 512, "max_num_seqs": 16}
 NUM_TOKENS = 2048

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from headrace import builtin
 from headrace.builtin import PATH
+from headrace.errors import CheckpointError
 
-MODEL_FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+MODEL_FILES = [*builtin.BESIDE, builtin.STORED]
 SPECIAL = ["<|bos|>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -60,11 +65,77 @@ def test_file_is_present(name: str) -> None:
 
 
 def test_size() -> None:
-    """1 to 3 million parameters, in bfloat16, and a package of a few megabytes."""
-    header = read_header(PATH / "model.safetensors")
-    assert 1_000_000 <= num_parameters(header) <= 3_000_000
+    """8 to 9 million parameters, in bfloat16, stored in little more than a byte each."""
+    header = read_header(builtin.directory() / "model.safetensors")
+    assert 8_000_000 <= num_parameters(header) <= 9_000_000
     assert {entry["dtype"] for entry in header.values()} == {"BF16"}
-    assert sum(p.stat().st_size for p in PATH.iterdir() if p.is_file()) < 8 << 20
+    assert (PATH / builtin.STORED).stat().st_size < 1.03 * num_parameters(header)
+
+
+def test_each_number_is_the_level_that_its_byte_picks() -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file as load
+
+    stored = load(PATH / builtin.STORED)
+    plain = load(builtin.directory() / "model.safetensors")
+    assert set(plain) == {name for name in stored if not name.endswith(builtin.LEVELS)}
+    for name, found in plain.items():
+        levels = stored.get(name + builtin.LEVELS)
+        expected = stored[name] if levels is None else levels[stored[name].long()]
+        assert torch.equal(found, expected), name
+
+
+@pytest.fixture
+def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path]:
+    """Writes the model into a home of its own, or else among temporary files of its own."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return builtin.directory.__wrapped__
+
+
+def test_it_is_written_once_and_again_when_damaged(write: Callable[[], Path], tmp_path: Path) -> None:
+    made = write()
+    assert made.is_relative_to(tmp_path / "home")
+    assert sorted(p.name for p in made.iterdir()) == sorted([*builtin.BESIDE, "model.safetensors"])
+    weights, config = made / "model.safetensors", made / "config.json"
+    whole, before = weights.read_bytes(), weights.stat().st_mtime_ns
+    assert write() == made
+    assert weights.stat().st_mtime_ns == before
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    config.unlink()
+    assert write() == made
+    assert weights.read_bytes() == whole
+    assert config.read_bytes() == (PATH / "config.json").read_bytes()
+
+
+def test_without_a_home_it_is_a_temporary_file(
+    write: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", "/dev/null")
+    made = write()
+    assert made.is_relative_to(tmp_path / "tmp")
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+    made.parent.chmod(0o755)
+    with pytest.raises(CheckpointError, match=r"nowhere: .*/dev/null.*; .* is not this user's alone"):
+        write()
+
+
+@pytest.mark.parametrize("at", [0, 20, -1])
+def test_stored_weights_that_are_damaged_are_refused(
+    at: int, write: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped = tmp_path / "shipped"
+    shutil.copytree(PATH, shipped, ignore=shutil.ignore_patterns("drafters"))
+    monkeypatch.setattr(builtin, "PATH", shipped)
+    whole = bytearray((shipped / builtin.STORED).read_bytes())
+    whole[at] ^= 0xFF
+    (shipped / builtin.STORED).write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"model\.u8 .*, install headrace again"):
+        write()
+    (shipped / builtin.STORED).unlink()
+    with pytest.raises(CheckpointError, match=r"model\.u8 .*, install headrace again"):
+        write()
 
 
 def wrong_shapes(config: dict[str, Any], header: dict[str, Any]) -> list[str]:
@@ -90,7 +161,7 @@ def wrong_shapes(config: dict[str, Any], header: dict[str, Any]) -> list[str]:
 
 
 def test_shapes_agree_with_config() -> None:
-    config, header = read_json("config.json"), read_header(PATH / "model.safetensors")
+    config, header = read_json("config.json"), read_header(builtin.directory() / "model.safetensors")
     assert config["model_type"] == "llama"
     assert config["tie_word_embeddings"] is True
     assert wrong_shapes(config, header) == []
@@ -178,7 +249,7 @@ def test_it_has_learnt_english() -> None:
     """Simple English costs it few bits per byte; the same letters in another order cost it many."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM.from_pretrained(PATH, dtype=torch.float32)
+    model = transformers.LlamaForCausalLM.from_pretrained(builtin.directory(), dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(PATH / "tokenizer.json"))
 
     def bits_per_byte(text: str) -> float:

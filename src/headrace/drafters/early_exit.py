@@ -15,6 +15,7 @@ from headrace.backends.base import Array, Cache, Rows
 from headrace.drafters.base import Target
 from headrace.drafters.config import FIELD, SpeculativeConfig
 from headrace.drafters.draft_model import TokenDrafter
+from headrace.drafters.files import own_of
 from headrace.errors import CheckpointError, RequestError
 from headrace.models import Model
 from headrace.models.decoder import through
@@ -58,7 +59,7 @@ def exit_of(directory: Path, num_layers: int) -> int:
 
 def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
     """Raises `RequestError` if `exit_layer` leaves no layer out, `CheckpointError` for a model that names a bad one."""
-    num_layers = spec.exit_layer or exit_of(target.directory, target.num_layers)
+    num_layers = spec.exit_layer or exit_of(own_of(target, "early_exit") or target.directory, target.num_layers)
     if not 1 <= num_layers < target.num_layers:
         raise RequestError(
             f"{FIELD}.exit_layer", num_layers, f"from 1 to {target.num_layers - 1}, the model has {target.num_layers}"

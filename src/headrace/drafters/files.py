@@ -34,10 +34,15 @@ def directory_of(spec: SpeculativeConfig, target: Target, folder: str) -> Path:
     """
     if spec.model is not None:
         return hub.resolve(spec.model)
-    own = builtin.PATH / "drafters" / folder
-    if target.directory == builtin.PATH and own.is_dir():
+    if (own := own_of(target, folder)) is not None:
         return own
     raise RequestError(f"{FIELD}.model", None, f"a directory or hub id: the method {spec.method} needs a checkpoint")
+
+
+def own_of(target: Target, folder: str) -> Path | None:
+    """What ships beside the built-in model for a drafter of this kind, if it is the target."""
+    own = builtin.PATH / "drafters" / folder
+    return own if target.directory == builtin.directory() and own.is_dir() else None
 
 
 def load(

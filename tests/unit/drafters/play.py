@@ -71,8 +71,9 @@ def loaded(directory: Path, backend: str) -> Any:
 
 
 def target_of(
-    directory: Path = builtin.PATH, backend: str = "cpu", guide: Any = None, max_num_seqs: int = 8, **fields: Any
+    directory: Path | None = None, backend: str = "cpu", guide: Any = None, max_num_seqs: int = 8, **fields: Any
 ) -> Target:
+    directory = directory or builtin.directory()
     own, model, config = loaded(directory, backend)
 
     def load(path: Path, quantization: str | None, max_model_len: int) -> Any:
@@ -103,7 +104,7 @@ def target_of(
 @cache
 def stories(
     feature_layers: tuple[int, ...] | None = None,
-    directory: Path = builtin.PATH,
+    directory: Path | None = None,
     backend: str = "cpu",
     num_tokens: int = NUM_TOKENS,
 ) -> list[Story]:

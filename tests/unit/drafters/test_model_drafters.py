@@ -24,7 +24,6 @@ from tests.unit.drafters.play import (
     target_of,
 )
 
-from headrace import builtin
 from headrace.drafters import context, draft_model, eagle, early_exit, features, medusa, mtp
 from headrace.drafters.base import Context, Drafter
 from headrace.drafters.context import Job, Line, PrivateContext
@@ -52,7 +51,7 @@ def drafter_of(kind: str, nodes: int = 4, guide: Any = None, backend: str = "cpu
 
 
 def plays_for(drafter: Drafter, backend: str = "cpu", **options: Any) -> list[Play]:
-    made = stories(drafter.feature_layers, builtin.PATH, backend, **options)
+    made = stories(drafter.feature_layers, None, backend, **options)
     return [Play(number, story) for number, story in enumerate(made)]
 
 
@@ -359,7 +358,7 @@ def test_a_layer_that_is_none_is_refused(told: str, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
-    (lambda path: drafter_of("early_exit", exit_layer=4), RequestError, "exit_layer"),
+    (lambda path: drafter_of("early_exit", exit_layer=14), RequestError, "exit_layer"),
     (
         lambda path: drafter_of("draft_model", model=str(path)),
         CheckpointError,

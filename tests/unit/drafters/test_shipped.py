@@ -20,7 +20,13 @@ from headrace.drafters.build import make_drafter
 torch = pytest.importorskip("torch")
 DRAFTERS = builtin.PATH / "drafters"
 METHODS = ["draft_model", "eagle", "mtp", "medusa"]
-USE = {"draft_model": 2.0, "eagle": 2.0, "mtp": 1.8, "medusa": 1.3}  # tokens a pass, of the stories in play.py
+USE = {
+    "draft_model": 2.0,
+    "eagle": 2.0,
+    "mtp": 1.8,
+    "medusa": 1.3,
+    "early_exit": 2.5,
+}  # tokens a pass, of the stories in play.py
 TRAINING = Path(__file__).resolve().parents[3] / "training"
 
 
@@ -39,12 +45,12 @@ def num_parameters(directory: Path) -> int:
 
 def test_size() -> None:
     """All that ships beside the code fits into 16 MB; the draft model is an eighth of the target at most."""
-    assert sorted(p.name for p in DRAFTERS.iterdir()) == sorted(METHODS)
+    assert sorted(p.name for p in DRAFTERS.iterdir()) == sorted([*METHODS, "early_exit"])
     assert all(
         sorted(p.name for p in (DRAFTERS / m).iterdir()) == ["config.json", "model.safetensors"] for m in METHODS
     )
     assert sum(p.stat().st_size for p in builtin.PATH.rglob("*") if p.is_file()) <= 16_000_000
-    assert num_parameters(DRAFTERS / "draft_model") * 8 <= num_parameters(builtin.PATH)
+    assert num_parameters(DRAFTERS / "draft_model") * 8 <= num_parameters(builtin.directory())
 
 
 def test_they_are_of_the_target() -> None:
@@ -72,12 +78,14 @@ def engines(method: str) -> Drafter:
     return make_drafter(spec_of(method=method, num_speculative_tokens=4), target_of())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", USE)
 def test_of_use_and_as_trained(method: str, training: Any) -> None:
     """The engine's drafts on a story are those of the code that trained them, but for a few near ties."""
     drafter = engines(method)
-    target = training.model.load_model(builtin.PATH)
-    twin = training.acceptance.load_drafter(str(DRAFTERS / method), target)
+    target = training.model.load_model(builtin.directory())
+    twin = training.acceptance.load_drafter(
+        "early_exit:4" if method == "early_exit" else str(DRAFTERS / method), target
+    )
     plays = [Play(i, story) for i, story in enumerate(stories(drafter.feature_layers))]
     known: list[list[int]] = [[] for _ in plays]
     while any(not p.done for p in plays):

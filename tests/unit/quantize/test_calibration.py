@@ -83,7 +83,7 @@ def test_the_command(tmp_path: Path) -> None:
     report = json.loads((out / driver.REPORT).read_text())
     assert report["num_calibration_tokens"] == 200
     assert (out / "tokenizer.json").is_file()
-    assert "28 layers quantised" in done.output
+    assert "98 layers quantised" in done.output
 
 
 @pytest.mark.parametrize(

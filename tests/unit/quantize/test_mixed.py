@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.errors import RequestError
 from headrace.quantize import mixed
 from headrace.quantize.mixed import Step, choose, hull
 from headrace.server.text import Tokenizer
+
+PATH = directory()
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden with her dog. " * 4
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from headrace.builtin import PATH
+from headrace.builtin import directory
 from headrace.quantize import gguf_file, gguf_writer, mixed
 from headrace.quantize.base import Options
 from headrace.quantize.driver import STATE, Run, quantise_checkpoint
 from headrace.server.text import Tokenizer
+
+PATH = directory()
 
 IDS = [Tokenizer.load(PATH).encode("Once upon a time there was a little girl named Lily. She loved her dog. " * 2)]
 
