@@ -81,16 +81,20 @@ def test_a_synthetic_drafter_is_right_as_often_as_it_was_told() -> None:
 
 
 def test_the_bench_compares_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = SpeculatePlan(load=[2], texts="edit", output_len=24, rounds=1, num_prompts=2)
+    plan = SpeculatePlan(load=[2], texts="edit", output_len=24, rounds=1, num_prompts=2, control=True)
     result = measure_speculation(plan, EngineConfig(speculative_config=SPEC, **SMALL))
     [row] = result["loads"]
     assert row["num_different"] == 0
     assert row["ratio"] > 0
+    assert row["control_ratios"] == [row["control_ratio"]]
+    assert row["control_ratio"] not in (0, row["ratio"])
     [counted] = result["acceptance"]
     assert counted["mean_accepted_length"] == 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
     assert counted["num_accepted_tokens"] > 0
     print_speculation(result | {"model_id": "builtin"})
-    assert "coupled" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "coupled" in told
+    assert f"{row['control_ratio']:.2f}\n" in told
 
 
 def test_alpha_takes_the_place_of_a_drafter() -> None:

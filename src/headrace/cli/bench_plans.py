@@ -100,6 +100,9 @@ class SpeculatePlan(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Instead of a drafter: guesses that are right with this chance each.", ge=0.0),
     ] = None
     rejection: Annotated[bool, Meta(description="Count guesses under rejection sampling as well.")] = False
+    control: Annotated[
+        bool, Meta(description="Run the engine without speculation twice a round: its ratio to itself is the noise.")
+    ] = False
     plot: Annotated[str | None, Meta(description="File for a picture (SVG); needs matplotlib.")] = None
     output_json: OutputJson = None
     json: Json = False

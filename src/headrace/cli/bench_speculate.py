@@ -152,15 +152,18 @@ def replace_drafter(core: EngineCore, drafter: Synthetic) -> None:
 def measure_load(
     plain: EngineCore, guessing: EngineCore, texts: list[Text], load: int, plan: SpeculatePlan
 ) -> dict[str, Any]:
-    """The same batch in turns, each round's with the texts after the last one's. Speeds and ratio are medians."""
+    """The same batch in turns, each round's with the texts after the last one's. Speeds and ratios are medians."""
     slow: list[Run] = []
     fast: list[Run] = []
+    again: list[Run] = []
     for number in range(plan.rounds):
         batch = [texts[(number * load + i) % len(texts)] for i in range(load)]
         slow.append(run(plain, batch, plan.output_len))
         fast.append(run(guessing, batch, plan.output_len))
-    ratios = sorted(b.tokens_per_second / a.tokens_per_second for a, b in zip(slow, fast, strict=True))
-    return {
+        if plan.control:
+            again.append(run(plain, batch, plan.output_len))
+    ratios = ratios_of(slow, fast)
+    made = {
         "streams": load,
         "plain_tokens_per_second": statistics.median(each.tokens_per_second for each in slow),
         "tokens_per_second": statistics.median(each.tokens_per_second for each in fast),
@@ -171,6 +174,15 @@ def measure_load(
             a != b for one, two in zip(slow, fast, strict=True) for a, b in zip(one.answers, two.answers, strict=True)
         ),
     }
+    if again:
+        itself = ratios_of(slow, again)
+        made |= {"control_ratio": statistics.median(itself), "control_ratios": itself}
+    return made
+
+
+def ratios_of(slow: list[Run], fast: list[Run]) -> list[float]:
+    """Of each round, in order of size."""
+    return sorted(b.tokens_per_second / a.tokens_per_second for a, b in zip(slow, fast, strict=True))
 
 
 def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0, first_seed: int = 0) -> Run:
@@ -302,11 +314,13 @@ def echoes(words: Words, kind: str, num: int, prompt_len: int, output_len: int) 
 
 def print_speculation(result: dict[str, Any]) -> None:
     print(f"{result['model_id']}, {result['method']}, k = {result['num_speculative_tokens']}, texts {result['texts']}")
-    print(f"{'streams':>8} {'tok/s without':>14} {'tok/s with':>11} {'ratio':>6} {'different':>10}")
+    control = "control_ratio" in result["loads"][0]
+    itself = f" {'without / itself':>17}" if control else ""
+    print(f"{'streams':>8} {'tok/s without':>14} {'tok/s with':>11} {'ratio':>6} {'different':>10}{itself}")
     for row in result["loads"]:
         print(
             f"{row['streams']:8d} {row['plain_tokens_per_second']:14.1f} {row['tokens_per_second']:11.1f} "
-            f"{row['ratio']:6.2f} {row['num_different']:10d}"
+            f"{row['ratio']:6.2f} {row['num_different']:10d}" + (f" {row['control_ratio']:17.2f}" if control else "")
         )
     print(f"{'mode':>10} {'temperature':>12} {'length':>7} {'alpha':>6} {'formula':>8}  kept by position")
     for row in result["acceptance"]:
