@@ -15,6 +15,7 @@ from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import Sequence
 from headrace.core.shares import ANSWER, MAX_TENANTS, Shares
 from headrace.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
+from headrace.sampling.beam import BeamSearchParams
 from headrace.sampling.params import SamplingParams
 from headrace.types import DraftTokens, Finish, Request, StepResult
 
@@ -304,3 +305,60 @@ def test_a_batch_that_looks_like_the_one_in_flight_is_refused() -> None:
     batch = bench.scheduler.schedule()
     with pytest.raises(HeadraceError, match="commit"):
         bench.scheduler.commit(msgspec.structs.replace(batch), bench.executor.run(batch))
+
+
+@pytest.mark.parametrize("budget", [3, 4])
+def test_a_last_chunk_of_one_token_is_a_last_chunk(budget: int) -> None:
+    bench = Bench(max_num_batched_tokens=budget)
+    bench.add("a", budget + 1, pooling="last")
+    assert pooled(bench, [1.0]) == {}
+    assert pooled(bench, [2.0]) == {0: ("last", [])}
+
+
+def test_who_is_protected_need_not_fit_beside_those_that_can_be_thrown_out() -> None:
+    bench = Bench(num_blocks=8, max_model_len=33)
+    bench.add("a", 4, max_tokens=24)
+    b, _ = bench.add("b", [9] * 8, max_tokens=24)
+    b.num_preemptions = 2
+    assert bench.step() == {"a": (0, 4), "b": (0, 8)}
+
+
+def test_what_protected_searches_and_sequences_claim_is_added_up() -> None:
+    bench = Bench(num_blocks=60)
+    alone, _ = bench.add("a", 8, max_tokens=25)
+    search, _ = bench.add("b", [7] * 8, max_tokens=8, ignore_eos=True, beam=BeamSearchParams(beam_width=3))
+    claims = bench.scheduler.tables.claims
+    # Equal, so that to add them is neither to join their bits nor to take the larger.
+    assert (claims([alone]), claims([search]), claims([search, alone])) == (8, 8, 16)
+
+
+def test_a_step_that_raised_protects_nobody() -> None:
+    bench = Bench()
+    a, _ = bench.add("a", 4)
+    for _ in range(3):
+        bench.scheduler.schedule()
+        bench.scheduler.retract()
+    assert (a.num_preemptions, a.num_forced) == (0, 3)
+
+
+def test_guesses_are_asked_for_by_how_many_sequences_a_step_has() -> None:
+    bench = Bench(speculates=True)
+    asks, asked = bench.scheduler.drafts.asks, []
+    bench.scheduler.drafts.asks = lambda num_seqs: (asked.append(num_seqs), asks(num_seqs))[1]
+    bench.add("a", 4)
+    bench.step()
+    bench.add("b", [9] * 4)
+    assert len(bench.step()) == 2
+    assert asked == [1, 2]
+
+
+@pytest.mark.parametrize("other", [b"\x00" * 16, b"\xff" * 16])
+def test_S_23_a_key_is_taken_by_any_other_content(other: bytes) -> None:
+    pool = BlockPool(2, 2)
+    cache = PrefixCache(pool, b"key")
+    cache.child_key = lambda parent, content: b"k" * 32  # type: ignore[method-assign]
+    root = cache.root("")
+    for content, fits in ((other, True), (array("q", [5, 6]).tobytes(), False)):
+        tokens = array("q", content).tolist()
+        [block] = pool.allocate(1) or []
+        assert cache.publish(tokens, [root], [block], 0, 1) is fits
