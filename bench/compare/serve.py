@@ -36,6 +36,7 @@ SKIPPED = ("skip_tokenizer_init",)  # the server has one to load
 def arguments(job: Job, tokenizer: Path, port: int) -> list[str]:
     """The command line of a server with the job's engine."""
     line = [sys.executable, "-m", "headrace", "serve", job.model, "--tokenizer", str(tokenizer), "--port", str(port)]
+    line += ["--crash-report-dir", ""]  # it is killed at the end, which is not worth a report
     for name, value in headrace_.fields(job).items():
         flag = name.replace("_", "-")
         if name in SKIPPED:
