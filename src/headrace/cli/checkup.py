@@ -200,13 +200,13 @@ def limits() -> Iterator[Check]:
 
 
 def disk() -> Iterator[Check]:
-    """Where packed weights and crash reports go."""
+    """Where packed weights, crash reports and the built-in model go."""
     folder = Path.home() / ".cache"
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     told = f"{free / 2**30:.1f} GiB free in {folder}"
-    low = "make room: packed weights and crash reports go there"
+    low = "make room: packed weights, crash reports and the built-in model go there"
     yield Check("disk", "warn" if free < LOW_DISK_BYTES else "ok", told, low if free < LOW_DISK_BYTES else "")
 
 
