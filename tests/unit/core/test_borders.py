@@ -362,3 +362,23 @@ def test_S_23_a_key_is_taken_by_any_other_content(other: bytes) -> None:
         tokens = array("q", content).tolist()
         [block] = pool.allocate(1) or []
         assert cache.publish(tokens, [root], [block], 0, 1) is fits
+
+
+def test_of_what_is_shared_only_the_blocks_that_are_shared_are_not_needed() -> None:
+    bench = Bench(num_blocks=8, long_prefill_token_threshold=4)
+    bench.add("a", 16, max_tokens=4)
+    while bench.scheduler.pool.num_available != 3:
+        bench.step()
+    bench.add("b", [1, 2, 3, 4, *range(50, 64)], max_tokens=1)  # five blocks, of which one is shared
+    assert list(bench.step()) == ["a"]
+    bench.drain()
+    assert bench.scheduler.stats().num_preemptions == 0
+
+
+def test_room_is_kept_for_beams_that_are_to_come_and_for_no_more() -> None:
+    bench = Bench(max_num_seqs=8, long_prefill_token_threshold=4)
+    bench.add("a", 8, max_tokens=4, ignore_eos=True, beam=BeamSearchParams(beam_width=3))
+    bench.step()
+    for name in "bcdefg":
+        bench.add(name, [ord(name)] * 2, max_tokens=9, ignore_eos=True)
+    assert list(bench.step()) == ["a", "b", "c", "d", "e", "f"]
