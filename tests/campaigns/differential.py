@@ -130,12 +130,12 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
         for row in covering(ENGINE, rng):
             dtype = row["kv_cache_dtype"]
             if dtype not in references:
-                core = make_core(kv_cache_dtype=dtype, enable_prefix_caching=False)
+                core = make_core(model="builtin", kv_cache_dtype=dtype, enable_prefix_caching=False)
                 references[dtype] = {}
                 for request in requests:
                     references[dtype] |= run(core, [request])
                 core.close()
-            core = make_core(**options_of(row))
+            core = make_core(model="builtin", **options_of(row))
             for _ in ("cold", "warm"):
                 found: dict[str, Bits] = {}
                 for group in groups_of(requests, row["company"]):

@@ -57,7 +57,7 @@ def run_campaign(num_prompts: int = NUM_PROMPTS) -> dict[str, Any]:
     """What was compared, by drafter, and how many answers differ."""
     begin = time.monotonic()
     requests = make_requests(num_prompts)
-    core = make_core(enable_prefix_caching=False)
+    core = make_core(model="builtin", enable_prefix_caching=False)
     reference: dict[str, Bits] = {}
     for request in requests:
         reference |= run(core, [request])
@@ -65,7 +65,7 @@ def run_campaign(num_prompts: int = NUM_PROMPTS) -> dict[str, Any]:
     drafters: dict[str, dict[str, float]] = {}
     wrong: list[str] = []
     for method in DRAFTERS:
-        core = make_core(max_num_seqs=16, speculative_config={"method": method, "adaptive": False})
+        core = make_core(model="builtin", max_num_seqs=16, speculative_config={"method": method, "adaptive": False})
         found: dict[str, Bits] = {}
         num = 0
         for size in (1, 16):

@@ -11,6 +11,7 @@ import struct
 import sys
 
 import msgspec
+from tests.shallow import shallow
 
 from headrace import compose, hub
 from headrace.backends.cpu.native import require_native
@@ -46,7 +47,7 @@ def bits_of(token_ids: list[int], logprobs: list[TokenLogprob]) -> Bits:
 def make_core(**kwargs: object) -> EngineCore:
     # On a machine with other work, a second thread costs more than it gives.
     options: dict[str, object] = {
-        "model": "builtin", "max_num_seqs": 64, "num_gpu_blocks_override": 1024, "num_threads": 1
+        "model": shallow(), "max_num_seqs": 64, "num_gpu_blocks_override": 1024, "num_threads": 1
     }  # fmt: skip
     return compose.build_engine(EngineConfig(**(options | kwargs)))  # type: ignore[arg-type]
 

@@ -33,12 +33,14 @@ def requests():
 
 @pytest.fixture(scope="module")
 def reference(requests):
-    return run_alone(requests)
+    return run_alone(requests, model="builtin")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_guesses_of_a_model_change_nothing(requests, reference, name):
-    core = make_core(speculative_config={**DRAFTERS[name], "adaptive": False}, num_gpu_blocks_override=192)
+    core = make_core(
+        model="builtin", speculative_config={**DRAFTERS[name], "adaptive": False}, num_gpu_blocks_override=192
+    )
     found = {}
     for group in groups_of(requests, 12):
         found |= run(core, group, preempt_every=7)
@@ -52,7 +54,7 @@ def test_guesses_of_a_model_change_nothing(requests, reference, name):
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if "trees" not in name])
 def test_rejection_sampling_with_a_model(requests, name):
-    core = make_core(speculative_config={**DRAFTERS[name], "adaptive": False, "mode": "rejection"})
+    core = make_core(model="builtin", speculative_config={**DRAFTERS[name], "adaptive": False, "mode": "rejection"})
     plain = [r for r in requests if r.params.structured_outputs is None][:12]
     found = run(core, plain)
     stats = core.stats()
@@ -68,7 +70,7 @@ def test_a_cache_of_int4_that_the_drafter_has_too(requests, backend):
     own = [msgspec.structs.replace(r, params=msgspec.structs.replace(r.params, max_tokens=8)) for r in requests[:3]]
     found, stats = [], None
     for more in ({}, {"speculative_config": {"method": "eagle", "adaptive": False}}):
-        core = make_core(backend=backend, kv_cache_dtype="int4", **more)
+        core = make_core(model="builtin", backend=backend, kv_cache_dtype="int4", **more)
         found.append(run(core, own))
         stats = core.stats()
         core.close()
