@@ -12,13 +12,13 @@ from typing import Any
 import gguf
 import pytest
 from tests.e2e.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
+from tests.shallow import shallow
 from tests.unit.gguf_models import convert, random_blocks
 
 from headrace.backends.cpu.native import require_native
-from headrace.builtin import directory
 from headrace.types import Request
 
-PATH = directory()
+PATH = Path(shallow())
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q3_K", "ffn_gate": "Q2_K",

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.e2e.law import Bits, assert_same, bits_of, groups_of, make_core, make_requests, run, run_alone
+from tests.shallow import shallow
 
 from headrace import LLM, hub
 from headrace.config import EngineConfig, ServerConfig
@@ -180,7 +181,7 @@ def test_I_13_samplers_on_a_restarted_engine(requests: list[Request], reference:
     """The engine is killed while all of them are on their way."""
 
     async def go() -> dict[str, Bits]:
-        config = EngineConfig(model="builtin", max_num_seqs=64, num_gpu_blocks_override=1024, num_threads=1)
+        config = EngineConfig(model=shallow(), max_num_seqs=64, num_gpu_blocks_override=1024, num_threads=1)
         client = ProcessClient(config, ServerConfig(crash_report_dir=""))
         await client.start()
         link = client._link

@@ -43,7 +43,7 @@ def decoding(num_sequences: int, temperature: float = 0.0) -> EngineCore:
     core = make_core()
     for i in range(num_sequences):
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=100, ignore_eos=True)
-        core.add(Request(request_id=str(i), prompt_token_ids=[5, 6, 7 + i], params=params))
+        core.add(Request(request_id=str(i), prompt_token_ids=[0, 518, 485, 264, 428, 17, 411 + i], params=params))
     for _ in range(5):
         core.step()
     return core

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models.harness import BACKENDS, follow, load, random_ids, save_random
 from tests.models.test_gguf import CASES, kl, tiny
+from tests.shallow import shallow
 
 from headrace import gguf as reader
 from headrace import hub
-from headrace.builtin import directory
 from headrace.errors import CheckpointError, RequestError
 from headrace.quant import gguf_blocks
 from headrace.quantize import gguf_model, gguf_tokenizer, gguf_writer
@@ -26,7 +26,7 @@ from headrace.quantize.driver import quantise_checkpoint
 from headrace.quantize.gguf_writer import LEVELS, convert
 from headrace.server.text import Tokenizer
 
-PATH = directory()
+PATH = Path(shallow())
 
 # KL in nats a token of the built-in model's predictions, on its own text.
 MOST_KL = {

