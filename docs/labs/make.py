@@ -27,7 +27,7 @@ from headrace.sampling.sampler import Drawn, Row, Sampler
 HERE = Path(__file__).parent
 SURE, UNSURE = "One day, the little girl went to the", "Tom was very"
 STORY = "Once upon a time, there was a"
-LOOP = "The dog ran and ran and ran and ran and"
+LOOP = "Tom had a red ball. Tom had a red ball. Tom had a"
 NUM_DRAWS, NUM_SHOWN = 4000, 20
 COLOURS = ("#0072b2", "#d55e00", "#009e73")
 START, END = "<!-- made by make.py -->", "<!-- end -->"
