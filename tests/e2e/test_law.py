@@ -29,6 +29,7 @@ from tests.e2e.law import (
     run_alone,
 )  # fmt: skip
 from tests.e2e.serving import serve, wait_for
+from tests.shallow import shallow
 
 from headrace import LLM
 from headrace.backends.cpu.matrix import CpuMatrix
@@ -128,7 +129,7 @@ def test_I_13_with_two_threads(
 
 
 def test_I_13_offline(requests: list[Request], reference: dict[str, Bits]) -> None:
-    llm = LLM(max_num_seqs=64, num_gpu_blocks_override=1024)
+    llm = LLM(shallow(), max_num_seqs=64, num_gpu_blocks_override=1024)
     prompts = [{"prompt_token_ids": r.prompt_token_ids} for r in requests]
     outputs = llm.generate(prompts, [r.params for r in requests], use_tqdm=False)
     for request, output in zip(requests, outputs, strict=True):
@@ -167,7 +168,9 @@ def test_I_13_through_the_server(requests: list[Request], reference: dict[str, B
         async with httpx.AsyncClient(base_url=url, timeout=100) as client:
             return await asyncio.gather(*(ask(client, r, stream=i % 2 == 1) for i, r in enumerate(requests)))
 
-    with serve("--max-num-seqs", "48", "--num-gpu-blocks-override", "512") as served:
+    with serve(
+        shallow(), "--served-model-name", "builtin", "--max-num-seqs", "48", "--num-gpu-blocks-override", "512"
+    ) as served:
         answers = asyncio.run(ask_all(served.url))
         wait_for(served.url, "headrace:kv_cache_usage_perc", 0.0)
     wrong = []

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from tests.e2e.law import PROMPTS, make_core, make_requests
 from tests.e2e.serving import serve, wait_for
+from tests.shallow import shallow
 
 from headrace import LLM, hub
 from headrace.core.engine import EngineCore
@@ -126,7 +127,7 @@ def test_I_13_beams_in_a_pool_too_small_for_all(searches: list[Request], referen
 
 
 def test_I_13_beams_offline(searches: list[Request], reference: Found) -> None:
-    llm = LLM(num_threads=1)
+    llm = LLM(shallow(), num_threads=1)
     for request in searches:
         beam = request.beam
         assert beam is not None
@@ -156,7 +157,9 @@ def test_I_13_beams_through_a_server_whose_engine_dies(searches: list[Request], 
         }  # fmt: skip
         replies[request.request_id] = httpx.post(f"{url}/v1/completions", json=body, timeout=100)
 
-    with serve("--max-num-seqs", "16", "--num-gpu-blocks-override", "256") as served:
+    with serve(
+        shallow(), "--served-model-name", "builtin", "--max-num-seqs", "16", "--num-gpu-blocks-override", "256"
+    ) as served:
         asking = [threading.Thread(target=ask, args=(served.url, request)) for request in searches]
         for thread in asking:
             thread.start()

@@ -165,7 +165,7 @@ def test_control_a_sampler_without_its_state_is_noticed(requests: list[Request],
 
 def test_a_replayed_trace_has_the_log_probabilities_of_the_same_text_as_a_prompt(requests: list[Request]) -> None:
     """One token after the other, or all at once: the same bits. An end of text in the trace ends nothing."""
-    llm = LLM(max_num_seqs=8, num_gpu_blocks_override=256)
+    llm = LLM(shallow(), max_num_seqs=8, num_gpu_blocks_override=256)
     prompt, trace = requests[0].prompt_token_ids, [50, 1, 51, *range(300, 340)]
     told = SamplingParams(max_tokens=100, logprobs=2, trace_decode_token_ids=trace)
     read = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
@@ -226,7 +226,7 @@ def test_control_a_history_without_the_prompt_is_noticed(
 
 def test_prompt_logprobs_of_a_warm_prefix_cache_are_the_same_bits(requests: list[Request]) -> None:
     """The prompt is in the cache, whole or in part: its log-probabilities come all the same, with the same bits."""
-    llm = LLM(max_num_seqs=8, num_gpu_blocks_override=256)
+    llm = LLM(shallow(), max_num_seqs=8, num_gpu_blocks_override=256)
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=2, seed=1)
     plain = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, seed=1)
     prompt = max((request.prompt_token_ids for request in requests), key=len)

@@ -119,7 +119,8 @@ def test_an_accepted_wrong_token_is_seen(requests, reference, monkeypatch):
 
     monkeypatch.setattr(Trial, "take", gullible)
     core = make_core()
-    some = requests[:24]
+    # Where a grammar holds, it refuses the token before anybody compares.
+    some = [r for r in requests if r.params.structured_outputs is None][:24]
     speculate(core, drafter_of(core, some, reference, 0.7, tree=False))
     with pytest.raises(AssertionError, match="differ"):
         assert_same(run(core, some), {r.request_id: reference[r.request_id] for r in some})
