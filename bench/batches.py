@@ -11,7 +11,7 @@ import json
 import statistics
 
 from headrace import LLM, SamplingParams
-from headrace.server.outputs import RequestOutput
+from headrace.text.outputs import RequestOutput
 
 
 def figures(outputs: list[RequestOutput]) -> tuple[float, float]:

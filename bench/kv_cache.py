@@ -30,9 +30,9 @@ from headrace import doctor
 from headrace.backends.base import Chunks, KVShape
 from headrace.backends.cpu.cache import TYPE_CODES, block_bytes
 from headrace.backends.cpu.program import TapedProgram
-from headrace.cli.bench_quality import file_text, judge, opened, program_of, written_text
-from headrace.config import EngineConfig
+from headrace.cli.bench.quality import file_text, judge, opened, program_of, written_text
 from headrace.llm import LLM
+from headrace.protocol.config import EngineConfig
 
 PARTS = ("capacity", "speed", "loss")
 NUM_STEPS, NUM_RUNS = 8, 3

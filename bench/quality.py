@@ -27,9 +27,9 @@ from bench import made
 from bench.record import RESULTS, commit
 from headrace import doctor
 from headrace.backends.cpu.native import require_native
-from headrace.cli.bench_quality import decode_speed, file_text, judge, opened, program_of, written_text
-from headrace.config import KV_ALIASES, KV_DTYPES, EngineConfig
+from headrace.cli.bench.quality import decode_speed, file_text, judge, opened, program_of, written_text
 from headrace.llm import LLM
+from headrace.protocol.config import KV_ALIASES, KV_DTYPES, EngineConfig
 from headrace.quant.schemes import NAMES
 
 ROOT = Path(__file__).parents[1]

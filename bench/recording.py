@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from headrace.compose import build_engine
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
-from headrace.executor.process import Noted
-from headrace.sampling.params import SamplingParams
-from headrace.server.black_box import BlackBox
-from headrace.types import Request
+from headrace.engine.black_box import BlackBox
+from headrace.engine.build import build_engine
+from headrace.engine.child import Noted
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 
 PROMPT_LEN = 64
 

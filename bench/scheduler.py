@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.core.scheduler import Scheduler
-from headrace.sampling.params import SamplingParams
-from headrace.types import Request, ScheduledBatch, StepResult
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, ScheduledBatch, StepResult
 
 BLOCK_SIZE = 16
 BUDGET = 2048

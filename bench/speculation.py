@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 
 from bench.record import RESULTS
-from headrace.cli.bench_plans import SpeculatePlan
-from headrace.cli.bench_speculate import Text, acceptance, find_texts, measure_load
-from headrace.compose import build_engine
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
-from headrace.drafters.config import METHODS, SpeculativeConfig
+from headrace.cli.bench.plans import SpeculatePlan
+from headrace.cli.bench.speculate import Text, acceptance, find_texts, measure_load
+from headrace.engine.build import build_engine
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.speculation import METHODS, SpeculativeConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "howto-speculate.md"
 NAME = "speculate-prompts"

@@ -22,8 +22,8 @@ from headrace import LLM, SamplingParams, hub
 from headrace.grammar import matchers
 from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.server.text import Tokenizer
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.text.tokenizer import Tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -19,8 +19,8 @@ from headrace.backends.base import Chunks
 from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import OpTime
-from headrace.config import EngineConfig
-from headrace.runner.build import build_runner
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
 
 
 def fill(program: TapedProgram, rows: int, prompt: int, context: int) -> list[int]:

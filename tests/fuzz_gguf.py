@@ -23,14 +23,14 @@ from tests.unit.text.made_gguf import BOOL, F32, I32, STRING, U32, gguf_file, li
 
 from headrace import hub, models
 from headrace.backends import make_backend
-from headrace.errors import CheckpointError
+from headrace.checkpoint import gguf_config
+from headrace.checkpoint.gguf_source import GGUFWeights
 from headrace.gguf import GGUF, TENSOR_TYPES
 from headrace.models.config import ModelConfig
-from headrace.runner import gguf_config
-from headrace.runner.gguf_source import GGUFWeights
-from headrace.server import tokenizer_gguf
-from headrace.server.text import Tokenizer
-from headrace.server.tokenizer_files import guarded
+from headrace.protocol.errors import CheckpointError
+from headrace.text import tokenizer_gguf
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer_files import guarded
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 64 * 2**20

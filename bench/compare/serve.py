@@ -26,8 +26,8 @@ from bench.compare.shapes import Shape
 from bench.compare.workers import Watch, WorkerError
 from bench.peers import headrace_
 from bench.peers.protocol import FIRST_ID, NUM_NEW, NUM_PROMPT, Job
-from headrace.cli import bench_serve
-from headrace.cli.bench_data import Sample
+from headrace.cli.bench import serve as bench_serve
+from headrace.cli.bench.data import Sample
 
 NUM_STREAMS = 32
 SKIPPED = ("skip_tokenizer_init",)  # the server has one to load

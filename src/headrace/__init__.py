@@ -12,16 +12,16 @@ __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "__version__
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
     from headrace.llm import LLM
-    from headrace.sampling.beam import BeamSearchParams
-    from headrace.sampling.params import SamplingParams
+    from headrace.protocol.beam import BeamSearchParams
+    from headrace.protocol.params import SamplingParams
 
 env.tame_openmp()
 
 _HOMES = {
     "LLM": "headrace.llm",
     "AsyncLLM": "headrace.async_llm",
-    "BeamSearchParams": "headrace.sampling.beam",
-    "SamplingParams": "headrace.sampling.params",
+    "BeamSearchParams": "headrace.protocol.beam",
+    "SamplingParams": "headrace.protocol.params",
 }
 
 

@@ -11,18 +11,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from headrace import hub
-from headrace.compose import build_engine
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import HeadraceError, RequestError
-from headrace.sampling.beam import BeamSearchParams
-from headrace.sampling.params import SamplingParams
-from headrace.server.beams import BeamSearchOutput, beam_output
-from headrace.server.client import EngineClient, InprocClient, ProcessClient
-from headrace.server.generation import Front
-from headrace.server.inputs import Prompt, new_request_id, seed_source
-from headrace.server.outputs import RequestOutput, request_output
-from headrace.server.text import Tokenizer
-from headrace.types import EngineInfo, Stats
+from headrace.engine.build import build_engine
+from headrace.engine.client import EngineClient, InprocClient, ProcessClient
+from headrace.engine.generation import Front
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import EngineInfo, Stats
+from headrace.text.beams import BeamSearchOutput, beam_output
+from headrace.text.inputs import Prompt, new_request_id, seed_source
+from headrace.text.outputs import RequestOutput, request_output
+from headrace.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:

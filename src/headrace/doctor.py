@@ -21,7 +21,7 @@ from typing import Any
 
 import headrace
 from headrace import env, gguf, hub
-from headrace.errors import HeadraceError
+from headrace.protocol.errors import HeadraceError
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
 # What a kernel may one day ask for; the rest of /proc/cpuinfo's flags is noise here.
@@ -179,13 +179,14 @@ def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
 def backends() -> Section:
     """The folders and files that operators, models and formats live in, by name."""
     from headrace import backends as operators
-    from headrace import models, quant
+    from headrace import models
+    from headrace.quant import formats
 
-    formats = (module.name for module in pkgutil.iter_modules(quant.__path__))
+    names = (module.name for module in pkgutil.iter_modules(formats.__path__))
     return {
         "backends": operators.names(),
         "models": models.names(),
-        "formats": sorted("unquantised" if name == "none" else name for name in formats if name != "base"),
+        "formats": sorted("unquantised" if name == "none" else name for name in names),
     }
 
 

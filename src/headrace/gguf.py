@@ -2,7 +2,7 @@
 
 No number in the file is trusted: every count and size is held against the file's own size before anything is
 allocated, and a value is decoded only when it is asked for, with the type and range that the caller expects. So a
-hostile file costs little more than its length. Knows no model and no tokenizer; called by `server.tokenizer_gguf`
+hostile file costs little more than its length. Knows no model and no tokenizer; called by `text.tokenizer_gguf`
 and by whoever loads weights. Layout: the GGUF specification, versions 2 and 3, little endian.
 """
 
@@ -16,7 +16,7 @@ from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 
 MAX_ENTRIES = 65_536
 """Most metadata entries, and most tensors."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import builtin, gguf
-from headrace.errors import CheckpointError, ModelNotFoundError
+from headrace.protocol.errors import CheckpointError, ModelNotFoundError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 MAX_JSON_BYTES = 64 * 2**20

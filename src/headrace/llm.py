@@ -1,7 +1,7 @@
 """`LLM`: the engine without a server. Holds an `EngineCore` directly and turns its steps on the caller's thread.
 
 Names and shapes are vLLM's (`generate`, `chat`, `RequestOutput`). Text, stop strings and the fan-out of `n` are the
-server's own (`server.outputs`, `server.inputs`), so that a call here and a call over HTTP mean the same request and
+server's own (`text.outputs`, `text.inputs`), so that a call here and a call over HTTP mean the same request and
 give the same answer. A composition root: it may import every layer.
 """
 
@@ -11,27 +11,22 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from headrace import compose, hub
-from headrace.config import EngineConfig
-from headrace.core.engine import verify
-from headrace.errors import HeadraceError, RequestError
-from headrace.sampling.beam import BeamSearchParams
-from headrace.sampling.params import SamplingParams
-from headrace.server import inputs
-from headrace.server.beams import BeamSearchOutput, beam_output, make_search
-from headrace.server.chat import ChatTemplate
-from headrace.server.grammars import GrammarChecker
-from headrace.server.inputs import Prompt
-from headrace.server.outputs import RequestOutput, RequestState, deltas_of, request_output
-from headrace.server.text import Tokenizer
-from headrace.server.vectors import (
-    EMBEDDING_PARAMS,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    check_form,
-    finished,
-)
-from headrace.types import Request, Stats
+from headrace import hub
+from headrace.engine import build
+from headrace.engine.core import verify
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, Stats
+from headrace.text import inputs
+from headrace.text.beams import BeamSearchOutput, beam_output, make_search
+from headrace.text.grammars import GrammarChecker
+from headrace.text.inputs import Prompt
+from headrace.text.outputs import RequestOutput, RequestState, deltas_of, request_output
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.vectors import EMBEDDING_PARAMS, EmbeddingOutput, EmbeddingRequestOutput, check_form, finished
 
 Message = dict[str, Any]
 
@@ -50,7 +45,7 @@ class LLM:
         if unknown:
             raise RequestError(unknown[0], fields[unknown[0]], "a field of EngineConfig")
         self.config = EngineConfig(model=model, **fields)
-        self.core = compose.build_engine(self.config)
+        self.core = build.build_engine(self.config)
         self._closed = False
         self._open: dict[str, RequestState] = {}
         self._num_turns = 0

@@ -191,7 +191,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         "simulation of the real scheduler (seeds, steps)",
         {"commit": (300, 1000), "nightly": (20_000, 1000), "release": (400_000, 1000)},
         simulate,
-        ("src/headrace/core", "src/headrace/types.py"),
+        ("src/headrace/core", "src/headrace/protocol/step.py"),
     ),
     "C-2": Campaign(
         "state machines against naive models (examples of each, steps)",

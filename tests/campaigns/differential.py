@@ -16,10 +16,10 @@ import msgspec
 from tests.e2e.law import PROMPTS, Bits, groups_of, make_core, run
 
 from headrace import hub
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import Tokenizer
-from headrace.types import Request
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
+from headrace.text.tokenizer import Tokenizer
 
 ENGINE: dict[str, list[Any]] = {
     "kv_cache_dtype": ["float32", "int8", "int4", "fp8"],

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from tests.campaigns.oracle_server import oracle
 from tests.server import fake
 
-from headrace.executor.simulated import Oracle
-from headrace.sampling.params import SamplingParams
-from headrace.types import Request
+from headrace.insight.simulated import Oracle
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 
 SORTS = {"plain": 57, "disconnect": 20, "invalid": 10, "deadline": 5, "several": 5, "slow": 2, "race": 1}
 PHASES = ((1, 0.02), (8, 0.08), (32, 0.2), (96, 0.3), (256, 0.4))

@@ -25,11 +25,11 @@ import psutil
 from tests.e2e.law import make_core
 
 from headrace import hub
-from headrace.core.engine import EngineCore
-from headrace.sampling.params import SamplingParams
-from headrace.server.outputs import Delta, RequestState
-from headrace.server.text import Tokenizer
-from headrace.types import Request
+from headrace.engine.core import EngineCore
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
+from headrace.text.outputs import Delta, RequestState
+from headrace.text.tokenizer import Tokenizer
 
 WINDOW, BIN = 25, 1000
 """Steps whose mean is one time, and steps of which the least such time is kept."""

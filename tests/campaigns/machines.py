@@ -28,8 +28,8 @@ from tests.unit.core.test_block_pool import PoolMachine
 from tests.unit.core.test_prefix_cache import PrefixMachine
 
 from headrace.core.queue import WaitingQueue
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import DetokenizeStream, Tokenizer
+from headrace.protocol.params import SamplingParams
+from headrace.text.tokenizer import DetokenizeStream, Tokenizer
 
 
 class Waiting:

@@ -129,12 +129,13 @@ class Watched:
 def main() -> int:
     from tests.server import fake
 
-    from headrace.config import EngineConfig, ServerConfig
-    from headrace.server import http, logs
-    from headrace.server.chat import ChatTemplate
-    from headrace.server.client import EngineClient
-    from headrace.server.links import ProcessLink
-    from headrace.server.text import Tokenizer
+    from headrace.engine import logs
+    from headrace.engine.client import EngineClient
+    from headrace.engine.links import ProcessLink
+    from headrace.protocol.config import EngineConfig, ServerConfig
+    from headrace.serve import app
+    from headrace.text.templates import ChatTemplate
+    from headrace.text.tokenizer import Tokenizer
 
     directory, port, delay, max_queued, leak, drain, max_num_seqs = sys.argv[1:]
     tokenizer = Tokenizer.load(directory)
@@ -143,9 +144,9 @@ def main() -> int:
     client = EngineClient(ProcessLink(engine, fake.command(float(delay))), max_restarts=3)
     client.admission.max_reqs = int(max_queued)
     logs.set_up("warning")
-    app: Any = http.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    app: Any = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
     app.add_middleware(Watched, leak=int(leak))
-    return http.run(app, server)
+    return app.run(app, server)
 
 
 if __name__ == "__main__":

@@ -22,18 +22,23 @@ import msgspec
 from tests.server.conftest import TEMPLATE, write_tokenizer
 
 from headrace import hub, models
-from headrace.config import EngineConfig
-from headrace.errors import CheckpointError, HeadraceError, RequestError
+from headrace.checkpoint.mapped import MappedFile, read_config
 from headrace.grammar.compile import compile_grammar
 from headrace.models.config import ModelConfig
-from headrace.runner.mapped import MappedFile, read_config
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
-from headrace.server import anthropic, ollama, responses, sandbox, schema, transport
-from headrace.server.chat import TemplateRunner
-from headrace.server.limits import parse_json
-from headrace.server.text import Tokenizer
-from headrace.types import Abort, Add, Finish, Request, StepOutput, TokenLogprob
+from headrace.protocol import frames
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Abort, Add, Finish, Request, StepOutput, TokenLogprob
+from headrace.serve.apis.anthropic import messages as anthropic
+from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.openai import responses
+from headrace.serve.call import schema
+from headrace.serve.gates.limits import parse_json
+from headrace.text import sandbox
+from headrace.text.templates import TemplateRunner
+from headrace.text.tokenizer import Tokenizer
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 64 * 2**20
@@ -124,7 +129,7 @@ def bodies() -> Target:
     return Target(as_json(*made), use, HeadraceError)
 
 
-def frames() -> Target:
+def wire_frames() -> Target:
     """What the two processes tell each other, both ways."""
     params = SamplingParams(seed=1, logit_bias={3: 0.5}, stop=["a"], structured_outputs=StructuredOutputs(regex="a+"))
     output = StepOutput(
@@ -136,20 +141,20 @@ def frames() -> Target:
     )
     messages: list[Any] = [
         Add(Request(request_id="a", prompt_token_ids=[1, 2], params=params)),
-        transport.Start(EngineConfig(model="m")),
+        frames.Start(EngineConfig(model="m")),
         Abort("a"),
-        transport.Output(output),
-        transport.Failed("ValueError", "no", True),
-        transport.Rejected("a", "prompt", "[]", "longer", "code"),
+        frames.Output(output),
+        frames.Failed("ValueError", "no", True),
+        frames.Rejected("a", "prompt", "[]", "longer", "code"),
     ]
 
     def use(data: bytes) -> None:
         for payload in buffered(data):
             refusals = []
-            for decode in (transport.decode_to_engine, transport.decode_from_engine):
+            for decode in (frames.decode_to_engine, frames.decode_from_engine):
                 try:
                     decode(payload)
-                except transport.TransportError as error:
+                except frames.TransportError as error:
                     refusals.append(error)
             if len(refusals) == 2:
                 raise refusals[0]
@@ -157,12 +162,12 @@ def frames() -> Target:
     def buffered(data: bytes) -> list[bytes]:
         """The frames in it; or all of it, if no frame is whole."""
         try:
-            return transport.FrameBuffer().feed(data) or [data]
-        except transport.TransportError:
+            return frames.FrameBuffer().feed(data) or [data]
+        except frames.TransportError:
             return [data]
 
-    made = [transport.encode(message) for message in messages]
-    return Target([*made, *(frame[4:] for frame in made)], use, transport.TransportError)
+    made = [frames.encode(message) for message in messages]
+    return Target([*made, *(frame[4:] for frame in made)], use, frames.TransportError)
 
 
 def safetensors(folder: Path) -> Target:
@@ -306,7 +311,7 @@ def targets(folder: Path, runner: TemplateRunner) -> dict[str, Callable[[], Targ
 
     return {
         "bodies": bodies,
-        "frames": frames,
+        "frames": wire_frames,
         "safetensors": lambda: safetensors(place("safetensors")),
         "configs": lambda: configs(place("configs")),
         "tokenizers": lambda: tokenizers(place("tokenizers")),

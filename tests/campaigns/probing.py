@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 from tests.server.conftest import Live
 
-from headrace import compose, hub
-from headrace.config import EngineConfig, ServerConfig
-from headrace.server.client import InprocClient
-from headrace.server.text import Tokenizer
+from headrace import hub
+from headrace.engine import build
+from headrace.engine.client import InprocClient
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 WORDS = "river stone garden winter letter captain mirror orange thunder village candle forest silver window".split()
 NUM_WORDS, FEW_TOKENS = 80, 32
@@ -55,7 +56,7 @@ def run_campaign(num_pairs: int, seed: int) -> dict[str, Any]:
     def text() -> str:
         return " ".join(rng.choice(WORDS) for _ in range(NUM_WORDS))
 
-    client = InprocClient(lambda: compose.build_engine(config))
+    client = InprocClient(lambda: build.build_engine(config))
     with Live(client, Tokenizer.load(hub.resolve("builtin")), server) as live, httpx.Client(base_url=live.url) as http:
 
         def ask(key: str, prompt: str) -> float:

@@ -14,11 +14,11 @@ import msgspec
 from tests.e2e.law import PROMPTS, Bits, groups_of, make_core, run
 
 from headrace import hub
-from headrace.drafters.config import METHODS
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import Tokenizer
-from headrace.types import Request
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import METHODS
+from headrace.protocol.step import Request
+from headrace.text.tokenizer import Tokenizer
 
 NUM_PROMPTS = 200
 TEMPERATURES = (0.0, 0.7, 1.2)

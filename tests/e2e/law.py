@@ -13,13 +13,14 @@ import sys
 import msgspec
 from tests.shallow import shallow
 
-from headrace import compose, hub
+from headrace import hub
 from headrace.backends.cpu.native import require_native
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import Tokenizer
-from headrace.types import Request, TokenLogprob
+from headrace.engine import build
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, TokenLogprob
+from headrace.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 12
 SPAN = 128
@@ -49,7 +50,7 @@ def make_core(**kwargs: object) -> EngineCore:
     options: dict[str, object] = {
         "model": shallow(), "max_num_seqs": 64, "num_gpu_blocks_override": 1024, "num_threads": 1
     }  # fmt: skip
-    return compose.build_engine(EngineConfig(**(options | kwargs)))  # type: ignore[arg-type]
+    return build.build_engine(EngineConfig(**(options | kwargs)))  # type: ignore[arg-type]
 
 
 def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> dict[str, Bits]:

@@ -27,7 +27,7 @@ class Served(NamedTuple):
     def engine(self) -> psutil.Process:
         """The engine's process. The renderer of templates is a child of the server too."""
         children = psutil.Process(self.pid).children()
-        return next(child for child in children if "headrace.executor.process" in child.cmdline())
+        return next(child for child in children if "headrace.engine.child" in child.cmdline())
 
 
 @contextlib.contextmanager

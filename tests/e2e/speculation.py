@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from headrace.core.engine import EngineCore
 from headrace.drafters.base import F32, Context, Draft
 from headrace.drafters.speculator import Speculator, Steady
-from headrace.types import Request
+from headrace.engine.core import EngineCore
+from headrace.protocol.step import Request
 
 
 class Prophet:

@@ -13,13 +13,13 @@ from tests.e2e.law import PROMPTS, make_core
 from tests.models.harness import BACKENDS, save_random
 
 from headrace import LLM, hub
-from headrace.core.engine import EngineCore
-from headrace.errors import RequestError
+from headrace.engine.core import EngineCore
 from headrace.models import llama, qwen3
+from headrace.protocol.errors import RequestError
+from headrace.protocol.step import Request
 from headrace.runner.runner import Runner
-from headrace.server.text import Tokenizer
-from headrace.server.vectors import EMBEDDING_PARAMS
-from headrace.types import Request
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.vectors import EMBEDDING_PARAMS
 
 Bits = dict[str, list[float]]
 

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from tests.unit.checkpoints import llama_tensors, write_llama
 
-from headrace import LLM, compose
+from headrace import LLM
 from headrace.backends.base import Chunks
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
+from headrace.engine import build
+from headrace.engine.core import EngineCore
 from headrace.grammar.matchers import GrammarError
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
-from headrace.types import Request, ScheduledBatch, StepResult
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, ScheduledBatch, StepResult
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -38,7 +39,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def engine(directory: Path, backend: str = "auto", **options: Any) -> EngineCore:
     fields: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "backend": backend} | options
-    return compose.build_engine(EngineConfig(model=str(directory), **fields))
+    return build.build_engine(EngineConfig(model=str(directory), **fields))
 
 
 def sick_engine(directory: Path, backend: str, value: float, token_id: int | None, **options: Any) -> EngineCore:

@@ -19,17 +19,18 @@ import msgspec
 import pytest
 from tests.models.harness import make_batch, save_random
 
-from headrace import compose, models
+from headrace import models
 from headrace.backends.base import Chunks, Logits
-from headrace.config import EngineConfig
 from headrace.core import prefix
-from headrace.core.engine import EngineCore
 from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables
-from headrace.errors import HeadraceError
-from headrace.runner.build import build_runner
-from headrace.sampling.params import SamplingParams
-from headrace.types import Finish, Request, ScheduledBatch, StepResult, TokenLogprob
+from headrace.engine import build
+from headrace.engine.core import EngineCore
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Finish, Request, ScheduledBatch, StepResult, TokenLogprob
 
 LONGEST = 64
 EOS = [3, 17]
@@ -141,7 +142,7 @@ def random_engine(rng: random.Random, directory: Path, options: dict[str, Any]) 
     block_size = rng.choice([1, 2, 3, 5, 8, 16])
     budget = rng.choice([1, 2, 5, 13, 40, 200])
     chunked = budget < LONGEST or rng.random() < 0.7
-    return compose.build_engine(
+    return build.build_engine(
         EngineConfig(
             model=str(directory),
             num_threads=rng.choice([1, 2]),

@@ -19,11 +19,11 @@ from tests.unit.gguf_models import convert
 
 from headrace import LLM, SamplingParams, hub
 from headrace.builtin import directory
-from headrace.cli.bench_words import Words
-from headrace.config import EngineConfig
+from headrace.cli.bench.words import Words
 from headrace.doctor import model_state
-from headrace.errors import CheckpointError, ModelNotFoundError
-from headrace.runner.build import build_runner
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError, ModelNotFoundError
 
 PATH = directory()
 

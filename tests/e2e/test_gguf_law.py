@@ -16,7 +16,7 @@ from tests.shallow import shallow
 from tests.unit.gguf_models import convert, random_blocks
 
 from headrace.backends.cpu.native import require_native
-from headrace.types import Request
+from headrace.protocol.step import Request
 
 PATH = Path(shallow())
 

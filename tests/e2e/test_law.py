@@ -35,9 +35,9 @@ from headrace import LLM
 from headrace.backends.cpu.matrix import CpuMatrix
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 from headrace.sampling.sampler import Row
-from headrace.types import Request
 
 
 @pytest.fixture(scope="module")

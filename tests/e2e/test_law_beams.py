@@ -17,12 +17,12 @@ from tests.e2e.serving import serve, wait_for
 from tests.shallow import shallow
 
 from headrace import LLM, hub
-from headrace.core.engine import EngineCore
 from headrace.core.tables import BlockTables
-from headrace.sampling.beam import BeamSearchParams
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import Tokenizer
-from headrace.types import BeamResult, Request
+from headrace.engine.core import EngineCore
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import BeamResult, Request
+from headrace.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 14
 KINDS: list[dict[str, Any]] = [

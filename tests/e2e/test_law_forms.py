@@ -19,7 +19,7 @@ from tests.e2e.law import Bits, assert_same, groups_of, make_core, make_requests
 
 from headrace.backends.cpu.native import require_native
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
-from headrace.types import Request
+from headrace.protocol.step import Request
 
 ROOT = Path(__file__).parents[2]
 FORMS: dict[str, dict[str, Any]] = {

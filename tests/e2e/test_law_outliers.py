@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
 from tests.shallow import shallow
 
+from headrace.protocol.step import Request
 from headrace.quantize.base import Options
 from headrace.quantize.driver import quantise_checkpoint
-from headrace.types import Request
 
 PATH = Path(shallow())
 

@@ -17,14 +17,14 @@ from tests.e2e.law import Bits, assert_same, bits_of, groups_of, make_core, make
 from tests.shallow import shallow
 
 from headrace import LLM, hub
-from headrace.config import EngineConfig, ServerConfig
-from headrace.core.engine import EngineCore
-from headrace.sampling.params import SamplingParams
-from headrace.server.client import ProcessClient
-from headrace.server.links import ProcessLink
-from headrace.server.text import Tokenizer
-from headrace.server.words import with_token_ids
-from headrace.types import Request, TokenLogprob
+from headrace.engine.client import ProcessClient
+from headrace.engine.core import EngineCore
+from headrace.engine.links import ProcessLink
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, TokenLogprob
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.words import with_token_ids
 
 TOKENS = 20
 SAMPLERS: dict[str, dict[str, Any]] = {

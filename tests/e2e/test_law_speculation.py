@@ -9,8 +9,8 @@ import pytest
 from tests.e2e.law import assert_same, groups_of, make_core, make_requests, run, run_alone
 from tests.e2e.speculation import Prophet, futures_of, speculate
 
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.params import SamplingParams
 
 
 def varied(params: SamplingParams, i: int) -> SamplingParams:
@@ -169,7 +169,7 @@ def bad(core):
 
 @pytest.mark.parametrize("token_id", [-1, 2**20])
 def test_a_batch_with_a_guess_beyond_the_vocabulary_fails_its_chunk_alone(token_id):
-    from headrace.types import DraftTokens
+    from headrace.protocol.step import DraftTokens
 
     core = make_core()
     requests = make_requests()[:2]

@@ -11,10 +11,10 @@ import pytest
 from tests.server.test_client import read, request, run
 
 from headrace.builtin import directory
-from headrace.config import EngineConfig
-from headrace.errors import EngineDeadError
-from headrace.server.client import EngineClient
-from headrace.server.links import ProcessLink
+from headrace.engine.client import EngineClient
+from headrace.engine.links import ProcessLink
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import EngineDeadError
 
 PATH = directory()
 

@@ -11,9 +11,9 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.cli.replay import replay
-from headrace.insight.recording import MAGIC, Made
-from headrace.insight.replay import Difference, read
-from headrace.sampling.constraints import StructuredOutputs
+from headrace.engine.recording import MAGIC, Made
+from headrace.engine.replay import Difference, read
+from headrace.protocol.constraints import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}}}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.params import SamplingParams
 
 HEADRACE = str(Path(sys.executable).parent / "headrace")
 VOLATILE = ("created", "timings", "created_at", "completed_at", "prompt_tokens_details", "input_tokens_details")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.e2e.law import make_core
 
-from headrace.core.engine import EngineCore
-from headrace.sampling.params import SamplingParams
-from headrace.types import Request
+from headrace.engine.core import EngineCore
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 
 MOST = 400
 

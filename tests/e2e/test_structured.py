@@ -15,17 +15,17 @@ from tests.e2e.law import make_requests as make_strangers
 from tests.e2e.serving import serve
 
 from headrace import LLM, hub
-from headrace.compose import build_engine
-from headrace.config import EngineConfig
-from headrace.errors import HeadraceError, RequestError
+from headrace.engine.build import build_engine
+from headrace.engine.client import InprocClient
+from headrace.engine.generation import Front
 from headrace.grammar import matchers as grammar_matchers
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
-from headrace.server.client import InprocClient
-from headrace.server.generation import Front
-from headrace.server.openai import OpenAI
-from headrace.server.text import Tokenizer
-from headrace.types import Request
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
+from headrace.serve.apis.openai.completions import OpenAI
+from headrace.text.tokenizer import Tokenizer
 
 PET = {
     "type": "object",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace import LLM
-from headrace.sampling.params import SamplingParams, Watermark
+from headrace.protocol.params import SamplingParams, Watermark
 from headrace.sampling.watermark import Detection, detect
 
 KEY = Watermark(gamma=0.25, delta=3.0, hashing_key=77)

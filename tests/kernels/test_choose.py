@@ -10,10 +10,10 @@ import pytest
 from tests.kernels.calls import ISAS, Floats, normals
 
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
+from headrace.protocol.params import SamplingParams
 from headrace.runner.choosing import MAX_HEAD, NativeSelect
 from headrace.sampling import noise
 from headrace.sampling.filters import Candidates, Cut, select_all
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Row, Sampler
 
 CUTS = [

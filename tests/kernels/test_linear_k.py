@@ -25,7 +25,7 @@ from tests.kernels.calls import (
 from tests.unit.gguf_models import random_blocks
 
 from headrace import _native
-from headrace.quant.gguf_blocks import TYPES, decode
+from headrace.quant.formats.gguf_blocks import TYPES, decode
 from headrace.quant.schemes import K_TYPES
 
 every_type = pytest.mark.parametrize("kind", K_TYPES)

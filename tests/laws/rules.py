@@ -28,119 +28,82 @@ HEAVY = frozenset("torch numpy transformers safetensors".split())
 SERVING = frozenset("fastapi starlette uvicorn httpx jinja2 prometheus_client tokenizers".split())
 
 
-class Layer(NamedTuple):
-    """Which headrace modules a layer may import (by prefix), and which libraries it must not."""
+class Room(NamedTuple):
+    """A folder or a file of the package: the rooms below it that it may import, and the libraries that it must not."""
 
-    may: tuple[str, ...]
+    name: str
+    may: str = ""
     must_not: frozenset[str] = frozenset()
 
 
-LEAVES = ("errors", "bounds", "env", "hub", "gguf", "builtin")
 NO_TENSORS = HEAVY
 NO_SERVING = SERVING
+NO_TORCH = SERVING | {"torch", "transformers"}
 PURE = HEAVY | SERVING | {"typer", "rich", "psutil", "huggingface_hub"}
+APIS = "protocol engine text serve.errors serve.gates serve.routing serve.call serve.storage"
 
-# By prefix of the module's name under headrace; the longest prefix counts. A layer may always import itself and
-# `errors`. What stands at ROOTS puts the parts together and may import anything.
-LAYERS: dict[str, Layer] = {
-    "errors": Layer((), PURE | {"msgspec"}),
-    "bounds": Layer(("errors",), PURE | {"msgspec"}),
-    "env": Layer((), PURE),
-    "hub": Layer(("errors", "builtin", "gguf"), HEAVY | SERVING),
-    "gguf": Layer(("errors",), PURE | {"msgspec"}),
-    "config": Layer(("errors", "drafters.config"), PURE),
-    "types": Layer(("sampling.params", "sampling.beam"), PURE),
-    "sampling.params": Layer(("bounds", "sampling.constraints"), PURE),
-    "sampling.constraints": Layer(("bounds",), PURE),
-    "sampling.beam": Layer(("bounds", "sampling.params"), PURE),
-    "sampling": Layer(("types", "bounds"), SERVING | {"torch"}),
-    # The schemas of structured output: the server compiles them, the runner follows them.
-    "grammar": Layer(("sampling.constraints", "sampling.params", "bounds"), SERVING | {"torch"}),
-    "core": Layer(("types", "sampling.params", "sampling.beam"), PURE | {"msgspec"}),
-    "core.blocks": Layer((), PURE | {"msgspec"}),
-    "core.prefix": Layer(("core.blocks",), PURE | {"msgspec"}),
-    "executor": Layer(
-        ("types", "core.engine", "config", "env", "compose", "server.transport", "server.black_box", "server.logs"),
-        PURE,
+# The storeys from the ground up. A room may import itself and what `may` names, all of it on lower floors; rooms of one
+# floor do not import each other. The longest name that a module lies under is its room.
+FLOORS: tuple[tuple[Room, ...], ...] = (
+    (Room("protocol", "", PURE), Room("env", "", PURE)),
+    (Room("builtin", "protocol", PURE), Room("gguf", "protocol", PURE | {"msgspec"})),
+    (Room("hub", "protocol builtin gguf", HEAVY | SERVING),),
+    (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
+    (
+        Room("core", "protocol core.blocks", PURE | {"msgspec"}),
+        Room("quant", "protocol", SERVING | {"transformers"}),
+        Room("sampling", "protocol", NO_TORCH),
+        Room("grammar", "protocol", NO_TORCH),
     ),
-    "executor.simulated": Layer(("types", "sampling.params"), PURE),
-    # A packed model starts without torch, which takes a second to import: only what reads checkpoints may know it.
-    "runner": Layer(
-        ("types", "sampling", "grammar", "models", "backends", "drafters", "quant.schemes", "hub", "gguf", "bounds"),
-        SERVING | {"torch"},
+    (
+        # Text needs no tensors: the server's process imports it.
+        Room("text", "protocol gguf hub grammar", HEAVY | (SERVING - {"jinja2", "tokenizers"})),
+        Room("backends", "protocol env quant", SERVING | {"transformers"}),
     ),
-    "runner.loader": Layer(("runner", "backends.base", "quant", "hub"), SERVING),
-    "runner.gguf_source": Layer(("runner", "backends.base", "quant", "gguf"), SERVING),
-    # Who guess what the model says next. They may run models of their own, but know neither scheduler nor requests.
-    "drafters": Layer(
-        (
-            "types",
-            "sampling",
-            "grammar.matchers",
-            "bounds",
-            "backends",
-            "models",
-            "core.blocks",
-            "runner",
-            "quant",
-            "hub",
-            "gguf",
-            "builtin",
+    (Room("checkpoint", "protocol gguf hub quant backends", SERVING | {"transformers"}),),
+    (Room("models", "protocol backends checkpoint", NO_TORCH),),
+    # They may run models of their own, but know neither scheduler nor requests.
+    (Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),),
+    (Room("runner", "protocol sampling grammar backends drafters", NO_TORCH),),
+    (
+        # The engine's own process and the client of it: without torch, which takes a second to import.
+        Room(
+            "engine",
+            "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner",
+            NO_TORCH | {"numpy", "fastapi"},
         ),
-        SERVING | {"torch"},
     ),
-    "drafters.config": Layer((), PURE),
-    "models": Layer(("backends.base", "runner.loader.Weights"), SERVING | HEAVY),
-    "models.rope": Layer(("backends.base", "models.config"), SERVING | {"torch", "transformers"}),
-    "quant": Layer(("backends.base",), SERVING | {"transformers"}),
-    "quant.schemes": Layer((), PURE),
-    # Makes quantised checkpoints with models that run on the reference backend, a layer at a time.
-    "quantize": Layer(("quant", "models", "backends", "runner", "hub", "gguf"), SERVING | {"transformers"}),
-    # A GGUF file holds its tokenizer: what the server reads of it is written, and read back to be compared.
-    "quantize.gguf_tokenizer": Layer(
-        ("quantize", "gguf", "hub", "server.text", "server.tokenizer_files", "server.tokenizer_gguf"),
-        SERVING | {"transformers"},
+    (
+        Room("insight", "protocol hub text engine", HEAVY),
+        Room("quantize", "protocol gguf hub quant text backends checkpoint models", SERVING | {"transformers"}),
     ),
-    "backends": Layer(("quant", "env", "_native"), SERVING | {"transformers"}),
-    # It measures what the server sees; of the server only `http` knows that it is there.
-    "insight": Layer(("types", "server.client", "server.outputs", "server.sink"), HEAVY),
-    "insight.recording": Layer(("types", "core.engine"), PURE),
-    "insight.replay": Layer(("types", "core.engine", "insight.recording"), PURE),
-    "insight.tracing": Layer(("server.calls", "server.generation", "server.outputs"), HEAVY),
-    "insight.quality": Layer(("backends.base",), SERVING | {"torch"}),
-    "insight.audit": Layer(("hub",), PURE),
-    "server": Layer(
-        (
-            "types",
-            "sampling.params",
-            "sampling.constraints",
-            "sampling.beam",
-            "grammar.compile",
-            "grammar.vocabulary",
-            "bounds",
-            "env",
-            "hub",
-            "gguf",
-            "core.engine",
-            "executor.process",
+    (Room("serve.errors", "protocol engine", HEAVY),),
+    (Room("serve.gates", "protocol engine serve.errors", HEAVY),),
+    (Room("serve.routing", "protocol engine serve.errors serve.gates", HEAVY),),
+    (
+        Room("serve.call", "protocol engine text", HEAVY),
+        Room("serve.storage", "protocol engine text serve.errors serve.gates", HEAVY),
+    ),
+    (Room("serve.apis.openai", APIS, HEAVY),),
+    (
+        Room("serve.apis.anthropic", APIS + " serve.apis.openai", HEAVY),
+        Room("serve.apis.ollama", APIS + " serve.apis.openai", HEAVY),
+        Room("serve.apis.llama_server", APIS + " serve.apis.openai", HEAVY),
+    ),
+    (
+        Room(
+            "serve",
+            APIS + " env hub insight serve.apis.openai serve.apis.anthropic serve.apis.ollama serve.apis.llama_server",
+            HEAVY,
         ),
-        HEAVY,
     ),
-    "server.http": Layer(("server", "types", "sampling.params", "bounds", "env", "hub", "insight"), HEAVY),
-}
-
-# The composition roots: the only modules that may read the config, beside those in CONFIG_READERS.
-ROOTS = ("llm", "async_llm", "compose", "cli", "doctor", "__main__", "__init__")
-CONFIG_READERS = (
-    "config",
-    "executor.process",
-    "runner.build",
-    "server.client",
-    "server.crash_reports",
-    "server.http",
-    "server.links",
-    "server.transport",
 )
+ROOMS = {room.name: room for floor in FLOORS for room in floor}
+
+# The composition roots, above all floors: they put the parts together and may import anything.
+ROOTS = ("llm", "async_llm", "cli", "doctor", "__main__", "__init__")
+# Other rooms are handed their numbers, never the config object.
+CONFIG_ROOMS = ("protocol", "engine", "serve")
 
 # core computes; it does not read clocks, files, sockets, or noise.
 CORE_FORBIDDEN_MODULES = frozenset(
@@ -212,33 +175,75 @@ def under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-def layer_of(module: str) -> str | None:
-    """The longest key of LAYERS that `module` lies under; None for a composition root."""
-    found = [key for key in LAYERS if under(module, key)]
-    return max(found, key=len) if found else None
+def room_of(module: str) -> Room | None:
+    """The room that `module` lies in: the longest of the names it is under; None for a composition root."""
+    names = [name for name in ROOMS if under(module, name)]
+    return ROOMS[max(names, key=len)] if names else None
+
+
+def plan_violations() -> list[str]:
+    """Entries of FLOORS that do not point down."""
+    broken, below = [], set[str]()
+    for floor in FLOORS:
+        for room in floor:
+            broken += [f"{room.name} may not rest on {name}" for name in room.may.split() if name not in below]
+        below |= {room.name for room in floor}
+    return broken
 
 
 def layer_violations(module: str, source: str) -> list[str]:
-    """Imports by which `module` reaches past its neighbours (design: layers and laws)."""
-    key = layer_of(module)
-    if key is None:
-        known = any(under(module, root) for root in ROOTS) or module in ("", "builtin")
-        return [] if known else [f"{module}: no layer in tests/laws/rules.py; give it one"]
-    layer = LAYERS[key]
+    """Imports by which `module` reaches past the rooms that its own may import."""
+    room = room_of(module)
+    if room is None:
+        is_root = not module or any(under(module, root) for root in ROOTS)
+        return [] if is_root else [f"{module}: no room in tests/laws/rules.py; give it one"]
     broken = []
     for line, name in imports(source, module):
         if not under(name, "headrace"):
-            if name.split(".")[0] in layer.must_not:
-                broken.append(f"{module}:{line}: {key} must not import {name}")
+            if name.split(".")[0] in room.must_not:
+                broken.append(f"{module}:{line}: {room.name} must not import {name}")
             continue
         inner = name.removeprefix("headrace").lstrip(".")
-        if inner in ("", "__version__") or under(inner, "errors") or under(inner, key):
+        if inner in ("", "__version__"):
             continue
-        if under(inner, "config") and module in CONFIG_READERS:
-            continue
-        if not any(under(inner, allowed) for allowed in layer.may):
-            broken.append(f"{module}:{line}: {key} must not import headrace.{inner}")
+        target = room_of(inner)
+        if target is None:
+            if not under(inner, "_native") or room.name != "backends":
+                broken.append(f"{module}:{line}: {room.name} must not import headrace.{inner}")
+        elif target != room and target.name not in room.may.split():
+            broken.append(f"{module}:{line}: {room.name} must not import headrace.{inner}")
+        elif under(inner, "protocol.config") and room.name not in CONFIG_ROOMS:
+            broken.append(f"{module}:{line}: {room.name} is handed its numbers, not the config")
     return broken
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other in a loop."""
+    arrows: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        arrows[module] = set()
+        for _, name in imports(source, module):
+            inner = name.removeprefix("headrace").lstrip(".") if under(name, "headrace") else ""
+            while inner and inner not in sources:
+                inner = inner.rpartition(".")[0]
+            if inner and inner != module:
+                arrows[module].add(inner)
+
+    def reach(start: str) -> set[str]:
+        seen, todo = set[str](), [start]
+        while todo:
+            for name in arrows[todo.pop()] - seen:
+                seen.add(name)
+                todo.append(name)
+        return seen
+
+    reached = {module: reach(module) for module in arrows}
+    loops = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in arrows
+        if module in reached[module]
+    }
+    return [list(loop) for loop in sorted(loops)]
 
 
 def core_violations(module: str, source: str) -> list[str]:

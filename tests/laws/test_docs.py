@@ -11,7 +11,7 @@ from tests.laws import rules
 
 from headrace.cli import reference
 from headrace.cli.options import help_of
-from headrace.config import EngineConfig, ServerConfig
+from headrace.protocol.config import EngineConfig, ServerConfig
 
 README = (rules.ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (rules.ROOT / "Makefile").read_text(encoding="utf-8")

@@ -21,8 +21,8 @@ HEAVY = {
     "httpx",
     "huggingface_hub",
 }
-RUNNING = ("compose", "runner.build", "runner.runner", "runner.packed", "backends.cpu", "sampling.sampler")
-SERVER = ("server.client", "server.outputs", "server.inputs", "server.transport", "server.generation")
+RUNNING = ("engine.build", "engine.load", "runner.runner", "checkpoint.packed", "backends.cpu", "sampling.sampler")
+SERVER = ("engine.client", "text.outputs", "text.inputs", "protocol.frames", "engine.generation")
 
 PROBE = """
 import io, sys
@@ -63,7 +63,7 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
     assert not loaded(COMMAND.format(words=words)) & HEAVY
 
 
-@pytest.mark.parametrize("module", ["types", "core.engine", "core.scheduler", *SERVER, "cli.main", *RUNNING])
+@pytest.mark.parametrize("module", ["protocol.step", "engine.core", "core.scheduler", *SERVER, "cli.main", *RUNNING])
 def test_module_loads_no_torch(module: str) -> None:
     """The import graph as a whole, which the law on single imports can not see."""
     assert not loaded(f"import headrace.{module}") & {"torch", "transformers"}
@@ -76,7 +76,7 @@ def test_model_files_load_no_torch() -> None:
 
 def test_an_engine_starts_without_what_few_requests_need() -> None:
     """Each of them takes a good part of the time to a first token."""
-    code = "import headrace.llm, headrace.compose, headrace.runner.build, headrace.backends.cpu"
+    code = "import headrace.llm, headrace.engine.build, headrace.engine.load, headrace.backends.cpu"
     assert not loaded(code) & {"torch", "transformers", "llguidance", "asyncio", "ssl", "fastapi"}
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.backends.base import Chunks
-from headrace.config import EngineConfig
-from headrace.runner.build import build_runner
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import ScheduledBatch, StepResult, TokenLogprob
 from headrace.runner.runner import Runner
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import F32, Drawn, Row
-from headrace.types import ScheduledBatch, StepResult, TokenLogprob
 
 BACKENDS = ("cpu", "torch_ref")
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -11,7 +11,7 @@ import torch
 from tests.models.harness import random_ids, save_random
 
 from headrace import LLM, models
-from headrace.sampling.beam import BeamSearchParams
+from headrace.protocol.beam import BeamSearchParams
 
 NUM_TOKENS = 20
 CASES = [

@@ -16,8 +16,8 @@ from headrace.backends.base import Chunks, Logits
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
+from headrace.protocol.params import SamplingParams
 from headrace.runner.runner import Runner
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import F32
 
 LENGTH, NUM_PROMPT = 150, 139

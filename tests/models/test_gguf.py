@@ -16,8 +16,8 @@ from tests.models.harness import BACKENDS, follow, load, random_ids, save_random
 from tests.unit.gguf_models import convert, converted, gguf_name, random_blocks
 
 from headrace import models
-from headrace.errors import CheckpointError
-from headrace.runner import gguf_source
+from headrace.checkpoint import gguf_source
+from headrace.protocol.errors import CheckpointError
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip

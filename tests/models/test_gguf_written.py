@@ -18,13 +18,13 @@ from tests.shallow import shallow
 
 from headrace import gguf as reader
 from headrace import hub
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import gguf_blocks
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant.formats import gguf_blocks
 from headrace.quantize import gguf_model, gguf_tokenizer, gguf_writer
 from headrace.quantize.base import Options
 from headrace.quantize.driver import quantise_checkpoint
 from headrace.quantize.gguf_writer import LEVELS, convert
-from headrace.server.text import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 PATH = Path(shallow())
 

@@ -14,8 +14,8 @@ from tests.shallow import shallow
 from typer.testing import CliRunner
 
 from headrace import hub
-from headrace.cli.bench_plans import QualityPlan
-from headrace.cli.bench_quality import (
+from headrace.cli.bench.plans import QualityPlan
+from headrace.cli.bench.quality import (
     Text,
     file_text,
     judge,
@@ -28,10 +28,10 @@ from headrace.cli.bench_quality import (
     written_text,
 )
 from headrace.cli.main import app
-from headrace.config import EngineConfig
-from headrace.errors import HeadraceError, RequestError
 from headrace.insight import audit
 from headrace.llm import LLM
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.quantize.gguf_writer import convert
 
 PATH = Path(shallow())

@@ -17,7 +17,7 @@ from headrace import hub, models
 from headrace.backends.cpu.matrix import CpuMatrix
 from headrace.backends.torch_ref.ops import RefMatrix
 from headrace.quant.schemes import NAMES
-from headrace.server.text import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 TEXT = (
     "Once upon a time there was a little girl named Lily. She loved to play outside in the park with her dog. One day, "

@@ -19,13 +19,13 @@ from tests.unit.test_quant_hostile import Held
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from headrace.config import EngineConfig
-from headrace.errors import CheckpointError
-from headrace.quant import mxfp4
+from headrace.checkpoint import loader
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
+from headrace.quant.formats import mxfp4
 from headrace.quant.schemes import Scheme
-from headrace.runner import loader
-from headrace.runner.build import build_runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from headrace.backends.cpu import native as face
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 
 # Words of a processor with everything, and of a system that saves all its registers.
 WORDS = {

@@ -19,11 +19,11 @@ import jsonschema
 import llguidance
 
 from headrace import hub
-from headrace.errors import RequestError
 from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.server.text import Tokenizer
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import RequestError
+from headrace.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 400
 CUT = "cut"

@@ -9,8 +9,8 @@ import pytest
 from tests.security.rig import write_keys
 from tests.server.conftest import Live, inproc, write_tokenizer
 
-from headrace.config import ServerConfig
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import pytest
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.errors import RequestError
-from headrace.server.doors import Doors, allowed_hosts, allowed_origins, listed
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.serve.gates.doors import Doors, allowed_hosts, allowed_origins, listed
+from headrace.text.tokenizer import Tokenizer
 
 EVIL = {"origin": "https://evil.example"}
 SIMPLE = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "text/json"]

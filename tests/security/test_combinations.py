@@ -9,11 +9,12 @@ import pytest
 from tests.security import rig
 from tests.server.conftest import Live, brittle
 
-from headrace import compose, hub
-from headrace.config import EngineConfig, ServerConfig
-from headrace.server import schema
-from headrace.server.client import InprocClient
-from headrace.server.text import Tokenizer
+from headrace import hub
+from headrace.engine import build
+from headrace.engine.client import InprocClient
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.serve.call import schema
+from headrace.text.tokenizer import Tokenizer
 
 # A value for each field that changes what the engine does.
 FEATURES: dict[str, Any] = {
@@ -131,7 +132,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def real(tokenizer: Tokenizer, **options: Any) -> Live:
     options = {"max_model_len": 128, "scheduling_policy": "priority"} | options
     config = EngineConfig(model="builtin", num_threads=1, **options)
-    client = InprocClient(lambda: compose.build_engine(config))
+    client = InprocClient(lambda: build.build_engine(config))
     return Live(client, tokenizer, ServerConfig(log_stats_interval=0))
 
 

@@ -12,9 +12,9 @@ import pytest
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.server import doors, limits, wire
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.serve.gates import doors, limits, wire
+from headrace.text.tokenizer import Tokenizer
 
 CONNECTION = "Connection: close"
 

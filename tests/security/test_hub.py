@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace import hub
-from headrace.errors import ModelNotFoundError
+from headrace.protocol.errors import ModelNotFoundError
 
 TOKEN = "hf_xyzzyxyzzyxyzzyxyzzyxyzzyxyzzyxyzz"
 COMMIT = "a" * 40

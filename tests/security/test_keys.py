@@ -14,11 +14,12 @@ from starlette.responses import Response
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.errors import RequestError
-from headrace.server import auth, keys, routing
-from headrace.server.keys import KeyRing
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.serve import routing
+from headrace.serve.gates import auth, keys
+from headrace.serve.gates.keys import KeyRing
+from headrace.text.tokenizer import Tokenizer
 
 
 def wrongly_open(live: Live, key: str | None) -> list[tuple[str, str, int]]:

@@ -15,8 +15,8 @@ from tests.laws import rules
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 SECRET = "root-of-all-evil-4711"
 

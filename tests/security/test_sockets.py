@@ -73,6 +73,6 @@ def test_S_02_control_another_one_is_noticed(tmp_path: Path) -> None:
 
 
 def test_S_02_by_default_only_this_machine_is_let_in() -> None:
-    from headrace.config import ServerConfig
+    from headrace.protocol.config import ServerConfig
 
     assert ServerConfig().host == "127.0.0.1"

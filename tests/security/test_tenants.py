@@ -11,12 +11,13 @@ import pytest
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.server import generation, store, tenants
-from headrace.server.rates import Limits, RateLimitError, Rates
-from headrace.server.store import Store
-from headrace.server.tenants import Tenant, acting_as
-from headrace.server.text import Tokenizer
+from headrace.engine import generation, tenants
+from headrace.engine.rates import Limits, RateLimitError, Rates
+from headrace.engine.tenants import Tenant, acting_as
+from headrace.protocol.config import ServerConfig
+from headrace.serve.storage import store
+from headrace.serve.storage.store import Store
+from headrace.text.tokenizer import Tokenizer
 
 LONG = "The quick brown fox jumps over the lazy dog, and so on. " * 2
 

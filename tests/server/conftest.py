@@ -19,17 +19,17 @@ import pytest
 import uvicorn
 from tests.server import fake
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.core.engine import EngineCore
-from headrace.executor.simulated import Oracle
-from headrace.sampling.params import SamplingParams
-from headrace.server import logs
-from headrace.server.chat import ChatTemplate
-from headrace.server.client import EngineClient, InprocClient
-from headrace.server.http import create_app
-from headrace.server.links import ProcessLink
-from headrace.server.text import Tokenizer
-from headrace.server.wire import Connection
+from headrace.engine import logs
+from headrace.engine.client import EngineClient, InprocClient
+from headrace.engine.core import EngineCore
+from headrace.engine.links import ProcessLink
+from headrace.insight.simulated import Oracle
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.params import SamplingParams
+from headrace.serve.app import create_app
+from headrace.serve.gates.wire import Connection
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 
 # One for all: to make a client loads the certificates, which takes longer than most tests.
 HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=30)
@@ -40,7 +40,7 @@ TEMPLATE = (
 
 def write_tokenizer(directory: Path) -> Path:
     """A byte-level tokenizer: token i is byte i, but for the last, which ends a text."""
-    from headrace.server.tokenizer_files import byte_letters
+    from headrace.text.tokenizer_files import byte_letters
 
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters[:255])} | {"<eos>": fake.EOS}

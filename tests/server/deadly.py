@@ -13,10 +13,10 @@ import time
 
 from tests.server import fake
 
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
-from headrace.executor.process import main
-from headrace.types import ScheduledBatch, StepResult
+from headrace.engine.child import main
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.step import ScheduledBatch, StepResult
 
 KILL, SEGV, RAISE, FREEZE = 240, 241, 242, 243
 CANARY = "xyzzy-prompt-of-a-client"

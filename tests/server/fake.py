@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
 from headrace.core.scheduler import Scheduler
-from headrace.executor.process import main
-from headrace.executor.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
-from headrace.types import EngineInfo
+from headrace.engine.child import main
+from headrace.engine.core import EngineCore
+from headrace.insight.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.step import EngineInfo
 
 VOCAB_SIZE = 256
 EOS = 255

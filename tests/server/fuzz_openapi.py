@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.server.conftest import Live, inproc, write_tokenizer
 
-from headrace.config import ServerConfig
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 

@@ -6,12 +6,13 @@ import sys
 
 from tests.server import fake
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.server import http, logs
-from headrace.server.chat import ChatTemplate
-from headrace.server.client import EngineClient
-from headrace.server.links import ProcessLink
-from headrace.server.text import Tokenizer
+from headrace.engine import logs
+from headrace.engine.client import EngineClient
+from headrace.engine.links import ProcessLink
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.serve import app
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     tokenizer = Tokenizer.load(sys.argv[1])
@@ -20,5 +21,5 @@ if __name__ == "__main__":
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")
-    app = http.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
-    sys.exit(http.run(app, server))
+    app = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    sys.exit(app.run(app, server))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import QueueFullError, RequestError
-from headrace.sampling.beam import BeamSearchParams
-from headrace.sampling.params import SamplingParams
-from headrace.server.admission import FIRST_GUESS, Admission
-from headrace.types import Request
+from headrace.engine.admission import FIRST_GUESS, Admission
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.errors import QueueFullError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 
 
 def request(num_prompt: int, max_tokens: int, **more: object) -> Request:
@@ -87,7 +87,7 @@ def test_R_10_the_share_counts_work_too() -> None:
 def test_control_without_shares_one_caller_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Admission(1000, 10**6)
     # Nobody is told apart.
-    monkeypatch.setattr("headrace.server.admission.MAX_NAMES", 0)
+    monkeypatch.setattr("headrace.engine.admission.MAX_NAMES", 0)
     assert fill(queue, "a") == 1000
     assert fill(queue, "b") == 0
 

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from tests.server.conftest import HTTP, Live, brittle, inproc
 
-from headrace.config import ServerConfig
-from headrace.server.anthropic import MessagesAnswer, MessagesRequest
-from headrace.server.parsing import convert
-from headrace.server.parts import Content, Part, Reasoning, ToolCall
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.anthropic.messages import MessagesAnswer, MessagesRequest
+from headrace.serve.call.parsing import convert
+from headrace.text.parts import Content, Part, Reasoning, ToolCall
+from headrace.text.tokenizer import Tokenizer
 
 ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "Wer fährt so spät?"}]}
 

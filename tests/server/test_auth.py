@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.server.auth import PUBLIC_PATHS, ApiKeyGate
-from headrace.server.keys import Key, KeyRing
-from headrace.server.rates import Limits, Rates
-from headrace.server.text import Tokenizer
+from headrace.engine.rates import Limits, Rates
+from headrace.protocol.config import ServerConfig
+from headrace.serve.gates.auth import PUBLIC_PATHS, ApiKeyGate
+from headrace.serve.gates.keys import Key, KeyRing
+from headrace.text.tokenizer import Tokenizer
 
 KEY = "sesame-1234"
 RIGHT = {"authorization": f"Bearer {KEY}"}

@@ -17,10 +17,10 @@ from tests.server.test_client import pid_of
 from tests.sim.plain_beams import plain_beams
 
 from headrace import AsyncLLM, BeamSearchParams
-from headrace.config import EngineConfig, ServerConfig
-from headrace.executor.simulated import Oracle
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import Tokenizer
+from headrace.insight.simulated import Oracle
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.params import SamplingParams
+from headrace.text.tokenizer import Tokenizer
 
 PROMPT = list(b"Once upon a time there was a beam")
 BODY = {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 8, "return_token_ids": True}
@@ -157,7 +157,7 @@ def test_a_killed_engine_costs_a_search_time_and_nothing_else(tokenizer: Tokeniz
 
 def test_async_llm_searches(tokenizer: Tokenizer) -> None:
     async def search() -> Any:
-        from headrace.server.client import InprocClient
+        from headrace.engine.client import InprocClient
 
         client = InprocClient(lambda: fake.build(EngineConfig(model="fake")))
         config = EngineConfig(model="fake", skip_tokenizer_init=True)

@@ -13,13 +13,16 @@ import pytest
 from tests.security import rig
 from tests.server.conftest import HTTP, Live, inproc, logged
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import HeadraceError
+from headrace.engine import calls
+from headrace.engine.calls import Call, answering
+from headrace.engine.logs import Objects, record_of
 from headrace.insight import tracing
-from headrace.server import calls, http, openai
-from headrace.server.calls import Call, answering, call_of
-from headrace.server.logs import Objects, record_of
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.serve import app
+from headrace.serve.apis.openai import completions
+from headrace.serve.gates.calls import call_of
+from headrace.text.tokenizer import Tokenizer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY = {"prompt": "xyzzy of a client", "max_tokens": 5, "ignore_eos": True, "seed": 1}
@@ -59,7 +62,7 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
     def broken(*args: object, **more: object) -> None:
         raise ValueError(f"in {BODY['prompt']}\n\u2028forged \ud800")
 
-    monkeypatch.setattr(openai.OpenAI, "_params", broken)
+    monkeypatch.setattr(completions.OpenAI, "_params", broken)
     reply = live.post("/v1/completions", BODY, headers={"x-request-id": "trace-7"})
     assert reply.json()["error"]["message"].endswith("of the request trace-7")
     logging.getLogger("uvicorn.error").critical("a line of %s\n\x1b[2J\u202e", "uvicorn's")
@@ -101,12 +104,12 @@ def test_outside_of_a_call_there_is_none() -> None:
 def test_a_server_that_can_not_start_says_so_in_the_logs_form(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http.logs, "set_up", lambda *arguments: None)
+    monkeypatch.setattr(app.logs, "set_up", lambda *arguments: None)
     with pytest.raises(SystemExit):
-        http.serve(EngineConfig(model="/nope"), ServerConfig(log_format="json"))
+        app.serve(EngineConfig(model="/nope"), ServerConfig(log_format="json"))
     assert "/nope: no such directory" in caplog.text
     with pytest.raises(HeadraceError):
-        http.serve(EngineConfig(model="/nope"), ServerConfig())
+        app.serve(EngineConfig(model="/nope"), ServerConfig())
 
 
 def test_a_line_of_another_process_is_logged_as_it_was(log: io.StringIO) -> None:
@@ -175,9 +178,9 @@ def test_each_answer_is_a_span(tokenizer: Tokenizer) -> None:
 
 def test_an_answer_that_fails_is_an_error_in_its_span(tokenizer: Tokenizer) -> None:
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    from headrace.sampling.params import SamplingParams
-    from headrace.server.outputs import RequestState
-    from headrace.types import Finish, Request
+    from headrace.protocol.params import SamplingParams
+    from headrace.protocol.step import Finish, Request
+    from headrace.text.outputs import RequestState
 
     exporter = memory.InMemorySpanExporter()
     tracer = tracing.Tracer(exporter, "fake", batched=False)

@@ -15,8 +15,13 @@ import pytest
 from tests.server import fake
 from tests.server.conftest import child, inproc
 
-from headrace.config import EngineConfig
-from headrace.errors import (
+from headrace.engine.client import EngineClient
+from headrace.engine.links import ProcessLink
+from headrace.engine.request_stream import RequestStream
+from headrace.engine.watchdog import Watchdog
+from headrace.insight.simulated import Oracle
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import (
     CheckpointError,
     ContextLengthError,
     EngineDeadError,
@@ -24,15 +29,10 @@ from headrace.errors import (
     QueueFullError,
     RequestError,
 )
-from headrace.executor.simulated import Oracle
-from headrace.sampling.params import SamplingParams
-from headrace.server.client import EngineClient
-from headrace.server.inputs import new_request_id
-from headrace.server.links import ProcessLink
-from headrace.server.outputs import Delta
-from headrace.server.request_stream import RequestStream
-from headrace.server.watchdog import Watchdog
-from headrace.types import Finish, Request
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Finish, Request
+from headrace.text.inputs import new_request_id
+from headrace.text.outputs import Delta
 
 Answer = tuple[list[int], list[float], list[float], Finish | None]
 
@@ -121,7 +121,7 @@ def test_a_killed_engine_is_a_pause_and_nothing_else() -> None:
 
 
 def test_control_a_client_that_forgets_what_it_delivered_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server.resumption import OpenRequest
+    from headrace.engine.resumption import OpenRequest
 
     monkeypatch.setattr(OpenRequest, "resumed", lambda self: self.request)
     made = requests(8)
@@ -225,7 +225,7 @@ def test_R_01_after_too_many_deaths_every_stream_gets_an_honest_error() -> None:
 def test_a_refusal_to_start_keeps_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(
-        "import sys\nfrom headrace.errors import CheckpointError\nfrom headrace.executor.process import main\n"
+        "import sys\nfrom headrace.protocol.errors import CheckpointError\nfrom headrace.engine.child import main\n"
         "def build(config):\n    raise CheckpointError('config.json is missing')\n"
         "sys.exit(main(int(sys.argv[1]), build))\n"
     )

@@ -15,15 +15,15 @@ import pytest
 from tests.server import deadly
 from tests.server.test_client import read, request
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import HeadraceError
-from headrace.server import crash_reports
-from headrace.server.black_box import MAX_CHUNKS, NUM_SLOTS, BlackBox, StepShape
-from headrace.server.client import EngineClient, ProcessClient
-from headrace.server.crash_reports import CrashReports, plain_reason
-from headrace.server.links import ProcessLink
-from headrace.server.watchdog import Watchdog
-from headrace.types import Stats
+from headrace.engine import crash_reports
+from headrace.engine.black_box import MAX_CHUNKS, NUM_SLOTS, BlackBox, StepShape
+from headrace.engine.client import EngineClient, ProcessClient
+from headrace.engine.crash_reports import CrashReports, plain_reason
+from headrace.engine.links import ProcessLink
+from headrace.engine.watchdog import Watchdog
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.step import Stats
 
 WORDS = ("xyzzy-of-a-client", "sk-secret-of-the-server", "sk-of-the-administrator", "salt-of-a-tenant")
 PROMPT = [203, 151, 97, 188, 149, 211, 163]

@@ -13,10 +13,10 @@ import pytest
 from tests.server.conftest import HTTP, Live, inproc
 from tests.server.test_faults import LONG, events, is_idle
 
-from headrace.config import ServerConfig
-from headrace.server import deadlines
-from headrace.server.request_stream import RequestStream
-from headrace.server.text import Tokenizer
+from headrace.engine import deadlines
+from headrace.engine.request_stream import RequestStream
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 HEADER = "x-request-timeout"
 SAID = {"messages": [{"role": "user", "content": "a story"}], "max_tokens": 400, "seed": 1, "ignore_eos": True}

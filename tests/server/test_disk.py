@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import ServerConfig
-from headrace.server import batches, logs, sink
-from headrace.server.sink import Sink
-from headrace.server.store import StorageError, Store
-from headrace.server.text import Tokenizer
+from headrace.engine import logs, sink
+from headrace.engine.sink import Sink
+from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.openai import batches
+from headrace.serve.storage.store import StorageError, Store
+from headrace.text.tokenizer import Tokenizer
 
 # What a disk does that is full, over its quota, broken, or mounted read-only again by the kernel.
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]

@@ -14,10 +14,10 @@ import openai
 import pytest
 from tests.server.conftest import HTTP, Live, child, inproc
 
-from headrace.config import ServerConfig
-from headrace.executor.simulated import HIDDEN_SIZE
-from headrace.server.text import Tokenizer
-from headrace.server.vectors import finished
+from headrace.insight.simulated import HIDDEN_SIZE
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.vectors import finished
 
 
 @pytest.fixture(scope="module")

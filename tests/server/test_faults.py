@@ -23,12 +23,12 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live, child, inproc, write_tokenizer
 from tests.server.test_client import is_running, pid_of
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.core.engine import EngineCore
-from headrace.server import streams
-from headrace.server.chat import ChatTemplate
-from headrace.server.client import InprocClient
-from headrace.server.text import Tokenizer
+from headrace.engine.client import InprocClient
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.serve.gates import streams
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
 
 LONG = {"prompt": "a prompt of some length", "max_tokens": 400, "ignore_eos": True, "seed": 1}
 
@@ -71,7 +71,7 @@ def test_R_04_a_client_that_leaves_frees_its_blocks(live: Live, path: str, strea
 
 
 def test_control_without_the_watch_a_plain_reply_would_run_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import routing
+    from headrace.serve import routing
 
     async def careless(receive: Any, work: Any) -> Any:
         return await work

@@ -13,11 +13,11 @@ import openai
 import pytest
 from tests.server.conftest import HTTP, Live, child, inproc
 
-from headrace.config import ServerConfig
-from headrace.errors import HeadraceError
-from headrace.server import batches, storage
-from headrace.server.store import Store, StoreFullError
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.serve.apis.openai import batches, storage
+from headrace.serve.storage.store import Store, StoreFullError
+from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wer fährt so spät?"}]
 

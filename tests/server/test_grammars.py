@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from headrace import hub
-from headrace.errors import HeadraceError, RequestError
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
-from headrace.server import grammars
-from headrace.server.grammars import GrammarChecker
-from headrace.server.text import Tokenizer
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.text import grammars
+from headrace.text.grammars import GrammarChecker
+from headrace.text.tokenizer import Tokenizer
 
 # Regexes that blow up somewhere: in the parser, in the lexer's states, in time, or in backtracking engines.
 REGEXES = [

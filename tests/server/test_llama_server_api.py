@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.server.conftest import HTTP, Live, brittle
 
-from headrace.config import ServerConfig
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tests.server.conftest import Live, child
 
-from headrace.config import ServerConfig
-from headrace.server.memory import READ_BYTES, read_small
-from headrace.server.text import Tokenizer
+from headrace.engine.memory import READ_BYTES, read_small
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 TRANSPORT: Any = vars(selector_events)["_SelectorSocketTransport"]
 

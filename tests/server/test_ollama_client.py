@@ -11,10 +11,10 @@ import pytest
 from tests.server.conftest import HTTP, Live, brittle, inproc
 
 from headrace import __version__
-from headrace.config import ServerConfig
-from headrace.server.ollama_replies import Calls
-from headrace.server.parts import ToolCall
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.ollama.replies import Calls
+from headrace.text.parts import ToolCall
+from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wer reitet?"}]
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from tests.server.conftest import Live
 
-from headrace.server.text import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "Wer fährt so spät?"}]
 

@@ -12,9 +12,9 @@ from tests.server import fuzz_openapi
 from tests.server.conftest import HTTP, Live, inproc
 from tests.server.test_refusals import BODIES
 
-from headrace.bounds import BOUNDS
-from headrace.config import ServerConfig
-from headrace.server.text import Tokenizer
+from headrace.protocol.bounds import BOUNDS
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_schemathesis_finds_nothing(tokenizer: Tokenizer) -> None:
 
 def test_schemathesis_control_a_broken_reply_is_found(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("schemathesis")
-    from headrace.server import ollama
+    from headrace.serve.apis.ollama import routes as ollama
 
     monkeypatch.setattr(ollama, "__version__", 5)
     done = fuzz_openapi.run(live.url, 2, "--phases", "fuzzing", "--include-path", "/api/version")

@@ -17,13 +17,14 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live, inproc
 
 from headrace import AsyncLLM, __version__
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import EngineDeadError, RequestError
-from headrace.sampling.params import SamplingParams
-from headrace.server import calls, http
-from headrace.server.client import InprocClient
-from headrace.server.http import advised_params
-from headrace.server.text import Tokenizer
+from headrace.engine import calls
+from headrace.engine.client import InprocClient
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import EngineDeadError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.serve import app
+from headrace.serve.app import advised_params
+from headrace.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def fresh(tokenizer: Tokenizer) -> Iterator[Live]:
 
 def test_the_server_process_never_loads_torch() -> None:
     code = (
-        "import sys, headrace.server.http, headrace.executor.process, headrace.async_llm\n"
+        "import sys, headrace.serve.app, headrace.engine.child, headrace.async_llm\n"
         "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
@@ -45,11 +46,11 @@ def test_R_12_the_collector_leaves_alone_what_lives_as_long_as_the_server(monkey
         work.close()
         return gc.get_freeze_count()
 
-    monkeypatch.setattr(http.asyncio, "run", serving)
-    app: Any = SimpleNamespace(state=SimpleNamespace(life=None))
+    monkeypatch.setattr(app.asyncio, "run", serving)
+    application: Any = SimpleNamespace(state=SimpleNamespace(life=None))
     try:
         # All that was imported: tens of thousands of objects. Walked, they are a pause for everybody who calls.
-        assert http.run(app, ServerConfig()) > 10_000
+        assert app.run(application, ServerConfig()) > 10_000
     finally:
         gc.unfreeze()
 
@@ -193,7 +194,7 @@ def test_async_llm_gives_vllms_outputs(tokenizer: Tokenizer) -> None:
 def test_draining_is_not_ready(fresh: Live) -> None:
     fresh.app.state.life.draining = True
     assert HTTP.get(fresh.url + "/health/ready").json() == {"status": "draining"}
-    assert isinstance(fresh.app.state.life, http.Life)
+    assert isinstance(fresh.app.state.life, app.Life)
 
 
 def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) -> None:
@@ -209,10 +210,10 @@ def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) 
 
 def test_serve_hands_the_seed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[object] = []
-    signature = inspect.signature(http.create_app)
-    monkeypatch.setattr(http, "create_app", lambda *args: seeds.append(signature.bind(*args).arguments["seed"]))
-    monkeypatch.setattr(http, "run", lambda app, server: 0)
-    http.serve(EngineConfig(seed=7), ServerConfig(uvicorn_log_level="critical"))
+    signature = inspect.signature(app.create_app)
+    monkeypatch.setattr(app, "create_app", lambda *args: seeds.append(signature.bind(*args).arguments["seed"]))
+    monkeypatch.setattr(app, "run", lambda app, server: 0)
+    app.serve(EngineConfig(seed=7), ServerConfig(uvicorn_log_level="critical"))
     assert seeds == [7]
 
 

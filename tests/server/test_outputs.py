@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server import fake
 
-from headrace.errors import ContextLengthError, RequestError
-from headrace.sampling.params import SamplingParams
-from headrace.server.inputs import SEED_LIMIT, draw_seed, make_requests, prompt_ids
-from headrace.server.outputs import Delta, RequestState, deltas_of, request_output
-from headrace.server.text import Tokenizer
-from headrace.types import EngineInfo, Finish, Request, StepOutput, TokenLogprob
+from headrace.protocol.errors import ContextLengthError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import EngineInfo, Finish, Request, StepOutput, TokenLogprob
+from headrace.text.inputs import SEED_LIMIT, draw_seed, make_requests, prompt_ids
+from headrace.text.outputs import Delta, RequestState, deltas_of, request_output
+from headrace.text.tokenizer import Tokenizer
 
 INFO = EngineInfo(
     model="m",

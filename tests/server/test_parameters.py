@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from tests.server.conftest import Live
 
-from headrace.server import anthropic, llama_server, ollama, ollama_replies, schema
+from headrace.serve.apis.anthropic import messages
+from headrace.serve.apis.llama_server import routes as llama_server
+from headrace.serve.apis.ollama import replies as ollama_replies
+from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.call import schema
 
 SAMPLING: dict[str, Any] = {
     "n": 2, "max_tokens": 3, "min_tokens": 1, "ignore_eos": True, "thinking_token_budget": 5, "temperature": 0.5,
@@ -53,7 +57,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Any]]] = {
     "/v1/messages": (
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
         SAMPLING | {"container": "c", "speed": "fast", "inference_geo": "eu", "diagnostics": {}, "mcp_servers": []},
-        anthropic.MessagesRequest,
+        messages.MessagesRequest,
     ),
     "/completion": ({"prompt": "hi", "n_predict": 3}, SAMPLING, llama_server.LlamaCompletionRequest),
     "/api/chat": (
@@ -100,7 +104,7 @@ def test_options_of_ollama_work_or_are_told(live: Live) -> None:
 
 
 def test_control_a_parameter_that_is_dropped_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import parsing
+    from headrace.serve.call import parsing
 
     monkeypatch.setattr(parsing, "add_warning", lambda *_: None)
     assert verdict(live, "/v1/completions", "stop_regex", "a+") == "dropped"

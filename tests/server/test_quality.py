@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tests.server.conftest import HTTP, Live, inproc
 
-from headrace.config import EngineConfig, ServerConfig
 from headrace.insight import audit
-from headrace.server.http import load_audits
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.serve.app import load_audits
+from headrace.text.tokenizer import Tokenizer
 
 MEASURED = {"perplexity": 7.5, "mean_kl": 0.01, "reference": "m bfloat16 cpu"}
 

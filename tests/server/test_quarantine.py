@@ -13,14 +13,14 @@ from tests.server import deadly
 from tests.server.deadly import FREEZE, KILL, RAISE, SEGV
 from tests.server.test_client import pid_of, read, request, requests, run, undisturbed
 
-from headrace.config import EngineConfig
-from headrace.errors import EngineDeadError, HeadraceError
-from headrace.server import resumption
-from headrace.server.client import EngineClient
-from headrace.server.links import ProcessLink
-from headrace.server.resumption import PoisonedRequestError
-from headrace.server.watchdog import Watchdog
-from headrace.types import Request
+from headrace.engine import resumption
+from headrace.engine.client import EngineClient
+from headrace.engine.links import ProcessLink
+from headrace.engine.resumption import PoisonedRequestError
+from headrace.engine.watchdog import Watchdog
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import EngineDeadError, HeadraceError
+from headrace.protocol.step import Request
 
 
 def mortal(max_restarts: int = 5, delay: float = 0.002, **config: int) -> EngineClient:

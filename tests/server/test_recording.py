@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from tests.server.conftest import HTTP, Live
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.server.client import EngineClient
-from headrace.server.links import ProcessLink
-from headrace.server.text import Tokenizer
+from headrace.engine.client import EngineClient
+from headrace.engine.links import ProcessLink
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.text.tokenizer import Tokenizer
 
 # The engine's process as it is, but for the model.
 SCRIPT = """
 import sys, time
 from headrace import compose
-from headrace.executor.process import main
+from headrace.engine.child import main
 from tests.server import fake
 
 def build(config, is_restart):

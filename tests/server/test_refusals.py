@@ -19,17 +19,13 @@ import pytest
 from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
-from headrace.bounds import BOUNDS
-from headrace.server import (
-    anthropic,
-    embeddings,
-    limits,
-    llama_server,
-    ollama,
-    parsing,
-    responses_input,
-    schema,
-)
+from headrace.protocol.bounds import BOUNDS
+from headrace.serve.apis.anthropic import messages
+from headrace.serve.apis.llama_server import routes as llama_server
+from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.openai import embeddings, responses_input
+from headrace.serve.call import parsing, schema
+from headrace.serve.gates import limits
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (schema.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
@@ -40,11 +36,11 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/tokenize": (schema.TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [1]}),
     "/v1/messages": (
-        anthropic.MessagesRequest,
+        messages.MessagesRequest,
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     ),
     "/v1/messages/count_tokens": (
-        anthropic.CountTokensRequest,
+        messages.CountTokensRequest,
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     ),
     "/api/generate": (ollama.GenerateRequest, {"model": "fake", "prompt": "hi", "logprobs": True, "stream": False}),
@@ -371,8 +367,8 @@ def test_depth_64_is_allowed(live: Live) -> None:
 
 
 def test_R_16_every_chunk_is_strict_json(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.executor.simulated import Oracle
-    from headrace.types import TokenLogprob
+    from headrace.insight.simulated import Oracle
+    from headrace.protocol.step import TokenLogprob
 
     def hostile(self: Oracle, token_id: int, position: int, num_top: int) -> TokenLogprob:
         return TokenLogprob(token_id, float("-inf"), 1, [(token_id, float("-inf")), (1, float("nan"))])

@@ -16,12 +16,12 @@ from openai.types.responses import ResponseInputParam
 from tests.server import fake
 from tests.server.conftest import HTTP, Live, child, inproc
 
-from headrace.config import ServerConfig
-from headrace.errors import RequestError
-from headrace.server.parts import Content, Reasoning, ToolCall
-from headrace.server.responses_events import Output
-from headrace.server.responses_input import chat_body, input_items, messages_of, read
-from headrace.server.text import Tokenizer
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.serve.apis.openai.responses_events import Output
+from headrace.serve.apis.openai.responses_input import chat_body, input_items, messages_of, read
+from headrace.text.parts import Content, Reasoning, ToolCall
+from headrace.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

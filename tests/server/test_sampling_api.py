@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from tests.server.conftest import Live, inproc
 
-from headrace import LLM, AsyncLLM, compose, hub
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams, Watermark
+from headrace import LLM, AsyncLLM, hub
+from headrace.engine import build
+from headrace.engine.client import InprocClient
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams, Watermark
 from headrace.sampling.watermark import detect
-from headrace.server.client import InprocClient
-from headrace.server.text import Tokenizer
-from headrace.server.words import breakers, spellings, with_token_ids
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.words import breakers, spellings, with_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def live(tokenizer: Tokenizer) -> Iterator[Live]:
 def real(words: Tokenizer) -> Iterator[Live]:
     """A server over the built-in model: the other one draws nothing."""
     config = EngineConfig(model="builtin", num_gpu_blocks_override=128, num_threads=1)
-    with Live(InprocClient(lambda: compose.build_engine(config)), words, ServerConfig(log_stats_interval=0)) as served:
+    with Live(InprocClient(lambda: build.build_engine(config)), words, ServerConfig(log_stats_interval=0)) as served:
         yield served
 
 

@@ -13,13 +13,13 @@ import pytest
 from tests.server import fake
 from tests.server.conftest import Live, write_tokenizer
 
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import RequestError
-from headrace.executor.simulated import Oracle
-from headrace.sampling.params import SamplingParams
-from headrace.server.client import InprocClient
-from headrace.server.text import Tokenizer
-from headrace.server.tools.choice import ToolUse
+from headrace.engine.client import InprocClient
+from headrace.insight.simulated import Oracle
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools.choice import ToolUse
 
 TEMPLATE = (
     "{# <tool_call> </think> #}"

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 from tests.sim.simulation import Report, Simulation, Violation
 
-from headrace.errors import HeadraceError
+from headrace.protocol.errors import HeadraceError
 
 # Each of so many seeds is run twice, and the digests of the two event logs are compared (I-20).
 REPLAY_EVERY = 20

@@ -1,9 +1,9 @@
 """`Bench`: a scheduler over the oracle runner, driven step by step by tests that can be followed by hand."""
 
 from headrace.core.scheduler import Scheduler
-from headrace.executor.simulated import Oracle, SimulatedExecutor
-from headrace.sampling.params import SamplingParams
-from headrace.types import Request
+from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 
 EOS = 0
 

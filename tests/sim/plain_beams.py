@@ -6,7 +6,7 @@ al. (arXiv:1610.02424), Algorithm 1, for groups. It looks at every token of the 
 
 from collections.abc import Callable
 
-from headrace.sampling.beam import BeamSearchParams
+from headrace.protocol.beam import BeamSearchParams
 
 Tops = Callable[[list[int]], list[tuple[int, float]]]
 Answer = tuple[float, float, list[int]]

@@ -9,7 +9,7 @@ import pytest
 from tests.sim.simulation import Simulation, Violation
 
 from headrace.core.scheduler import Scheduler
-from headrace.errors import InvariantError
+from headrace.protocol.errors import InvariantError
 
 NUM_SEEDS, NUM_STEPS = 120, 200
 

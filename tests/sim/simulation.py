@@ -20,9 +20,9 @@ from tests.sim.world import World, draw_draft, draw_params, draw_request, draw_s
 
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
-from headrace.errors import ContextLengthError, RequestError
-from headrace.executor.simulated import Oracle, SimulatedExecutor
-from headrace.types import BeamResult, DraftTokens, Finish, Request, ScheduledBatch, StepOutput
+from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.protocol.errors import ContextLengthError, RequestError
+from headrace.protocol.step import BeamResult, DraftTokens, Finish, Request, ScheduledBatch, StepOutput
 
 
 class Violation(Exception):

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.sampling.beam import BeamSearchParams
-from headrace.sampling.params import SamplingParams
-from headrace.types import DraftTokens, Request
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import DraftTokens, Request
 
 EVENTS = (
     "arrival",

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from headrace import models
+from headrace.checkpoint.loader import Checkpoint, Weights
+from headrace.checkpoint.mapped import MappedCheckpoint
+from headrace.checkpoint.packed import Form, PackedFile, PackedWeights, PackedWriter, find
 from headrace.models.config import ModelConfig
 from headrace.quant.base import slabs
 from headrace.quant.schemes import parse
-from headrace.runner.loader import Checkpoint, Weights
-from headrace.runner.mapped import MappedCheckpoint
-from headrace.runner.packed import Form, PackedFile, PackedWeights, PackedWriter, find
 
 KINDS = ("i4", "i6", "i8", "f")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from tests.unit.checkpoints import llama_tensors, write_llama
 
-from headrace.config import EngineConfig
-from headrace.runner.build import build_runner
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import ScheduledBatch
 from headrace.runner.runner import Runner
-from headrace.sampling.params import SamplingParams
-from headrace.types import ScheduledBatch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100, seed=1, logprobs=1)
 ASKS = SamplingParams(temperature=0.0, max_tokens=100, seed=1, prompt_logprobs=2)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
-from headrace.server.batch_file import Report, answer_file, check_paths
-from headrace.server.batch_lines import Answerer, Line, answers, read_line
+from headrace.protocol.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
+from headrace.serve.storage.batch_file import Report, answer_file, check_paths
+from headrace.serve.storage.batch_lines import Answerer, Line, answers, read_line
 
 URL = "/v1/completions"
 
@@ -106,7 +106,7 @@ def test_a_torn_output_is_mended(tmp_path: Path, cut: int | None) -> None:
 
 
 def test_control_a_torn_line_that_is_not_mended_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.server import batch_file
+    from headrace.serve.storage import batch_file
 
     source, target, whole = tmp_path / "in", tmp_path / "out", tmp_path / "whole"
     source.write_bytes(b"\n".join(line(f"q{i}") for i in range(3)))

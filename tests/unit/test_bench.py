@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.cli import bench_serve
-from headrace.cli.bench_data import Sample, file_samples, random_samples
-from headrace.cli.bench_stats import (
+from headrace.cli.bench import serve as bench_serve
+from headrace.cli.bench.data import Sample, file_samples, random_samples
+from headrace.cli.bench.stats import (
     Timeline,
     check_metrics,
     check_percentiles,
@@ -31,7 +31,7 @@ from headrace.cli.bench_stats import (
     percentile,
     table,
 )
-from headrace.errors import HeadraceError, RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 
 ONE = Timeline(sent=10.0, token_times=[10.2, 10.3, 10.5], done=10.5, num_prompt_tokens=4, num_output_tokens=3)
 SINGLE = Timeline(sent=10.0, token_times=[10.4], done=10.4, num_prompt_tokens=6, num_output_tokens=1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace.bounds import BOUNDS, Bound, check
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.bounds import BOUNDS, Bound, check
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
 
 NUMBERS = [bound for bound in BOUNDS.values() if bound.kind != "size"]
 
@@ -78,7 +78,7 @@ def test_defaults_of_the_parameters_are_the_table_s() -> None:
 
 
 def test_S_05_bounds_hold_without_asserts() -> None:
-    code = "from headrace.sampling.params import SamplingParams\nSamplingParams(temperature=float('nan'))"
+    code = "from headrace.protocol.params import SamplingParams\nSamplingParams(temperature=float('nan'))"
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "RequestError: temperature: nan is not allowed" in done.stderr

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from headrace import builtin
 from headrace.builtin import PATH
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 
 MODEL_FILES = [*builtin.BESIDE, builtin.STORED]
 SPECIAL = ["<|bos|>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -14,7 +14,7 @@ from tests.campaigns import load, long, machines, operations, parsers, probing
 from tests.campaigns.isolation import foreign_hits
 
 from headrace.core.queue import WaitingQueue
-from headrace.server.text import DetokenizeStream
+from headrace.text.tokenizer import DetokenizeStream
 
 
 def first(sort: str) -> load.Asked:

@@ -18,9 +18,9 @@ import pytest
 import headrace
 from headrace.cli import options, reference
 from headrace.cli.main import main
-from headrace.config import EngineConfig, ServerConfig
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
 
 
 class Done(NamedTuple):
@@ -153,7 +153,7 @@ def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_serve_hands_over_what_the_flags_say(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("headrace.server.http.serve", lambda *configs: seen.extend(configs))
+    monkeypatch.setattr("headrace.serve.app.serve", lambda *configs: seen.extend(configs))
     words = "serve some/model --max-model-len 32k --no-enable-prefix-caching --port 0 --max-logprobs -1".split()
     assert run(*words).code == 0
     assert seen == [
@@ -164,7 +164,7 @@ def test_serve_hands_over_what_the_flags_say(run: Run, monkeypatch: pytest.Monke
 
 def test_defaults_are_the_structs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("headrace.server.http.serve", lambda *configs: seen.extend(configs))
+    monkeypatch.setattr("headrace.serve.app.serve", lambda *configs: seen.extend(configs))
     assert run("serve").code == 0
     assert seen == [EngineConfig(), ServerConfig()]
 
@@ -195,7 +195,7 @@ def test_every_field_has_a_text() -> None:
 
 
 def test_build_names_the_bound() -> None:
-    from headrace.cli.bench_plans import ServePlan
+    from headrace.cli.bench.plans import ServePlan
 
     assert options.build(ServePlan, {"num_prompts": 3, "other": 1}) == ServePlan(num_prompts=3)
     with pytest.raises(RequestError, match="seed: -1 is not allowed; it must be at least 0"):

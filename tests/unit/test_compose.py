@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from headrace.backends.cpu import native
-from headrace.compose import build_engine
-from headrace.config import EngineConfig
-from headrace.errors import HeadraceError, RequestError
+from headrace.engine.build import build_engine
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
 
 
 def test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import QUANTIZATIONS, EngineConfig, ServerConfig, human_int
-from headrace.errors import RequestError
+from headrace.protocol.config import QUANTIZATIONS, EngineConfig, ServerConfig, human_int
+from headrace.protocol.errors import RequestError
 from headrace.quant import schemes
 
 

@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from tests.unit.gguf_models import random_blocks
 
-from headrace.errors import CheckpointError
 from headrace.gguf import TENSOR_TYPES
-from headrace.quant import gguf_blocks, gguf_grids
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
-from headrace.quant.gguf_blocks import TYPES, decode, k_blocks, keeps_codes, native, scheme_for
+from headrace.quant.formats import gguf_blocks, gguf_grids
+from headrace.quant.formats.gguf_blocks import TYPES, decode, k_blocks, keeps_codes, native, scheme_for
 from headrace.quant.schemes import K_TYPES, Scheme
 
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")

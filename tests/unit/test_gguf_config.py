@@ -9,9 +9,9 @@ import pytest
 from tests.unit.text.made_gguf import BOOL, F32, I32, STRING, U32, gguf_file, listed, scalar, tensor
 
 from headrace import hub
-from headrace.errors import CheckpointError
+from headrace.checkpoint import gguf_config
 from headrace.gguf import GGUF
-from headrace.runner import gguf_config
+from headrace.protocol.errors import CheckpointError
 
 KEYS: dict[str, tuple[int, Any]] = {
     "general.architecture": (STRING, "llama"),

@@ -10,9 +10,9 @@ from tests import fuzz_gguf
 from tests.fuzz_gguf import Course, campaign, damaged, seeds
 
 from headrace import hub
+from headrace.checkpoint import gguf_source
+from headrace.checkpoint.gguf_config import Part
 from headrace.gguf import GGUF
-from headrace.runner import gguf_source
-from headrace.runner.gguf_config import Part
 
 
 @pytest.fixture(autouse=True)

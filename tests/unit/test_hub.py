@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace import hub
-from headrace.errors import CheckpointError, ModelNotFoundError
+from headrace.protocol.errors import CheckpointError, ModelNotFoundError
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.errors import HeadraceError, RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 
 CHAT = [{"role": "user", "content": "Hi"}]
 

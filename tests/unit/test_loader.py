@@ -20,14 +20,14 @@ from tests.unit.checkpoints import CONFIG, llama_tensors, write_llama
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.config import EngineConfig
-from headrace.errors import CheckpointError, ModelNotFoundError, RequestError
+from headrace.checkpoint.loader import Checkpoint
+from headrace.checkpoint.mapped import VIEWS, MappedCheckpoint, MappedFile
+from headrace.engine.load import build_runner, load_model
 from headrace.models.config import ModelConfig
-from headrace.runner.build import build_runner, load_model
-from headrace.runner.loader import Checkpoint
-from headrace.runner.mapped import VIEWS, MappedCheckpoint, MappedFile
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
+from headrace.protocol.step import EngineInfo
 from headrace.runner.runner import Runner
-from headrace.types import EngineInfo
 
 
 def build(directory: Path, **options: Any) -> tuple[Runner, EngineInfo]:
@@ -330,7 +330,7 @@ def test_S_05_refusals_survive_python_O(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = torch.ones(33)
     directory = write_llama(tmp_path, tensors)
     code = (
-        "from headrace.config import EngineConfig; from headrace.runner.build import build_runner; "
+        "from headrace.protocol.config import EngineConfig; from headrace.engine.load import build_runner; "
         f"build_runner(EngineConfig(model={str(directory)!r}))"
     )
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=100)
@@ -379,7 +379,9 @@ def test_a_tensor_that_does_not_begin_at_its_own_size(tmp_path: Path) -> None:
     assert MappedCheckpoint(tmp_path).array("b").tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("module", ["headrace.runner.mapped", "headrace.runner.packed", "headrace.quant.schemes"])
+@pytest.mark.parametrize(
+    "module", ["headrace.checkpoint.mapped", "headrace.checkpoint.packed", "headrace.quant.schemes"]
+)
 def test_what_maps_weights_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
@@ -438,7 +440,7 @@ def test_a_context_that_nobody_asked_for_is_narrowed_to_the_kv_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Models of 128k positions must start on a machine whose memory holds fewer, and say so."""
-    from headrace.compose import build_engine
+    from headrace.engine.build import build_engine
 
     backend = type(make_backend("auto", "cpu", "float32"))
     directory = write_llama(tmp_path, max_position_embeddings=131072)

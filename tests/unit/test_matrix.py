@@ -9,7 +9,7 @@ import torch
 from headrace.backends import make_backend
 from headrace.backends.cpu.matrix import MAX_GROUP, MAX_IN, CpuMatrix
 from headrace.backends.cpu.native import native
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, source_of
 
 pytestmark = pytest.mark.skipif(native()[0] is None, reason="no native core")

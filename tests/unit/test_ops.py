@@ -20,7 +20,7 @@ from headrace.backends.base import Heads
 from headrace.backends.torch_ref import rowwise
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.program import EagerProgram
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, source_of
 
 OPS = RefOps(torch.device("cpu"), torch.float32)

@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 from tests.unit.checkpoints import CONFIG, llama_tensors, write_llama
 from tests.unit.packing import ToyBackend, form_of, found, leaves, load, mapped, packed_bytes, save, tiny
 
-from headrace.errors import CheckpointError
+from headrace.checkpoint import packed
+from headrace.checkpoint.loader import Checkpoint, Weights
+from headrace.checkpoint.mapped import MappedCheckpoint, MappedFile
+from headrace.checkpoint.packed import PackedFile, PackedWeights
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import NAMES, parse
-from headrace.runner import packed
-from headrace.runner.loader import Checkpoint, Weights
-from headrace.runner.mapped import MappedCheckpoint, MappedFile
-from headrace.runner.packed import PackedFile, PackedWeights
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_reading_copies_every_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept, read = found(directory), found(directory)
     assert kept is not None
     assert read is not None
-    monkeypatch.setattr("headrace.runner.packed.PIECE_BYTES", 4096)
+    monkeypatch.setattr("headrace.checkpoint.packed.PIECE_BYTES", 4096)
     before = {name: matrix.data for name, matrix in read.matrices.items()}
     read.read(lambda size: np.zeros(size, np.uint8))
     assert read.matrices.keys() == kept.matrices.keys()
@@ -138,7 +138,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_told_of(tmp_path: Path) -> None
 def test_the_packed_path_needs_no_torch(tmp_path: Path) -> None:
     directory = write_llama(tmp_path)
     code = (
-        "import sys; from headrace.config import EngineConfig; from headrace.runner.build import build_runner; "
+        "import sys; from headrace.protocol.config import EngineConfig; from headrace.engine.load import build_runner; "
         f"build_runner(EngineConfig(model={str(directory)!r}, quantization='int8', save_packed=True, backend='cpu')); "
         "print('torch' in sys.modules)"
     )
@@ -331,8 +331,8 @@ def native() -> None:
 
 
 def model_of(directory: Path, backend: str, quantization: str | None, **options: Any) -> Any:
-    from headrace.config import EngineConfig
-    from headrace.runner.build import load_model
+    from headrace.engine.load import load_model
+    from headrace.protocol.config import EngineConfig
 
     config = EngineConfig(model=str(directory), backend=backend, quantization=quantization, **options)
     return load_model(config, directory, lambda done, total: None)[1]
@@ -348,7 +348,7 @@ def test_both_backends_hold_the_same_weights_packed_or_not(
     ours = model_of(directory, "cpu", quantization, save_packed=True)
     # From here on the checkpoint is not to be read by torch any more.
     theirs = model_of(directory, "torch_ref", quantization, dtype="float32")
-    monkeypatch.setattr("headrace.runner.loader.Weights.__init__", None)
+    monkeypatch.setattr("headrace.checkpoint.loader.Weights.__init__", None)
     again = model_of(directory, "cpu", quantization)
     fresh = leaves(ours)
     assert fresh == leaves(again)

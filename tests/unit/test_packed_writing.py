@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from tests.unit.checkpoints import CONFIG, llama_tensors, write_llama
 from tests.unit.packing import ToyBackend, form_of, leaves, load, mapped, save
 
-from headrace.errors import CheckpointError
-from headrace.runner import packed
-from headrace.runner.mapped import MappedCheckpoint, stacked_name
-from headrace.runner.packed import PackedWriter
+from headrace.checkpoint import packed
+from headrace.checkpoint.mapped import MappedCheckpoint, stacked_name
+from headrace.checkpoint.packed import PackedWriter
+from headrace.protocol.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)

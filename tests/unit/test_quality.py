@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from headrace.backends.base import Chunks, Logits
-from headrace.cli.bench_quality import held_bits
-from headrace.errors import CheckpointError, HeadraceError
+from headrace.cli.bench.divergence import LayerError, Tally, distance, layer_errors, lockstep, score
+from headrace.cli.bench.quality import held_bits
 from headrace.insight import audit
-from headrace.insight.quality import LayerError, Tally, distance, layer_errors, lockstep, score
-from headrace.types import EngineInfo
+from headrace.protocol.errors import CheckpointError, HeadraceError
+from headrace.protocol.step import EngineInfo
 
 P, Q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.5, 0.25])
 

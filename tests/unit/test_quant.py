@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.config import QUANTIZATIONS, EngineConfig
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.config import QUANTIZATIONS, EngineConfig
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
 from headrace.quant.rtn import quantise

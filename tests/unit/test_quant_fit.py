@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
 from headrace.quant.fit import fit_of, fitted
 from headrace.quant.packing import E2M1, by_index, left_alone, matches, nibbles, unpacked

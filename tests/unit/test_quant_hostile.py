@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, find_format
 
 I32, U8, F16, F32, E4M3 = torch.int32, torch.uint8, torch.float16, torch.float32, torch.float8_e4m3fn

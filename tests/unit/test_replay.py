@@ -15,24 +15,14 @@ import msgspec
 import pytest
 from tests.server import fake
 
-from headrace.config import EngineConfig
-from headrace.core.engine import EngineCore
-from headrace.errors import HeadraceError, RequestError
-from headrace.insight import recording
-from headrace.insight.recording import (
-    MAGIC,
-    Closed,
-    Head,
-    Made,
-    Planned,
-    Raised,
-    Record,
-    RecordedEngine,
-    Recorder,
-)
-from headrace.insight.replay import Difference, Outcome, RecordingError, read, replay
-from headrace.sampling.params import SamplingParams
-from headrace.types import Add, Request, ScheduledBatch, StepResult
+from headrace.engine import recording
+from headrace.engine.core import EngineCore
+from headrace.engine.recording import MAGIC, Closed, Head, Made, Planned, Raised, Record, RecordedEngine, Recorder
+from headrace.engine.replay import Difference, Outcome, RecordingError, read, replay
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Add, Request, ScheduledBatch, StepResult
 
 # So few blocks that sequences are thrown out.
 CONFIG = EngineConfig(model="fake", num_gpu_blocks_override=24, block_size=4, max_num_batched_tokens=16, max_num_seqs=6)
@@ -303,7 +293,7 @@ def test_what_is_no_recording_is_told(tmp_path: Path, data: bytes) -> None:
 
 
 def test_a_place_that_can_not_be_written_is_refused() -> None:
-    from headrace.compose import recorded as make
+    from headrace.engine.build import recorded as make
 
     info = fake.build(CONFIG).info
     with pytest.raises(HeadraceError, match="record_schedule"):

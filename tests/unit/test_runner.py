@@ -18,10 +18,10 @@ from headrace.backends import make_backend
 from headrace.backends.base import Chunks, Logits
 from headrace.backends.cpu.graph import LOGITS
 from headrace.backends.torch_ref.program import EagerProgram
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import StepResult
 from headrace.runner.runner import Runner
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Sampler
-from headrace.types import StepResult
 
 
 @pytest.fixture(scope="module")

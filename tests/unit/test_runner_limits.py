@@ -11,9 +11,9 @@ from tests.unit.checkpoints import write_llama
 from tests.unit.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make_runner, sick
 
 from headrace.backends.base import Chunks
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import ScheduledBatch
 from headrace.runner.runner import Runner
-from headrace.sampling.params import SamplingParams
-from headrace.types import ScheduledBatch
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace import LLM, SamplingParams
-from headrace.server.inputs import seed_source
+from headrace.text.inputs import seed_source
 
 
 def test_seed_source() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from headrace.engine.totals import summed
 from headrace.insight.metrics import ServerMetrics
-from headrace.server.totals import summed
-from headrace.types import Stats
+from headrace.protocol.step import Stats
 
 PAST = Stats(num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4, num_accepted_per_pos=[2, 1, 1], num_running=5)
 NOW = Stats(num_drafts=2, num_draft_tokens=4, num_accepted_tokens=1, num_accepted_per_pos=[1], num_running=1)

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import bench_speculate, verify
-from headrace.cli.bench_plans import SpeculatePlan
-from headrace.cli.bench_speculate import Synthetic, measure_speculation, print_speculation, read_prompts
+from headrace.cli import verify
+from headrace.cli.bench import speculate
+from headrace.cli.bench.plans import SpeculatePlan
+from headrace.cli.bench.speculate import Synthetic, measure_speculation, print_speculation, read_prompts
 from headrace.cli.verify import Answer, VerifyPlan, chi_square, examine, num_different
-from headrace.config import EngineConfig
 from headrace.drafters.base import Context
-from headrace.drafters.config import SpeculativeConfig
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import SpeculativeConfig
 
 SPEC = SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive=False)
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 256, "max_model_len": 256, "num_threads": 1, "max_num_seqs": 16}
@@ -128,7 +129,7 @@ def test_echoes_repeat_their_prompt() -> None:
 
     letters: Any = Letters()
     for kind in ("edit", "summary"):
-        for prompt, answer in bench_speculate.echoes(letters, kind, 3, 200, 150):
+        for prompt, answer in speculate.echoes(letters, kind, 3, 200, 150):
             assert answer is not None
             assert len(answer) == 150
             told = "".join(map(chr, prompt))

@@ -1,4 +1,4 @@
-"""Finds a backend by the name of its folder and picks the device. Called by `runner.build` alone."""
+"""Finds a backend by the name of its folder and picks the device. Called by `engine.load` alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Backend

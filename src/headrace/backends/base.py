@@ -98,7 +98,7 @@ class Ops(Protocol):
         ...
 
     def packed(self, matrix: Any) -> Matrix:
-        """A linear layer out of a packed file (`runner.packed.PackedMatrix`), for backends with layouts."""
+        """A linear layer out of a packed file (`checkpoint.packed.PackedMatrix`), for backends with layouts."""
         ...
 
     def linear(self, x: Array, matrix: Matrix) -> Array:
@@ -267,7 +267,7 @@ class Backend(Protocol):
     kv_dtypes: tuple[str, ...]
     """What `kv_cache_dtype` may say beside auto."""
     block_tables: tuple[str, ...]
-    """GGUF's block types that an embedding table may be left in (`runner.mapped.MappedTensor` of raw rows)."""
+    """GGUF's block types that an embedding table may be left in (`checkpoint.mapped.MappedTensor` of raw rows)."""
     ops: Ops
 
     def constant(self, values: Array) -> Array:
@@ -283,7 +283,7 @@ class Backend(Protocol):
         ...
 
     def layouts(self) -> dict[str, str]:
-        """The name of each kind of matrix's layout; empty if matrices can not be kept and mapped (`runner.packed`)."""
+        """Return the name of each kind of matrix's layout; empty if matrices can not be kept and mapped."""
         ...
 
     def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 
 PATH: Path = Path(__file__).parent
 STORED, LEVELS, DIGEST = "model.u8", ".levels", "sha256"

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import build, options
-from headrace.config import EngineConfig
-from headrace.errors import HeadraceError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.params import SamplingParams
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 
@@ -57,7 +57,7 @@ def chat(
 
 def local(llm: Any, params: SamplingParams) -> Answer:
     """Answers of an `LLM` in this process."""
-    from headrace.server.chat import ChatTemplate
+    from headrace.text.templates import ChatTemplate
 
     tokenizer = llm.get_tokenizer()
     template = ChatTemplate.of(tokenizer, None)
@@ -78,7 +78,7 @@ def remote(url: str, model: str | None, api_key: str | None, params: SamplingPar
     import httpx
 
     from headrace import env
-    from headrace.cli.bench_serve import first_model
+    from headrace.cli.bench.serve import first_model
 
     key = api_key or env.api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}

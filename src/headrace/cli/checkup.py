@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from headrace import env
-from headrace.config import ServerConfig
 from headrace.doctor import shown
-from headrace.errors import HeadraceError
-from headrace.server.wire import SPARE_FILES
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.serve.gates.wire import SPARE_FILES
 
 MIN_FILES = 256
 ENOUGH_FILES = 1088

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import build, options
-from headrace.config import EngineConfig
-from headrace.errors import HeadraceError, RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
 
 if TYPE_CHECKING:
-    from headrace.server.outputs import Logprob, RequestOutput
+    from headrace.text.outputs import Logprob, RequestOutput
 
 # Fields of SamplingParams that make sense for one answer on a terminal.
 SAMPLING = (

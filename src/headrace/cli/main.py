@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 import headrace
-from headrace.cli import bench, chat, doctor, generate, quantize, replay, run_batch, serve, verify
-from headrace.errors import HeadraceError, RequestError
+from headrace.cli import chat, doctor, generate, quantize, replay, run_batch, serve, verify
+from headrace.cli.bench import commands as bench
+from headrace.protocol.errors import HeadraceError, RequestError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 

@@ -16,11 +16,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from headrace.bounds import BOUNDS
-from headrace.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
-from headrace.drafters.config import METHODS, SpeculativeConfig, speculative_config
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.bounds import BOUNDS
+from headrace.protocol.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import METHODS, SpeculativeConfig, speculative_config
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from headrace import hub
-from headrace.errors import CheckpointError, HeadraceError, RequestError
+from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
 
 if TYPE_CHECKING:
     from headrace.quantize.driver import Progress, Report
@@ -163,7 +163,7 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
     values = hub.read_json(directory / "config.json")
     length = min(length, ModelConfig(values).max_positions())
     if file is not None:
-        from headrace.server.text import Tokenizer
+        from headrace.text.tokenizer import Tokenizer
 
         texts = read_texts(file)
         tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(model, None))
@@ -177,7 +177,7 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
 
         return cut(map(ids, texts), length, num_tokens)
     from headrace.llm import LLM
-    from headrace.sampling.params import SamplingParams
+    from headrace.protocol.params import SamplingParams
 
     ends = hub.eos_token_ids(directory)
     first = values.get("bos_token_id")

@@ -13,8 +13,8 @@ from typing import Any
 import typer.main
 
 from headrace import env
-from headrace.bounds import BOUNDS, MAX_INT, Bound
 from headrace.cli.main import app
+from headrace.protocol.bounds import BOUNDS, MAX_INT, Bound
 
 
 def commands(command: Any = None, path: str = "headrace") -> Iterator[tuple[str, Any]]:
@@ -82,9 +82,9 @@ def limits_page() -> str:
     lines = [
         "# Limits",
         "",
-        "Every number and size that a request can carry, from `headrace/bounds.py`, by which the server and the engine",
-        "check it. A value outside its range is refused with HTTP 400, naming field, value and range. Written by",
-        "`make docs`; a test fails when this page is stale.",
+        "Every number and size that a request can carry, from `headrace/protocol/bounds.py`, by which the server and",
+        "the engine check it. A value outside its range is refused with HTTP 400, naming field, value and range.",
+        "Written by `make docs`; a test fails when this page is stale.",
         "",
     ]
     for title, kinds in (("Values", ("int", "float")), ("Sizes", ("size",))):

@@ -1,4 +1,4 @@
-"""`headrace replay`: builds the engine that a log was recorded from, and runs it again (`insight.replay`)."""
+"""`headrace replay`: builds the engine that a log was recorded from, and runs it again (`engine.replay`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def replay(
     """Run a recorded engine again, to the bit, and name the first step that differs."""
     import msgspec
 
-    from headrace.compose import build_engine
-    from headrace.config import EngineConfig
-    from headrace.insight import recording
-    from headrace.insight.replay import RecordingError, read
-    from headrace.insight.replay import replay as run_again
+    from headrace.engine import recording
+    from headrace.engine.build import build_engine
+    from headrace.engine.replay import RecordingError, read
+    from headrace.engine.replay import replay as run_again
+    from headrace.protocol.config import EngineConfig
 
     records = read(log)
     head = next(records)

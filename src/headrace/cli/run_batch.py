@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import build, options
-from headrace.config import EngineConfig, ServerConfig
+from headrace.protocol.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from headrace.server.batch_file import Report
+    from headrace.serve.storage.batch_file import Report
 
 SOME_FAILED = 3
 """Exit status of a run that went through, but has lines in its output that tell of an error."""
@@ -53,7 +53,7 @@ def run_batch(
     target = _one("OUTPUT", "-o", output_path, output_file)
     engine = build(EngineConfig, fields | {"model": model})
     server = build(ServerConfig, fields)
-    from headrace.server import batch_file
+    from headrace.serve.storage import batch_file
 
     batch_file.check_paths(source, target)
     report = asyncio.run(_run(source, target, engine, server, max_concurrency or engine.max_num_seqs))
@@ -74,12 +74,12 @@ def _one(name: str, flag: str, argument: Path | None, option: Path | None) -> Pa
 
 
 async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerConfig, concurrency: int) -> Report:
-    from headrace.compose import build_engine
-    from headrace.server.batch_file import answer_file
-    from headrace.server.client import InprocClient
-    from headrace.server.generation import Front
-    from headrace.server.http import advised_params, load_text, make_api
-    from headrace.server.storage import offline_answerer
+    from headrace.engine.build import build_engine
+    from headrace.engine.client import InprocClient
+    from headrace.engine.generation import Front
+    from headrace.serve.apis.openai.storage import offline_answerer
+    from headrace.serve.app import advised_params, load_text, make_api
+    from headrace.serve.storage.batch_file import answer_file
 
     # Lines beyond the queue's bound wait here, and not in the engine.
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)

@@ -1,4 +1,4 @@
-"""`headrace serve`: the OpenAI-compatible server. Makes the two configs and hands them to `server.http`."""
+"""`headrace serve`: the OpenAI-compatible server. Makes the two configs and hands them to `serve.app`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import build, options
-from headrace.config import EngineConfig, ServerConfig
+from headrace.protocol.config import EngineConfig, ServerConfig
 
 
 @options(EngineConfig, ServerConfig)
@@ -19,6 +19,6 @@ def serve(
     engine_config = build(EngineConfig, fields | {"model": model})
     server_config = build(ServerConfig, fields)
     # Bad values are refused above, before the server's libraries are loaded.
-    from headrace.server.http import serve as run
+    from headrace.serve.app import serve as run
 
     run(engine_config, server_config)

@@ -22,10 +22,10 @@ import typer
 from msgspec import Meta
 
 from headrace.cli.options import build, options
-from headrace.config import EngineConfig
-from headrace.drafters.config import SpeculativeConfig
-from headrace.errors import HeadraceError, RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import SpeculativeConfig
 
 TEMPERATURES = (0.0, 0.7, 1.2)
 PROMPTS = (

@@ -6,7 +6,7 @@ Decides nothing and changes no sequence; called by the scheduler alone, once a s
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
-from headrace.types import DraftTokens, Pooling, ScheduledBatch
+from headrace.protocol.step import DraftTokens, Pooling, ScheduledBatch
 
 
 def make_batch(

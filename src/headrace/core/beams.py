@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import NamedTuple
 
-from headrace.sampling.beam import BeamSearchParams
+from headrace.protocol.beam import BeamSearchParams
 
 Top = list[tuple[int, float]]
 """(token id, log-probability) pairs, likeliest first."""

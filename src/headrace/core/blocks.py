@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.errors import InvariantError
+from headrace.protocol.errors import InvariantError
 
 
 def _nothing(_: int) -> None:

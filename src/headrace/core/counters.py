@@ -6,7 +6,7 @@ Knows no rules; the scheduler counts, and asks for `Stats` after each step.
 from __future__ import annotations
 
 from headrace.core.blocks import BlockPool
-from headrace.types import Stats
+from headrace.protocol.step import Stats
 
 
 class Counters:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from headrace.core.counters import Counters
 from headrace.core.sequence import Sequence, Status
 from headrace.core.tables import BlockTables
-from headrace.types import DraftTokens, ScheduledBatch, StepResult
+from headrace.protocol.step import DraftTokens, ScheduledBatch, StepResult
 
 
 class Drafts:

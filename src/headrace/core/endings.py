@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headrace.core.finish import finish_after
 from headrace.core.sequence import Sequence
-from headrace.types import Finish
+from headrace.protocol.step import Finish
 
 
 def finish_of(seq: Sequence, eos_token_ids: frozenset[int]) -> Finish | None:

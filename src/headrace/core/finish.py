@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.sampling.params import SamplingParams
-from headrace.types import Finish
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Finish
 
 LENGTH = Finish("length")
 STOP = Finish("stop")

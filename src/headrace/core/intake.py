@@ -1,6 +1,6 @@
 """From a `Request` to a `Sequence`: what is refused at the door, and where a sequence ends at the latest.
 
-Pure functions; called by the scheduler alone. That the token ids exist in the model is `core.engine.verify`'s matter.
+Pure functions; called by the scheduler alone. That the token ids exist in the model is `engine.core.verify`'s matter.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from headrace.core.finish import stop_ids
 from headrace.core.prefix import PrefixCache
 from headrace.core.sequence import NEVER, Sequence
-from headrace.errors import ContextLengthError, RequestError
-from headrace.types import Request
+from headrace.protocol.errors import ContextLengthError, RequestError
+from headrace.protocol.step import Request
 
 
 def make_sequence(

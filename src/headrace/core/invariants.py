@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.core.sequence import NEVER, Sequence, Status
-from headrace.errors import InvariantError
+from headrace.protocol.errors import InvariantError
 
 if TYPE_CHECKING:
     from headrace.core.scheduler import Scheduler

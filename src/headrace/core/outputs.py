@@ -6,7 +6,7 @@ Knows the columns of a step and nothing of blocks or budgets. Called by the sche
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
-from headrace.types import ScheduledBatch, StepOutput, StepResult
+from headrace.protocol.step import ScheduledBatch, StepOutput, StepResult
 
 
 def pass_on_logprobs(

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from headrace.core.blocks import BlockPool
-from headrace.errors import InvariantError
+from headrace.protocol.errors import InvariantError
 
 MAX_CANDIDATES = 8
 _ITEM = array("q").itemsize

@@ -26,8 +26,8 @@ from headrace.core.searches import Searches
 from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.shares import Shares
 from headrace.core.tables import BlockTables
-from headrace.errors import HeadraceError, RequestError
-from headrace.types import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 MAX_PREEMPTIONS = 2
 

@@ -17,9 +17,9 @@ from headrace.core.beams import BeamSearch, Top
 from headrace.core.finish import LENGTH, finish_after, stop_ids
 from headrace.core.sequence import Sequence, Status
 from headrace.core.tables import BlockTables
-from headrace.errors import RequestError
-from headrace.sampling.beam import BeamSearchParams, check_combination
-from headrace.types import Beam, BeamResult, EngineInfo, Request, StepResult
+from headrace.protocol.beam import BeamSearchParams, check_combination
+from headrace.protocol.errors import RequestError
+from headrace.protocol.step import Beam, BeamResult, EngineInfo, Request, StepResult
 
 
 class Search:
@@ -214,7 +214,7 @@ def check_room(params: BeamSearchParams, max_num_seqs: int, claim: int, num_bloc
 
 
 def verify_search(request: Request, params: BeamSearchParams, info: EngineInfo) -> None:
-    """What `core.engine.verify` checks of a search, by the numbers of the engine. Raises `RequestError`."""
+    """What `engine.core.verify` checks of a search, by the numbers of the engine. Raises `RequestError`."""
     check_combination(request.params)
     if request.pooling:
         raise RequestError("pooling", request.pooling, "left out of a beam search")

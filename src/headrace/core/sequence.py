@@ -10,8 +10,8 @@ import sys
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from headrace.errors import InvariantError
-from headrace.types import DraftTokens, Request
+from headrace.protocol.errors import InvariantError
+from headrace.protocol.step import DraftTokens, Request
 
 if TYPE_CHECKING:
     from headrace.core.searches import Search

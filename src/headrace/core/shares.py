@@ -8,7 +8,7 @@ scheduler.
 
 from __future__ import annotations
 
-from headrace.types import Request
+from headrace.protocol.step import Request
 
 MAX_TENANTS = 4096
 ANSWER = 256

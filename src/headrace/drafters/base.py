@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.backends.base import Backend
@@ -129,7 +129,7 @@ class Target(NamedTuple):
     A drafter is made before the target's `Program`, which is told the drafter's `feature_layers` when it is made, and
     whose KV cache takes what memory the drafter leaves. `directory` may be a GGUF file; `config` are the values of
     config.json. `kv_dtype` and `quantization` are the target's own. `load` reads another model: (directory,
-    quantization, max_model_len) -> its backend, the model, its config; it raises as `runner.build.load_model` does.
+    quantization, max_model_len) -> its backend, the model, its config; it raises as `engine.load.load_model` does.
     """
 
     model: Model

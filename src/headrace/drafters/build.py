@@ -1,5 +1,5 @@
 """Makes the drafter and the `Speculator` that a `SpeculativeConfig` asks for. A method's file is imported when it is
-asked for, so that prompt lookup loads no model. Called by `runner.build`.
+asked for, so that prompt lookup loads no model. Called by `engine.load`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 
 from headrace.drafters.base import Drafter, Target
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.pace import Pace
 from headrace.drafters.speculator import Plan, Speculator, Steady
+from headrace.protocol.speculation import SpeculativeConfig
 
 FILES = {"eagle3": "eagle"}
 """Methods whose file is named otherwise."""

@@ -14,14 +14,14 @@ from operator import eq
 
 from headrace.backends.base import Backend
 from headrace.drafters.base import F32, Context, Draft, Target
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.context import Job, PrivateContext
 from headrace.drafters.files import directory_of
 from headrace.drafters.grow import Grower
-from headrace.errors import CheckpointError
 from headrace.hub import read_json
 from headrace.models import Model
 from headrace.models.config import ModelConfig
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.speculation import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 

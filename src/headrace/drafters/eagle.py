@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.backends.base import Array, Cache, Matrix, Rows
+from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.features import FeatureDrafter, Fusing, RowProgram
 from headrace.drafters.files import directory_of, integers, load
-from headrace.errors import CheckpointError
 from headrace.hub import read_json
 from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder, GatedMLP
-from headrace.runner.mapped import MappedCheckpoint
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from headrace.runner.loader import Weights
+    from headrace.checkpoint.loader import Weights
 
 NUM_FEATURES = 3
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from headrace import hub
 from headrace.backends.base import Array, Cache, Rows
 from headrace.drafters.base import Target
-from headrace.drafters.config import FIELD, SpeculativeConfig
 from headrace.drafters.draft_model import TokenDrafter
 from headrace.drafters.files import own_of
-from headrace.errors import CheckpointError, RequestError
 from headrace.models import Model
 from headrace.models.decoder import through
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.speculation import FIELD, SpeculativeConfig
 
 FEWEST = 3
 """Of a model of few layers the first one or two say little."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from headrace.backends.base import Array, Backend, Cache, Chunks, KVShape, Rows
 from headrace.drafters.base import F32, Context, Draft, Target
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.context import MAX_LINES, MAX_ROWS, Job, Line, PrivateContext
 from headrace.drafters.grow import Grower
 from headrace.models import Model
+from headrace.protocol.speculation import SpeculativeConfig
 
 MAX_WAITING = 256
 """Rows that wait to be computed, at most; of a long prompt they are computed as they come."""

@@ -1,6 +1,6 @@
 """Where a drafter's checkpoint is, and how it is read: as the target's, by names of its own.
 
-Nothing in it is executed; pickles are refused with a hint (`runner.mapped`). Layouts: docs/drafter-layouts.md.
+Nothing in it is executed; pickles are refused with a hint (`checkpoint.mapped`). Layouts: docs/drafter-layouts.md.
 Called by the drafters beside this file.
 """
 
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import builtin, hub
+from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
-from headrace.drafters.config import FIELD, SpeculativeConfig
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.speculation import FIELD, SpeculativeConfig
 from headrace.quant.schemes import parse
-from headrace.runner.mapped import MappedCheckpoint
 
 if TYPE_CHECKING:
-    from headrace.runner.loader import Weights
+    from headrace.checkpoint.loader import Weights
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def load(
     """`build` given the checkpoint's weights as the target's backend takes them. It takes all of them, but for those
     whose names match `spare`. Raises `CheckpointError`, or `RequestError` for a quantization that does not exist."""
     # It imports torch, which takes a second; early_exit and ngram do without.
-    from headrace.runner.loader import Checkpoint, Weights
+    from headrace.checkpoint.loader import Checkpoint, Weights
 
     given = quantization not in (None, "none") and quantization_config is None
     wanted = parse(quantization) if quantization is not None and given else None

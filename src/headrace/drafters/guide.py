@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.drafters.base import F32, Context
+from headrace.protocol.params import SamplingParams
 from headrace.sampling import noise
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.rejection import pick
 from headrace.sampling.sampler import Row, Sampler
 

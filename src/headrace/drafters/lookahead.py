@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from headrace.drafters.base import F32, Context, Draft, Target
-from headrace.drafters.config import FIELD, SpeculativeConfig
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
+from headrace.protocol.speculation import FIELD, SpeculativeConfig
 
 MAX_SEQS = 1024
 MAX_NGRAMS = 2048

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headrace.backends.base import Array, Backend, Cache, Matrix, Rows
+from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import F32, Context, Draft, Target
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.features import RowProgram, RowsOnly
 from headrace.drafters.files import directory_of, integers, load
 from headrace.drafters.grow import best_first
-from headrace.errors import CheckpointError
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
-from headrace.runner.mapped import MappedCheckpoint
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from headrace.runner.loader import Weights
+    from headrace.checkpoint.loader import Weights
 
 MAX_HEADS = 64
 

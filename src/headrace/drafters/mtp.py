@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace import models
 from headrace.backends.base import Array, KVShape, Rows
+from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.features import FeatureDrafter
 from headrace.drafters.files import directory_of, load
-from headrace.errors import CheckpointError
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
-from headrace.runner.mapped import MappedCheckpoint
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
+    from headrace.checkpoint.loader import Weights
     from headrace.models import Model
-    from headrace.runner.loader import Weights
 
 
 class Layout(NamedTuple):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from headrace.drafters.base import F32, Context, Draft, Target
-from headrace.drafters.config import SpeculativeConfig
+from headrace.protocol.speculation import SpeculativeConfig
 
 MAX_SEQS = 1024
 MAX_PLACES = 64

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.drafters.base import Context, Draft, Drafter
-from headrace.sampling.params import SamplingParams
-from headrace.types import DraftTokens, ScheduledBatch, StepResult
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import DraftTokens, ScheduledBatch, StepResult
 
 logger = logging.getLogger(__name__)
 

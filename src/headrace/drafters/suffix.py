@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from headrace.drafters.base import F32, Context, Draft, Target
-from headrace.drafters.config import SpeculativeConfig
+from headrace.protocol.speculation import SpeculativeConfig
 
 MAX_SEQ_TOKENS = 2**16
 """Tokens that one sequence's automaton holds, half a kilobyte each; a longer one begins again."""

@@ -14,10 +14,10 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from headrace.errors import RequestError
 from headrace.grammar import schemas, tags
 from headrace.grammar.logic import Schema, UnsupportedError
-from headrace.sampling.constraints import StructuredOutputs
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import RequestError
 
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
 """Between two tokens of JSON, unless the request says otherwise: one line break with an indentation, or a few spaces.

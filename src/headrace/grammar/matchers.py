@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import HeadraceError, RequestError
 from headrace.grammar.vocabulary import Encode, Vocabulary, make_tokenizer
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
 
 Mask = NDArray[np.uint32]
 Load = Callable[[int, list[int]], tuple[Vocabulary, Encode]]

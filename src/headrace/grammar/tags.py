@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 
 Body = Callable[[Any], str]
 """From a JSON schema to what stands behind %json in Lark."""

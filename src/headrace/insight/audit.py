@@ -2,7 +2,7 @@
 
 One entry for each form in which the weights were measured (`--quantization`, `--kv-cache-dtype`, ...), each with a
 fingerprint of the weights, so that figures of other weights are never shown. No numpy, no torch. Written by
-`cli.bench_quality`, read by `server.http`.
+`cli.bench.quality`, read by `serve.app`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import hub
-from headrace.errors import CheckpointError, HeadraceError
+from headrace.protocol.errors import CheckpointError, HeadraceError
 
 NAME = "headrace-quality.json"
 FORM = ("quantization", "dtype", "kv_cache_dtype", "backend")

@@ -2,7 +2,7 @@
 
 Gauges and the engine's counters are read from the client's state at the moment of the scrape and kept nowhere else,
 so they cannot drift (I-21, R-22). Histograms and per-request counters are fed by the client and by `Front`, whose
-observer this is. Knows no HTTP; `server.http` serves what `render` gives.
+observer this is. Knows no HTTP; `serve.app` serves what `render` gives.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headrace.server import sink
-from headrace.server.client import EngineClient
-from headrace.server.outputs import RequestState
-from headrace.types import StepOutput
+from headrace.engine import sink
+from headrace.engine.client import EngineClient
+from headrace.protocol.step import StepOutput
+from headrace.text.outputs import RequestState
 
 LABELS = ("model_name", "engine")
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)

@@ -2,7 +2,7 @@
 
 Names are those of the GenAI semantic conventions, and vLLM's for what these have no name for (time in the queue, to the
 first token). A span takes over the caller's W3C traceparent. It holds counts, times and parameters, never a text or a
-token. Spans are sent by a thread of the exporter's own. `server.http` makes it; `server.generation` tells of ends.
+token. Spans are sent by a thread of the exporter's own. `serve.app` makes it; `engine.generation` tells of ends.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headrace.errors import HeadraceError
-from headrace.server import calls
-from headrace.server.generation import FinishObserver
-from headrace.server.outputs import RequestState
+from headrace.engine import calls
+from headrace.engine.generation import FinishObserver
+from headrace.protocol.errors import HeadraceError
+from headrace.text.outputs import RequestState
 
 CHAT_PATHS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
 CLOSE_MS = 5000

@@ -1,7 +1,7 @@
 """Finds the model file for a model_type. One file per Hugging Face model_type, named like it.
 
 A model file has `TINY`, a config.json small enough for tests, and `Model`, which meets the protocol below. Called by
-`runner.build`. How to write one: docs/howto-add-a-model.md.
+`engine.load`. How to write one: docs/howto-add-a-model.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.backends.base import Array, Cache, KVShape, Rows
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops

@@ -1,7 +1,7 @@
 """`ModelConfig`: config.json read with care. Every value comes out typed and in range, or as a `CheckpointError`.
 
 The file is not ours: it may be old (rope_theta, rope_scaling), new (rope_parameters) or hostile. Knows no tensors.
-Called by the model files and by `runner.build`.
+Called by the model files and by `engine.load`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 
 _REQUIRED: Any = object()
 MAX_SIZE = 2**31 - 1

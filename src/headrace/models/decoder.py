@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, Rows, Turn
-from headrace.errors import CheckpointError
 from headrace.models.config import ModelConfig
 from headrace.models.rope import make_turn
+from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Matrix, Ops
-    from headrace.runner.loader import Weights
+    from headrace.checkpoint.loader import Weights
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.errors import CheckpointError
 from headrace.models import gemma2
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder
+from headrace.protocol.errors import CheckpointError
 
 TINY = {
     "model_type": "gemma3_text",

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Heads, KVShape, Rows
-from headrace.errors import CheckpointError
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS, through
+from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
-    from headrace.runner.loader import Weights
+    from headrace.checkpoint.loader import Weights
 
 TINY = {
     "model_type": "gpt2",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from headrace.backends.base import Array
-from headrace.errors import CheckpointError
 from headrace.models import mistral
 from headrace.models.decoder import Decoder
+from headrace.protocol.errors import CheckpointError
 
 TINY = {
     "model_type": "mixtral",

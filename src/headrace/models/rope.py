@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Turn
-from headrace.errors import CheckpointError
 from headrace.models.config import ModelConfig
+from headrace.protocol.errors import CheckpointError
 
 F32 = NDArray[np.float32]
 

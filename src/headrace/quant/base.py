@@ -2,8 +2,8 @@
 
 A checkpoint format is one file `quant/<quant_method>.py` with a function `read` (see `Format`). A backend asks a
 `MatrixSource` for the QWeight of some rows at a time, so that no large matrix is ever whole in a wider form, and takes
-it apart as its kernels like, or calls `dequantize`. Knows no files, no models, no kernels. Called by `runner.loader`
-and by the backends.
+it apart as its kernels like, or calls `dequantize`. Knows no files, no models, no kernels. Called by
+`checkpoint.loader` and by the backends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import BOOKS, Kind, Scheme
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -266,7 +266,7 @@ def find_format(config: Any) -> Format:
     if config is not None and not isinstance(config, dict):
         raise CheckpointError(f"quantization_config is {config!r}, expected an object")
     method = "none" if config is None else str(config.get("quant_method"))
-    module = f"headrace.quant.{method.replace('-', '_')}"
+    module = f"headrace.quant.formats.{method.replace('-', '_')}"
     if re.fullmatch(r"[a-z][a-z0-9_-]*", method) and importlib.util.find_spec(module) is not None:
         found: Format = importlib.import_module(module)
         if hasattr(found, "read"):

@@ -4,7 +4,7 @@ int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, 
 bits; int8 kernels code * scale with codes -128 ... 127. Scales lie in groups of inputs as float16, or (int8) one
 float32 for each output. Codes of fewer bits, other zero points and larger groups are said in these forms where that
 loses nothing; scales, minimums and tables that the kernels do not hold are rounded, and `Fit.rounding` says how far.
-What is left has no kernel and is dequantised. Knows no checkpoints and no backends. Called by `runner.loader`.
+What is left has no kernel and is dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
 """
 
 from __future__ import annotations

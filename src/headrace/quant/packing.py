@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import PLAIN, QWeight, Tensors
 
 MAX_PATTERN = 256

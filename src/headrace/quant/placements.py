@@ -1,6 +1,6 @@
 """Which kernel each matrix of a quantised checkpoint runs on, and what that costs in bytes: told once, after loading.
 
-Owns the counts and their wording. Called by `runner.loader`.
+Owns the counts and their wording. Called by `checkpoint.loader`.
 """
 
 from __future__ import annotations

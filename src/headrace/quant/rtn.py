@@ -5,7 +5,7 @@ Only Inference"), by group of inputs; the baseline that Frantar et al. 2023 ("GP
 rounded to the float16 in which they are stored before the codes are chosen by them. Symmetric int4 gives the weight of
 largest magnitude the code that has no mirror image, -8, as llama.cpp's Q4_0 does, and takes the best of a few narrower
 scales by squared error; int6 alike. Codes of a book take the nearest entry: NF4 scales by the largest weight (QLoRA,
-section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by `runner.loader`.
+section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by `checkpoint.loader`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 

@@ -1,2 +1,4 @@
-"""Makes quantised checkpoints. Knows checkpoints, models on the reference backend and the layouts of others; must not
-know requests or the server. Called by `cli.quantize`."""
+"""Makes quantised checkpoints, one method and one layout a file; nothing that serves imports it.
+
+Others use `driver.quantize` and `gguf_writer`.
+"""

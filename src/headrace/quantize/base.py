@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
 from headrace.quantize import methods, writers
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 
 MAX_FILE_BYTES = 256 * 2**20
 BATCH = 16

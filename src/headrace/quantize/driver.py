@@ -28,14 +28,14 @@ from torch import Tensor
 from headrace import hub, models
 from headrace.backends.base import Backend, Chunks, KVShape
 from headrace.backends.torch_ref.program import ForwardBatch, make_forward_batch
-from headrace.errors import CheckpointError, RequestError
+from headrace.checkpoint.loader import DTYPES, Checkpoint, Weights, view_of
+from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
 from headrace.models.config import ModelConfig
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import PLAIN, QWeight
 from headrace.quantize import grid, shards
 from headrace.quantize.base import Layer, LayerShape, Options, Statistics, find_method, find_writer
 from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingBackend
-from headrace.runner.loader import DTYPES, Checkpoint, Weights, view_of
-from headrace.runner.mapped import MappedFile, choose_dtype, read_config
 
 STATE = "quantize-state.json"
 REPORT = "quantize-report.json"

@@ -1,4 +1,5 @@
-"""Floats to GGUF's block types: the inverse of `quant.gguf_blocks`, for those types that `headrace quantize` writes.
+"""Floats to GGUF's block types: the inverse of `quant.formats.gguf_blocks`, for those types that `headrace quantize`
+writes.
 
 Which codes and scales a block gets is this module's own choice; the format only says how they are read. Each group of
 inputs tries several scales, gets the one of least squares for the codes that this gave, and keeps the best (the idea of
@@ -18,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.errors import CheckpointError
-from headrace.quant.gguf_blocks import PIECE_WEIGHTS, TYPES
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.formats.gguf_blocks import PIECE_WEIGHTS, TYPES
 
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import CheckpointError
 from headrace.gguf import TENSOR_TYPES
+from headrace.protocol.errors import CheckpointError
 from headrace.quantize import shards
 
 U8 = NDArray[np.uint8]

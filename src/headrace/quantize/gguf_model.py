@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model: the inverse of `runner.gguf_config`.
+"""What a GGUF file says of a model: the inverse of `checkpoint.gguf_config`.
 
 `metadata` turns a config.json into the keys of an architecture; `planned` says which tensors of the checkpoint make
 which of the file, and how their rows and numbers change. What the format has no word for is refused, never dropped.
@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.errors import CheckpointError
+from headrace.checkpoint.gguf_config import DECODER, DECODER_ENDS, EXPERTS, GEMMA, GPT2, GPT2_ENDS
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.models.rope import frequencies_of
+from headrace.protocol.errors import CheckpointError
 from headrace.quantize.gguf_file import Value
-from headrace.runner.gguf_config import DECODER, DECODER_ENDS, EXPERTS, GEMMA, GPT2, GPT2_ENDS
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",

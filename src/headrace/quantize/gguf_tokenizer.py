@@ -1,4 +1,4 @@
-"""A model directory's tokenizer and chat template as GGUF metadata: the inverse of `server.tokenizer_gguf`.
+"""A model directory's tokenizer and chat template as GGUF metadata: the inverse of `text.tokenizer_gguf`.
 
 Byte-level BPE becomes the model "gpt2", whose way to cut text must be one that GGUF has a name for; SentencePiece's BPE
 becomes "llama", with scores that order its merges. What was made is read back and has to give the same token ids for
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace import hub
-from headrace.errors import CheckpointError
 from headrace.gguf import GGUF
+from headrace.protocol.errors import CheckpointError
 from headrace.quantize.gguf_file import Value, header
-from headrace.server import tokenizer_gguf
-from headrace.server.text import Tokenizer
-from headrace.server.tokenizer_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from headrace.text import tokenizer_gguf
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 logger = logging.getLogger(__name__)
 

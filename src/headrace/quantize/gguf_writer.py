@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.errors import CheckpointError, RequestError
+from headrace.checkpoint.gguf_source import pair_order
+from headrace.checkpoint.loader import Checkpoint
+from headrace.checkpoint.mapped import read_config
 from headrace.models.config import ModelConfig
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quantize import gguf_file, gguf_model, gguf_tokenizer
 from headrace.quantize.gguf_encode import ENCODERS, encode
 from headrace.quantize.gguf_file import U8, Value
 from headrace.quantize.gguf_model import Planned
-from headrace.runner.gguf_source import pair_order
-from headrace.runner.loader import Checkpoint
-from headrace.runner.mapped import read_config
 
 SLAB_WEIGHTS = 2**22
 VERSION = 1

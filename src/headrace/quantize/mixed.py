@@ -28,14 +28,14 @@ from headrace.backends.base import Backend, Chunks, Matrix
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.program import make_forward_batch
-from headrace.errors import RequestError
-from headrace.quant import gguf_blocks
+from headrace.checkpoint.loader import Weights
+from headrace.protocol.errors import RequestError
+from headrace.quant.formats import gguf_blocks
 from headrace.quantize import gguf_writer
 from headrace.quantize.gguf_encode import bits_per_weight, encode
 from headrace.quantize.gguf_file import Notes
 from headrace.quantize.gguf_model import Planned
 from headrace.quantize.gguf_writer import Progress, Source, Written
-from headrace.runner.loader import Weights
 
 LADDER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16")
 """Types that are chosen from, for rows of whole blocks of 256."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.runner.loader import STORED
+from headrace.checkpoint.loader import STORED
 
 INDEX = "model.safetensors.index.json"
 NAMES = {dtype: name for name, dtype in STORED.items() if not (name == "F8_E8M0" or dtype == torch.bool)}

@@ -20,9 +20,9 @@ from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
+from headrace.checkpoint.loader import Weights
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
-from headrace.runner.loader import Weights
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """`NativeSelect`: the sampler's `Select` by the cpu backend's native operator.
 
 The same ids and the same bits as `sampling.filters.select`, which takes over where the head is long; but tokens
-that can not win the draw are left out. Stands between two layers that do not know each other. Made by `runner.build`.
+that can not win the draw are left out. Stands between two layers that do not know each other. Made by `engine.load`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from headrace.types import StepResult
+from headrace.protocol.step import StepResult
 
 logger = logging.getLogger("headrace.engine")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace.types import DraftTokens, ScheduledBatch
+from headrace.protocol.step import DraftTokens, ScheduledBatch
 
 
 @dataclass(slots=True)

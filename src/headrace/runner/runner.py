@@ -2,7 +2,7 @@
 
 It owns the model's program (with the KV cache) and the sampler. It decides nothing: which tokens to compute and where
 their keys and values go is written in the batch. A fault that belongs to one chunk ends that chunk alone. Knows no
-tensors: the program is the backend's. Called by `core.engine`.
+tensors: the program is the backend's. Called by `engine.core`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 from headrace.backends.base import Chunks, Program
 from headrace.drafters.speculator import Speculator
 from headrace.grammar.matchers import Matchers
+from headrace.protocol.step import DraftTokens, ScheduledBatch, StepResult, TokenLogprob
 from headrace.runner.faults import NOT_FINITE, Blame
 from headrace.runner.pieces import Piece, make_pieces, make_portions, num_rows
 from headrace.runner.verification import Rounds, Trial
 from headrace.sampling.sampler import Sampler
-from headrace.types import DraftTokens, ScheduledBatch, StepResult, TokenLogprob
 
 MAX_LOGITS = 2**24
 """Numbers in the logits of prompt rows that are held at once (64 MiB of float32)."""
@@ -227,7 +227,7 @@ class Runner:
         self, batch: ScheduledBatch, trials: list[Trial], rows: list[int], result: StepResult
     ) -> None:
         """Where a program gives fewer logits at once than are wanted: whole trials in each turn. A program of an engine
-        that guesses has room for one (`runner.build`)."""
+        that guesses has room for one (`engine.load`)."""
         most = self.program.max_logits
         start = 0
         while start < len(trials):

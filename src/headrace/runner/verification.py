@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from headrace.backends.base import Logits
 from headrace.drafters.speculator import Speculator
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
+from headrace.protocol.step import DraftTokens, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE
 from headrace.sampling import rejection
 from headrace.sampling.sampler import Drawn, Row, Sampler
-from headrace.types import DraftTokens, ScheduledBatch, StepResult
 
 F32 = NDArray[np.float32]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

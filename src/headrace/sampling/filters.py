@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.params import SamplingParams
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

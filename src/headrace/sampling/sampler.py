@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams, Watermark
+from headrace.protocol.step import TokenLogprob
 from headrace.sampling import edits, filters, noise, watermark
 from headrace.sampling.filters import Candidates, Cut, Select, largest, select, select_all
-from headrace.sampling.params import SamplingParams, Watermark
-from headrace.types import TokenLogprob
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

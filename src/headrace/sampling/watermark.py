@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace import bounds
-from headrace.errors import RequestError
+from headrace.protocol import bounds
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import Watermark
 from headrace.sampling import noise
-from headrace.sampling.params import Watermark
 
 Bools = NDArray[np.bool_]
 

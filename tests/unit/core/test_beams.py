@@ -7,10 +7,10 @@ from tests.sim.bench import EOS, Bench
 from tests.sim.plain_beams import plain_beams
 
 from headrace.core.beams import BeamSearch
-from headrace.errors import RequestError
-from headrace.sampling.beam import BeamSearchParams, check_combination
-from headrace.sampling.params import SamplingParams
-from headrace.types import Finish
+from headrace.protocol.beam import BeamSearchParams, check_combination
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Finish
 
 VOCAB = 12
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from headrace.core.blocks import BlockPool
-from headrace.errors import InvariantError
+from headrace.protocol.errors import InvariantError
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -14,10 +14,10 @@ from headrace.core.prefix import MAX_CANDIDATES, PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import Sequence
 from headrace.core.shares import ANSWER, MAX_TENANTS, Shares
-from headrace.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
-from headrace.sampling.beam import BeamSearchParams
-from headrace.sampling.params import SamplingParams
-from headrace.types import DraftTokens, Finish, Request, StepResult
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import DraftTokens, Finish, Request, StepResult
 
 
 @pytest.mark.parametrize(

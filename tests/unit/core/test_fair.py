@@ -9,8 +9,8 @@ import pytest
 from headrace.core.queue import WaitingQueue
 from headrace.core.scheduler import Scheduler
 from headrace.core.shares import Shares
-from headrace.sampling.params import SamplingParams
-from headrace.types import Request, StepResult
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, StepResult
 
 
 def request(name: str, tenant: str, work: int = 10, num_prompt: int = 3) -> Request:

@@ -3,8 +3,8 @@
 import pytest
 
 from headrace.core.finish import finish_after, stop_ids
-from headrace.sampling.params import SamplingParams
-from headrace.types import Finish
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Finish
 
 EOS = (2, 3)
 

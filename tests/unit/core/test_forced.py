@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tests.sim.bench import EOS, Bench
 
-from headrace.types import Finish, Request, ScheduledBatch, StepOutput, StepResult
+from headrace.protocol.step import Finish, Request, ScheduledBatch, StepOutput, StepResult
 
 
 def forced_step(bench, forced, token=None, **more):

@@ -15,7 +15,7 @@ from tests.sim.simulation import Simulation
 import headrace.core.scheduler as scheduler_module
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence
-from headrace.types import Finish
+from headrace.protocol.step import Finish
 
 BUGS: Bugs = {}
 bug = partial(register, BUGS)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from headrace.core.blocks import BlockPool
 from headrace.core.prefix import MAX_CANDIDATES, PrefixCache, _common
-from headrace.errors import InvariantError
+from headrace.protocol.errors import InvariantError
 
 # Few tokens, so that prefixes meet often.
 tokens_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14)

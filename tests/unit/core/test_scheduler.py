@@ -6,8 +6,8 @@ import sys
 import pytest
 from tests.sim.bench import EOS, Bench
 
-from headrace.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
-from headrace.types import Finish, StepResult
+from headrace.protocol.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
+from headrace.protocol.step import Finish, StepResult
 
 # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ def test_I_10_an_illegal_transition_is_refused():
 def test_S_05_checks_survive_optimised_python():
     code = (
         "from headrace.core.scheduler import Scheduler\n"
-        "from headrace.errors import InvariantError\n"
+        "from headrace.protocol.errors import InvariantError\n"
         "s = Scheduler(num_blocks=2, block_size=2, max_num_seqs=1, max_num_batched_tokens=2, max_model_len=4)\n"
         "s.pool.free.pop()\n"
         "try:\n    s.check()\nexcept InvariantError as error:\n    print(error.invariant)\n"

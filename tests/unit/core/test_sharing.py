@@ -3,7 +3,7 @@
 import pytest
 from tests.sim.bench import Bench
 
-from headrace.types import TokenLogprob
+from headrace.protocol.step import TokenLogprob
 
 
 def test_a_prefix_is_reused_by_token_with_a_copy():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.drafters.base import Context, Draft, Drafter
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.params import SamplingParams
 
 VOCAB = 50
 Say = Callable[[list[int]], int]

@@ -14,10 +14,10 @@ import numpy as np
 
 from headrace import builtin
 from headrace.backends.base import Chunks
-from headrace.config import EngineConfig
 from headrace.drafters.base import F32, Context, Draft, Drafter, Target
-from headrace.runner.build import load_model
-from headrace.sampling.params import SamplingParams
+from headrace.engine.load import load_model
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.params import SamplingParams
 
 PROMPTS = [
     "Once upon a time, there was a little",
@@ -242,6 +242,6 @@ def drafts_of(plays: Sequence[Play]) -> list[list[tuple[list[int], list[int] | N
 
 
 def spec_of(**fields: Any) -> Any:
-    from headrace.drafters.config import SpeculativeConfig
+    from headrace.protocol.speculation import SpeculativeConfig
 
     return msgspec.convert(fields, SpeculativeConfig)

@@ -27,7 +27,7 @@ from tests.unit.drafters.play import (
 from headrace.drafters import context, draft_model, eagle, early_exit, features, medusa, mtp
 from headrace.drafters.base import Context, Drafter
 from headrace.drafters.context import Job, Line, PrivateContext
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "draft_model": (draft_model, {}),

@@ -33,7 +33,7 @@ from torch import Tensor
 from headrace.backends.cpu.verify import verify
 from headrace.drafters import eagle, medusa, mtp
 from headrace.drafters.base import F32, Context, Drafter
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 
 NUM_TOKENS, DEPTH = 41, 3
 TOLERANCE = 1e-4

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.config import EngineConfig
-from headrace.drafters.config import METHODS, ROWS, SpeculativeConfig, speculative_config
-from headrace.errors import RequestError
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import RequestError
+from headrace.protocol.speculation import METHODS, ROWS, SpeculativeConfig, speculative_config
 
 SPEC: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -13,12 +13,12 @@ from tests.unit.drafters.following import VOCAB, Told, fault, follow
 
 from headrace.drafters import lookahead, ngram, suffix
 from headrace.drafters.base import Context, Draft, Drafter
-from headrace.drafters.config import SpeculativeConfig
 from headrace.drafters.lookahead import LookaheadDrafter
 from headrace.drafters.ngram import NgramDrafter
 from headrace.drafters.suffix import Automaton, SuffixDrafter
-from headrace.errors import RequestError
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import SpeculativeConfig
 
 NONE: Any = None
 MADE: dict[str, Callable[[], Drafter]] = {

@@ -13,7 +13,7 @@ from tests.schemas.campaign import Campaign, Case, Found
 from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.matchers import Matchers
 from headrace.grammar.vocabulary import Encode, Vocabulary
-from headrace.sampling.constraints import StructuredOutputs
+from headrace.protocol.constraints import StructuredOutputs
 
 EOS = 1
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tests.unit.grammar.rig import accepts, campaign, matcher_of
 
-from headrace.errors import RequestError
 from headrace.grammar.compile import compile_grammar, only_whitespace
-from headrace.sampling.constraints import MAX_DEPTH, StructuredOutputs
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.constraints import MAX_DEPTH, StructuredOutputs
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
 
 PERSON = {
     "type": "object",

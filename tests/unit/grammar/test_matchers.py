@@ -12,8 +12,8 @@ from tests.unit.grammar.rig import EOS, allowed, campaign, load, make_matchers
 from headrace.grammar import compile as compiling
 from headrace.grammar import matchers as module
 from headrace.grammar.matchers import GrammarError, Matchers, jumps
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.params import SamplingParams
 
 SCHEMA = {
     "type": "object",

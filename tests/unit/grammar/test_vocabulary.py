@@ -10,7 +10,7 @@ import pytest
 from tests.unit.grammar.rig import campaign
 
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
-from headrace.server.text import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 FILES = {
     "gpt2": "tokenizers/gpt2",

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from headrace.cli.main import app
 from headrace.cli.quantize import calibration_text
-from headrace.errors import RequestError
 from headrace.hub import resolve
+from headrace.protocol.errors import RequestError
 from headrace.quantize import driver
 from headrace.quantize.calibration import BATCH, cut, own_words, read_texts
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from tests.unit.checkpoints import llama_tensors, write_llama
 
 from headrace import hub
-from headrace.errors import CheckpointError, RequestError
 from headrace.llm import LLM
 from headrace.models import find
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.params import SamplingParams
 from headrace.quantize import driver
 from headrace.quantize.base import Fold, Layer, Options
 from headrace.quantize.driver import quantise_checkpoint
-from headrace.sampling.params import SamplingParams
 
 LENGTH = 160
 

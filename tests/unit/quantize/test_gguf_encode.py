@@ -8,8 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.errors import CheckpointError
-from headrace.quant import gguf_blocks
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.formats import gguf_blocks
 from headrace.quantize import gguf_encode
 from headrace.quantize.gguf_encode import ENCODERS, bits_per_weight, encode
 

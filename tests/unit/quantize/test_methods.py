@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight
 from headrace.quant.packing import unpacked
 from headrace.quantize import fold as folding

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, SplitWeight
 from headrace.quant.fit import fit_of
 from headrace.quant.schemes import Scheme

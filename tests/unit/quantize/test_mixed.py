@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from headrace.builtin import directory
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quantize import mixed
 from headrace.quantize.mixed import Step, choose, hull
-from headrace.server.text import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 PATH = directory()
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from headrace.cli import quantize as command
 from headrace.cli.main import app
-from headrace.errors import CheckpointError, HeadraceError, RequestError
 from headrace.llm import LLM
 from headrace.models import find
+from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
 from headrace.quantize import driver, mixed
 from headrace.quantize.base import Options, find_method, find_writer, method_names, writer_names
 from headrace.quantize.gguf_writer import Source
-from headrace.sampling.params import SamplingParams
 
 TEXT = [[(7 * i * i + 3 * i + k) % 64 for i in range(24)] for k in range(2)]
 

@@ -13,7 +13,7 @@ from tests.shallow import shallow
 from headrace.quantize import gguf_file, gguf_writer, mixed
 from headrace.quantize.base import Options
 from headrace.quantize.driver import STATE, Run, quantise_checkpoint
-from headrace.server.text import Tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 PATH = Path(shallow())
 

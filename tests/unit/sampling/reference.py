@@ -8,10 +8,10 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import TokenLogprob
 from headrace.sampling.filters import Candidates, select
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Row, Sampler, _leading_cut, _stages
-from headrace.types import TokenLogprob
 
 M32 = 0xFFFFFFFF
 

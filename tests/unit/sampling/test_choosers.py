@@ -15,10 +15,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.unit.sampling.reference import chi_square_z, ranking
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import DEFAULT_SAMPLERS, SamplingParams
 from headrace.sampling import filters, noise
 from headrace.sampling.filters import Candidates, Cut, select, weights
-from headrace.sampling.params import DEFAULT_SAMPLERS, SamplingParams
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
 # Apart from each other: what is all but equal may fall either way.

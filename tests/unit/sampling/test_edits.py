@@ -11,9 +11,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
 from headrace.sampling import edits
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
 V = 12

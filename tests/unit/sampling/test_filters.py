@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.unit.sampling.reference import chi_square_z, filtered, kept, ranking, sample
 
+from headrace.protocol.params import SamplingParams
 from headrace.sampling import filters, noise
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Sampler
 
 LOGITS = st.lists(st.floats(-20, 20, width=32) | st.integers(-4, 4).map(float), min_size=1, max_size=40)

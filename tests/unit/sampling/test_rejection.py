@@ -10,8 +10,8 @@ import pytest
 
 from headrace.drafters.base import Context
 from headrace.drafters.guide import SamplerGuide
+from headrace.protocol.params import SamplingParams
 from headrace.sampling import noise, rejection
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import Row, Sampler
 
 FEW, MANY, SEED = 10_000, 200_000, 8

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import TokenLogprob
 from headrace.sampling.filters import Select, select_all
-from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import F32, Drawn, Row, Sampler
-from headrace.types import TokenLogprob
 
 NUM_ROWS = 40
 Sample = Callable[[F32, list[Row]], list[Drawn | ValueError]]

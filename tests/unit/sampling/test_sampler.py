@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.unit.sampling.reference import filtered, ranking, sample, sample_one, token_gumbel
 
-from headrace.sampling.params import SamplingParams
+from headrace.protocol.params import SamplingParams
 from headrace.sampling.sampler import NonFiniteLogitsError, Sampler
 
 INF = math.inf

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.unit.sampling.reference import token_bits
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams, Watermark
 from headrace.sampling import noise, watermark
-from headrace.sampling.params import SamplingParams, Watermark
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
 V = 101

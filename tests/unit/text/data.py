@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Plain
 
-from headrace.server import tokenizer_files
-from headrace.server.text import Tokenizer
-from headrace.server.tokenizer_files import TokenizerFile
+from headrace.text import tokenizer_files
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer_files import TokenizerFile
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 

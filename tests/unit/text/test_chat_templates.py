@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.unit.text.data import data, loaded, made_byte_level
 
-from headrace.errors import RequestError
-from headrace.server.chat import ChatTemplate
+from headrace.protocol.errors import RequestError
+from headrace.text.templates import ChatTemplate
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 USER = {"role": "user", "content": "Hello, how are you?"}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.text.data import MADE, REAL, made_byte_level, made_scored, tokenizer
 
-from headrace.sampling.params import SamplingParams
-from headrace.server.text import DetokenizeStream, Tokenizer
+from headrace.protocol.params import SamplingParams
+from headrace.text.tokenizer import DetokenizeStream, Tokenizer
 
 NAMES = [*MADE, *REAL]
 PARAMS = SamplingParams()

@@ -13,8 +13,8 @@ import pytest
 from tests.unit.text.made_gguf import BOOL, F32, I32, STRING, U32, U64, gguf_file, listed, scalar, string, tensor
 
 from headrace import gguf
-from headrace.errors import CheckpointError
 from headrace.gguf import GGUF
+from headrace.protocol.errors import CheckpointError
 
 FIELDS = [
     scalar("general.architecture", STRING, "llama"),

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.text.data import data, loaded, vectors
 from tests.unit.text.made_gguf import BOOL, F32, I32, STRING, U32, gguf_file, listed, scalar, vocabulary
 
-from headrace.errors import CheckpointError
-from headrace.server import tokenizer_files, tokenizer_gguf
-from headrace.server.text import Tokenizer
+from headrace.protocol.errors import CheckpointError
+from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text.tokenizer import Tokenizer
 
 NAMES = ["llama-spm", "phi-3", "gpt-2", "falcon", "mpt", "starcoder", "deepseek-llm", "bert-bge"]
 

@@ -11,9 +11,9 @@ import jinja2
 import pytest
 
 import headrace
-from headrace.errors import RequestError
-from headrace.server import sandbox
-from headrace.server.chat import ChatTemplate, TemplateRunner
+from headrace.protocol.errors import RequestError
+from headrace.text import sandbox
+from headrace.text.templates import ChatTemplate, TemplateRunner
 
 USER = {"role": "user", "content": "hi"}
 
@@ -99,7 +99,7 @@ def test_S_07_control_the_payloads_work_without_the_sandbox() -> None:
 def test_S_07_only_the_sandbox_knows_jinja() -> None:
     root = Path(headrace.__file__).parent
     using = {str(path.relative_to(root)) for path in root.rglob("*.py") if "import jinja2" in path.read_text()}
-    assert using == {"server/sandbox.py"}
+    assert using == {"text/sandbox.py"}
 
 
 DEEP = "{% set ns = namespace(x=['a'], y=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"

@@ -16,9 +16,9 @@ import pytest
 from tests.unit.text.data import data, loaded, made_byte_level, made_scored, vectors
 
 from headrace import builtin
-from headrace.errors import CheckpointError, RequestError
-from headrace.server import tokenizer_files
-from headrace.server.text import Tokenizer
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.text import tokenizer_files
+from headrace.text.tokenizer import Tokenizer
 
 PAIRS = [
     ("tokenizers/gpt2", "gpt-2"),

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from tests.unit.tools.reading import read, splits, tool_parser
 
-from headrace.errors import RequestError
-from headrace.server.chat import ChatTemplate
-from headrace.server.reasoning import ReasoningParser, begins_inside
-from headrace.server.tools import registry
-from headrace.server.tools.choice import ToolUse
+from headrace.protocol.errors import RequestError
+from headrace.text.reasoning import ReasoningParser, begins_inside
+from headrace.text.templates import ChatTemplate
+from headrace.text.tools import registry
+from headrace.text.tools.choice import ToolUse
 
 FILES = ("simple_python", "multiple", "parallel", "live_simple", "live_parallel")
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"

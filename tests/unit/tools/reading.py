@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.server.parts import Message, MessageParser, Part
-from headrace.server.tools import registry
+from headrace.text.parts import Message, MessageParser, Part
+from headrace.text.tools import registry
 
 Read = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and (name, arguments) of each call."""

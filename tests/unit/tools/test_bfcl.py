@@ -10,11 +10,11 @@ import pytest
 from tests.unit.tools import bfcl
 from tests.unit.tools.reading import read, tool_parser
 
-from headrace.server.parts import ToolCall
-from headrace.server.tools import form, registry
-from headrace.server.tools.choice import ToolUse
-from headrace.server.tools.parser import ToolParser
-from headrace.server.tools.reader import Reader, Reading
+from headrace.text.parts import ToolCall
+from headrace.text.tools import form, registry
+from headrace.text.tools.choice import ToolUse
+from headrace.text.tools.parser import ToolParser
+from headrace.text.tools.reader import Reader, Reading
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from tests.server.conftest import write_tokenizer
 
-from headrace.errors import RequestError
-from headrace.server import reasoning
-from headrace.server.chat import ChatTemplate
-from headrace.server.dialect import Dialect
-from headrace.server.text import Tokenizer
-from headrace.server.tools import registry
-from headrace.server.tools.choice import ToolUse
+from headrace.protocol.errors import RequestError
+from headrace.serve.call.dialect import Dialect
+from headrace.text import reasoning
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools import registry
+from headrace.text.tools.choice import ToolUse
 
 FOUND = {
     "llama.cpp/NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja": ("hermes", None),

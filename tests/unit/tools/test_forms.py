@@ -14,15 +14,15 @@ import jsonschema
 import pytest
 from tests.unit.tools.reading import read, splits, tool_parser
 
-from headrace.errors import RequestError
 from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
-from headrace.sampling.constraints import StructuredOutputs
-from headrace.server.dialect import Dialect
-from headrace.server.parts import ContentParser
-from headrace.server.reasoning import STYLES, ReasoningParser
-from headrace.server.tools import registry
-from headrace.server.tools.choice import ToolUse
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import RequestError
+from headrace.serve.call.dialect import Dialect
+from headrace.text.parts import ContentParser
+from headrace.text.reasoning import STYLES, ReasoningParser
+from headrace.text.tools import registry
+from headrace.text.tools.choice import ToolUse
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]"]
 TOKENS = [bytes([i]) for i in range(256)] + [text.encode() for text in SPECIAL] + [b"<eos>"]

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.tools.reading import Read, parts, read, splits, tool_parser
 
-from headrace.server.parts import Content, ContentParser, MessageParser, ToolCall
-from headrace.server.reasoning import STYLES, ReasoningParser
-from headrace.server.tools import registry
-from headrace.server.tools.parser import HOLD, MAX_HELD
-from headrace.server.tools.reader import SPACE, Reader
+from headrace.text.parts import Content, ContentParser, MessageParser, ToolCall
+from headrace.text.reasoning import STYLES, ReasoningParser
+from headrace.text.tools import registry
+from headrace.text.tools.parser import HOLD, MAX_HELD
+from headrace.text.tools.reader import SPACE, Reader
 
 SCHEMAS: dict[str, Any] = {
     "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "null"]}}},

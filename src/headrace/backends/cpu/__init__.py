@@ -22,7 +22,7 @@ from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import K_BLOCK, K_TYPES
 
 
@@ -50,7 +50,7 @@ class Cpu:
     def table(self, values: Any) -> Table:
         """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory.
 
-        `values` is a torch tensor, or (bfloat16 as uint16, blocks as bytes) a `runner.mapped.MappedTensor`.
+        `values` is a torch tensor, or (bfloat16 as uint16, blocks as bytes) a `checkpoint.mapped.MappedTensor`.
         """
         if isinstance(values.data, np.ndarray):
             height, width = values.data.shape

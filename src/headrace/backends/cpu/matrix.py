@@ -1,7 +1,7 @@
 """Weights in the kernels' layout: packed once from a `MatrixSource`, or mapped from a file that was packed before.
 
 Owns nothing but bytes and what they mean. Layouts are the native library's (csrc/format_*.cpp). Called by `ops`, and by
-`runner.packed`, which writes and maps the bytes.
+`checkpoint.packed`, which writes and maps the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.native import require_native
-from headrace.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import K_BLOCK, K_GROUP, K_TYPES
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Table:
 
 
 class PackedRecord(Protocol):
-    """A matrix out of a packed file (`runner.packed.PackedMatrix`)."""
+    """A matrix out of a packed file (`checkpoint.packed.PackedMatrix`)."""
 
     name: str
     kind: str

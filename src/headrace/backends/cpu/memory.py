@@ -1,7 +1,7 @@
 """Memory for weights, caches and buffers, in huge pages where the system has them.
 
 In a virtual machine every miss of the address cache costs two walks: with pages of 2 MiB two threads were seen to read
-53 GB/s, with pages of 4 KiB 37 (docs/performance.md). Called by the parts of this backend, and by `runner.packed`.
+53 GB/s, with pages of 4 KiB 37 (docs/performance.md). Called by the parts of this backend, and by `checkpoint.packed`.
 """
 
 from __future__ import annotations

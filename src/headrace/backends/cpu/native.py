@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from headrace import env
-from headrace.errors import HeadraceError, RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
     from types import ModuleType

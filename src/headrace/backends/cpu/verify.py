@@ -195,7 +195,7 @@ def _embedding(view: View) -> dict[str, NDArray[Any]]:
 
 
 def _block_rows(view: View, kind: str, ids: NDArray[np.int32]) -> F64:
-    from headrace.quant.gguf_blocks import decode
+    from headrace.quant.formats.gguf_blocks import decode
 
     size = view["width"] // K_BLOCK * K_TYPES[kind].size
     raw = np.stack([np.frombuffer(ctypes.string_at(view["table"] + i * size, size), np.uint8) for i in ids.tolist()])

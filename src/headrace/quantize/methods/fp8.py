@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quant.base import QWeight
 from headrace.quantize import grid
 from headrace.quantize.base import Layer, Options, Statistics

@@ -2,7 +2,7 @@
 whose activations reach far beyond the rest and would spoil the activations' own scales.
 
 The paper finds those inputs while it runs, by a threshold; here the calibration text finds them once, so that they can
-be stored: as `quant.bitsandbytes` reads them, beside codes for all inputs, which is what others read.
+be stored: as `quant.formats.bitsandbytes` reads them, beside codes for all inputs, which is what others read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import SplitWeight
 from headrace.quantize import grid
 from headrace.quantize.base import Layer, Options, Statistics

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight
 from headrace.quant.packing import E2M1
 from headrace.quantize import grid

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.errors import RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quant.base import QWeight
 from headrace.quantize import fold as folding
 from headrace.quantize import grid

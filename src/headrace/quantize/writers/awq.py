@@ -1,4 +1,4 @@
-"""AWQ's "gemm" layout as `quant.awq` reads it: 4 bits with zero points, eight outputs a word in an order of its own."""
+"""AWQ's "gemm" layout as `quant.formats.awq` reads it: 4 bits with zero points, eight outputs a word, interleaved."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import awq
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats import awq
 from headrace.quantize import shards
 from headrace.quantize.base import AFFINE, LayerShape, Options, refuse_transposed
 from headrace.quantize.packing import packed

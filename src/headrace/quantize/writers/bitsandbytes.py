@@ -1,4 +1,4 @@
-"""bitsandbytes' layouts as `quant.bitsandbytes` reads them: doubly quantised NF4, and LLM.int8() with its outliers."""
+"""bitsandbytes' layouts as `quant.formats.bitsandbytes` reads them: doubly quantised NF4, LLM.int8() with outliers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import bitsandbytes
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats import bitsandbytes
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options
 from headrace.quantize.methods import nf4

@@ -1,6 +1,6 @@
-"""compressed-tensors' layouts as `quant.compressed_tensors` reads them: codes packed into words ("pack-quantized"),
-symmetric 8 bits with one scale for each output or matrix as they are ("int-quantized", W8A8), 8-bit floats
-("float-quantized"), and MXFP4 ("mxfp4-pack-quantized")."""
+"""compressed-tensors' layouts as `quant.formats.compressed_tensors` reads them: codes packed into words
+("pack-quantized"), symmetric 8 bits with one scale for each output or matrix as they are ("int-quantized", W8A8), 8-bit
+floats ("float-quantized"), and MXFP4 ("mxfp4-pack-quantized")."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import compressed_tensors
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats import compressed_tensors
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
 from headrace.quantize.packing import packed

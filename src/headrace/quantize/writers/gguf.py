@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import gguf_blocks
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats import gguf_blocks
 from headrace.quantize import gguf_writer, shards
 from headrace.quantize.base import LayerShape, Options
 

@@ -1,4 +1,4 @@
-"""GPTQ's layout as `quant.gptq` reads it, in the first version (zero points less one), which all engines read."""
+"""GPTQ's layout as `quant.formats.gptq` reads it, in version 1 (zero points less one), which all engines read."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import gptq
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats import gptq
 from headrace.quantize import shards
 from headrace.quantize.base import AFFINE, LayerShape, Options
 from headrace.quantize.packing import packed

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import CheckpointError, RequestError
-from headrace.quant import mxfp4
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats import mxfp4
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
 

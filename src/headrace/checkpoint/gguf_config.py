@@ -1,0 +1,321 @@
+"""What config.json would say, out of a GGUF file's metadata; and which of the file's tensors is which of the model's.
+
+A file names its architecture, and its keys begin with that name. Here each becomes a config of a model that headrace
+has, and the tensors get the names that the model file asks for. A value that is missing, of another type or out of
+range is a `CheckpointError` with the file's own key. Knows no tensors' contents but `rope_freqs`, no torch. Called by
+`engine.load` and `checkpoint.gguf_source`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
+from headrace.protocol.errors import CheckpointError
+
+MAX_LAYERS = 4096
+MAX_CONTEXT = 2**27
+MAX_SIZE = 2**24
+MAX_PARTS = 2**17
+"""Most matrices and vectors, each expert's counted: a file has many experts in one tensor, and each costs memory."""
+BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+IGNORED = frozenset(("rope_freqs.weight",))
+
+DECODER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+DECODER_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GEMMA = DECODER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
+EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+
+
+class Part(NamedTuple):
+    """Rows first ... first + shape[0] - 1 of a tensor of the file; `shape` with the slowest dimension first."""
+
+    info: TensorInfo
+    shape: tuple[int, ...]
+    first: int = 0
+
+
+class Reading(NamedTuple):
+    """values: a config.json. parts: the file's tensors by the model's names.
+
+    turned: rows of q and k are stored in pairs, as ggml turns them: their number that is turned of each head, or 0.
+    norm_offset: what the file has added to the weights of norms.
+    """
+
+    values: dict[str, Any]
+    parts: dict[str, Part]
+    turned: int = 0
+    norm_offset: float = 0.0
+
+
+class _Keys:
+    """Metadata of one architecture; every getter names the whole key in what it raises."""
+
+    def __init__(self, file: GGUF, architecture: str) -> None:
+        self.file = file
+        self.prefix = architecture + "."
+
+    def integer(self, name: str, high: int = MAX_SIZE, low: int = 1) -> int:
+        value = self.optional(name, high, low)
+        if value is None:
+            self.refuse(name, None, f"there, an integer from {low} to {high}")
+        return value
+
+    def optional(self, name: str, high: int = MAX_SIZE, low: int = 1) -> int | None:
+        """An integer; one for each layer is fine where all are the same."""
+        field = self.file.fields.get(self.prefix + name)
+        if field is None or not field.is_array:
+            return self.file.integer(self.prefix + name, low, high)
+        found = set(self.file.integers(self.prefix + name, MAX_LAYERS) or ())
+        if len(found) != 1:
+            self.refuse(name, sorted(found)[:8], "the same for every layer")
+        value = int(found.pop())
+        if not low <= value <= high:
+            self.refuse(name, value, f"from {low} to {high}")
+        return value
+
+    def real(self, name: str) -> float | None:
+        return self.file.real(self.prefix + name)
+
+    def refuse(self, name: str, value: object, bound: str) -> NoReturn:
+        raise self.file.fault(self.prefix + name, value, bound)
+
+
+def read(file: GGUF) -> Reading:
+    """Raises `CheckpointError` for an architecture that headrace has no model for, and for values out of range."""
+    architecture = file.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise file.fault("general.architecture", architecture, "one of " + ", ".join(ARCHITECTURES))
+    kind = file.text("general.type")
+    if kind not in (None, "model"):
+        raise file.fault("general.type", kind, "model")
+    if (file.integer("split.count") or 1) > 1:
+        raise file.fault("split.count", file.integer("split.count"), "1: merge the parts first (llama-gguf-split)")
+    return ARCHITECTURES[architecture](_Keys(file, architecture))
+
+
+def choose_dtype(wanted: str, file: GGUF) -> str:
+    """`wanted`, or for "auto" that of most of the float matrices; float16 where all are quantised."""
+    if wanted != "auto":
+        return wanted
+    counts: dict[str, int] = {}
+    for info in file.tensors.values():
+        if len(info.shape) > 1 and info.type in FLOATS:
+            counts[info.type] = counts.get(info.type, 0) + 1
+    quantised = any(len(info.shape) > 1 and info.type not in FLOATS for info in file.tensors.values())
+    if not counts or (quantised and "BF16" not in counts):
+        return "float16"
+    return FLOATS[max(counts, key=lambda name: counts[name])]
+
+
+def _llama(keys: _Keys) -> Reading:
+    """Also Mistral and Mixtral, which say so by a window and by experts."""
+    values = _decoder(keys, "llama")
+    layer = dict(DECODER)
+    experts = keys.optional("expert_count", 4096, 0) or 0
+    if experts:
+        values |= {"model_type": "mixtral", "num_local_experts": experts}
+        values["num_experts_per_tok"] = keys.integer("expert_used_count", experts)
+        layer["ffn_gate_inp"] = "block_sparse_moe.gate"
+    window = keys.optional("attention.sliding_window", MAX_CONTEXT, 0)
+    if window:
+        values |= {"model_type": "mixtral" if experts else "mistral", "sliding_window": window}
+    parts = _parts(keys.file, layer, DECODER_ENDS, "model.layers", experts)
+    values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in parts
+    values["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in parts
+    turned = keys.optional("rope.dimension_count", values["head_dim"]) or values["head_dim"]
+    return Reading(values, parts, turned)
+
+
+def _qwen2(keys: _Keys) -> Reading:
+    return Reading(_decoder(keys, "qwen2"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+
+
+def _qwen3(keys: _Keys) -> Reading:
+    return Reading(_decoder(keys, "qwen3"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+
+
+def _gemma2(keys: _Keys) -> Reading:
+    values = _gemma(keys, "gemma2", big=46)
+    for ours, theirs in (("attn_logit_softcapping", "attn_logit_softcapping"),
+                         ("final_logit_softcapping", "final_logit_softcapping")):  # fmt: skip
+        values[ours] = keys.real(theirs)
+    return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+
+
+def _gemma3(keys: _Keys) -> Reading:
+    values = _gemma(keys, "gemma3_text", big=62)
+    values["final_logit_softcapping"] = keys.real("final_logit_softcapping")
+    values["rope_local_base_freq"] = keys.real("rope.freq_base_swa") or 10000.0
+    return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+
+
+def _gemma(keys: _Keys, model_type: str, big: int) -> dict[str, Any]:
+    """`big`: layers of the one size (27B) whose scores are scaled by the width and not by the head."""
+    values = _decoder(keys, model_type)
+    by_width = values["num_hidden_layers"] == big
+    scalar = values["hidden_size"] // values["num_attention_heads"] if by_width else values["head_dim"]
+    values |= {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+    values["sliding_window"] = keys.optional("attention.sliding_window", MAX_CONTEXT)
+    return values
+
+
+def _gpt2(keys: _Keys) -> Reading:
+    values = {
+        "model_type": "gpt2",
+        "n_positions": keys.integer("context_length", MAX_CONTEXT),
+        "n_embd": keys.integer("embedding_length"),
+        "n_layer": keys.integer("block_count", MAX_LAYERS),
+        "n_head": keys.integer("attention.head_count"),
+        "n_inner": keys.integer("feed_forward_length"),
+        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        **_vocabulary(keys),
+    }
+    return Reading(values, _parts(keys.file, GPT2, GPT2_ENDS, "h"))
+
+
+ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+}
+
+
+def _decoder(keys: _Keys, model_type: str) -> dict[str, Any]:
+    heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    head_dim = keys.optional("attention.key_length") or hidden // heads
+    if head_dim < 1:
+        keys.refuse("attention.head_count", heads, f"at most embedding_length, {hidden}")
+    if (keys.optional("attention.value_length") or head_dim) != head_dim:
+        keys.refuse("attention.value_length", keys.optional("attention.value_length"), f"{head_dim}, as the keys'")
+    epsilon = keys.real("attention.layer_norm_rms_epsilon")
+    if epsilon is None:
+        keys.refuse("attention.layer_norm_rms_epsilon", None, "there")
+    turned = keys.optional("rope.dimension_count", head_dim) or head_dim
+    return {
+        "model_type": model_type,
+        "max_position_embeddings": keys.integer("context_length", MAX_CONTEXT),
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count", MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.optional("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": epsilon,
+        # A little more, which is cut off again where the product with head_dim becomes an integer.
+        "partial_rotary_factor": min((turned + 0.25) / head_dim, 1.0),
+        "rope_theta": keys.real("rope.freq_base") or 10000.0,
+        "rope_scaling": _rope(keys, turned),
+        **_vocabulary(keys),
+    }
+
+
+def _vocabulary(keys: _Keys) -> dict[str, Any]:
+    table = keys.file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise keys.file.fault("token_embd.weight", None if table is None else table.shape, "there, with 2 dimensions")
+    tied = "output.weight" not in keys.file.tensors
+    return {"vocab_size": table.shape[1], "tie_word_embeddings": tied}
+
+
+def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
+    """`rope_scaling`: from the metadata, or from a tensor with a divisor for each frequency (Llama 3.1)."""
+    info = keys.file.tensors.get("rope_freqs.weight")
+    if info is not None:
+        if info.type != "F32" or info.shape != (turned // 2,):
+            raise keys.file.fault("rope_freqs.weight", (info.type, info.shape), f"F32 of shape ({turned // 2},)")
+        factors = np.frombuffer(keys.file.data, "<f4", turned // 2, info.start)
+        if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
+            raise keys.file.fault("rope_freqs.weight", factors.tolist(), "from 1e-6 to 1e6 throughout")
+        same = [float(factor) for factor in factors]
+        return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
+    kind = keys.file.text(keys.prefix + "rope.scaling.type")
+    factor = keys.real("rope.scaling.factor") or keys.real("rope.scale_linear")
+    if kind is None:
+        kind = "none" if factor in (None, 1.0) else "linear"
+    if kind == "none" or factor is None:
+        return None
+    if kind not in ("linear", "yarn"):
+        keys.refuse("rope.scaling.type", kind, "none, linear or yarn")
+    made: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        made["original_max_position_embeddings"] = keys.optional("rope.scaling.original_context_length", MAX_CONTEXT)
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            made[ours] = keys.real("rope.scaling." + theirs)
+        attention = keys.real("rope.scaling.attn_factor")
+        if attention is not None and factor > 1:
+            made["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, num_experts: int = 0) -> dict[str, Part]:
+    """Every tensor of the file under the model's name for it; those it has none for keep their own."""
+    made: dict[str, Part] = {}
+
+    def add(name: str, part: Part) -> None:
+        if name in made:
+            raise CheckpointError(f"{file.name}: two tensors are {name}")
+        if len(made) == MAX_PARTS:
+            raise file.fault("number of tensors, each expert's counted", f"above {MAX_PARTS}", f"at most {MAX_PARTS}")
+        made[name] = part
+
+    for name, info in file.tensors.items():
+        if name in IGNORED:
+            continue
+        stem, _, kind = name.rpartition(".")
+        shape = tuple(reversed(info.shape))
+        match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.([a-z_0-9]+?)(_exps)?(?:\.(0|[1-9]\d{0,3}))?", stem)
+        if kind not in ("weight", "bias"):
+            add(name, Part(info, shape))
+        elif stem in ends:
+            add(f"{ends[stem]}.{kind}", Part(info, shape))
+        elif match is None:
+            add(name, Part(info, shape))
+        elif num_experts and match[2] in EXPERTS:
+            path = f"{root}.{match[1]}.block_sparse_moe.experts"
+            if match[4] is not None:
+                add(f"{path}.{match[4]}.{EXPERTS[match[2]]}.{kind}", Part(info, shape))
+                continue
+            if match[3] is None or shape[:-2] != (num_experts,):
+                raise file.fault(f"shape of {name}", info.shape, f"of 3 dimensions, the last {num_experts}")
+            for expert in range(num_experts):
+                add(f"{path}.{expert}.{EXPERTS[match[2]]}.{kind}", Part(info, shape[1:], expert * shape[1]))
+        elif match[2] in layer and match[3] is None and match[4] is None:
+            add(f"{root}.{match[1]}.{layer[match[2]]}.{kind}", Part(info, shape))
+        else:
+            add(name, Part(info, shape))
+    return made

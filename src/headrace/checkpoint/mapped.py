@@ -1,0 +1,311 @@
+"""Safetensors files seen through a mapping: names, shapes and read-only numpy views, without torch and without a copy.
+
+`MappedFile` believes nothing of a header (S-28): lengths, types, shapes and offsets must agree with each other and with
+the file, leave no hole and not overlap. `MappedCheckpoint` finds a directory's files and opens no others. Knows no
+models. Called by `checkpoint.loader`, `checkpoint.packed` and `checkpoint.source`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import mmap
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.hub import read_json
+from headrace.protocol.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+MAX_HEADER_BYTES = 100_000_000
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+VIEWS: dict[str, type[np.generic]] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.uint8,
+    "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8,
+}  # fmt: skip
+"""Numpy's type for each type of a file; those that numpy lacks come as bits."""
+
+
+class Entry(NamedTuple):
+    """One tensor: its type as the file writes it, and the bytes begin ... end - 1 of the file that hold it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedTensor:
+    """Numbers in a mapping. `dtype` is float32, float16 or bfloat16; `data` has bfloat16 as uint16 bits. Or rows of
+    K-quants as bytes; `dtype` is their type ("Q6_K")."""
+
+    data: NDArray[Any]
+    dtype: str
+    mapped: bool = True
+
+
+class MappedFile:
+    """One file. Raises `CheckpointError` for any that is not, to the last byte, what its header says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise self._broken(str(error)) from error
+        self.entries, self.metadata, self.header = self._parse()
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A read-only view of the mapping, of the type that `VIEWS` gives."""
+        entry = self.entries[name]
+        count = math.prod(entry.shape)
+        if not count:
+            return np.zeros(entry.shape, VIEWS[entry.dtype])
+        return np.frombuffer(self.buffer, VIEWS[entry.dtype], count, entry.begin).reshape(entry.shape)
+
+    def release(self) -> None:
+        """Take the file's pages out of this process's memory. They are mapped again when they are touched."""
+        self.buffer.madvise(mmap.MADV_DONTNEED)
+
+    def advise(self, name: str, advice: int) -> None:
+        """Tell the kernel how a tensor will be read: one of mmap's MADV_ constants. Refused advice is no harm."""
+        entry = self.entries[name]
+        begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self.buffer.madvise(advice, begin, entry.end - begin)
+        except OSError as error:
+            logger.debug("%s: madvise %d: %s", self.path, advice, error)
+
+    def _parse(self) -> tuple[dict[str, Entry], dict[str, str], bytes]:
+        size = len(self.buffer)
+        length = int.from_bytes(self.buffer[:8], "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise self._broken(f"its header says {length} bytes, the file has {size}")
+        header = self.buffer[8 : 8 + length]
+        try:
+            values = json.loads(header, object_pairs_hook=_no_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise self._broken(f"its header is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise self._broken("its header is not an object")
+        metadata = values.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise self._broken("its metadata are not texts by name")
+        entries = {name: self._entry(name, value, 8 + length) for name, value in values.items()}
+        at = 8 + length
+        for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+            if entry.begin != at:
+                raise self._broken(f"{name} begins at byte {entry.begin}, expected {at}: a hole or an overlap")
+            at = entry.end
+        if at != size:
+            raise self._broken(f"its tensors end at byte {at}, the file has {size}")
+        return entries, metadata, header
+
+    def _entry(self, name: str, value: Any, base: int) -> Entry:
+        if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._broken(f"{name} does not have dtype, shape and data_offsets")
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in VIEWS:
+            raise self._broken(f"{name} has dtype {dtype!r}, expected one of {', '.join(VIEWS)}")
+        if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+            raise self._broken(f"{name} has shape {shape!r:.80} and data_offsets {offsets!r:.80}")
+        begin, end = offsets
+        num_bytes = math.prod(shape) * np.dtype(VIEWS[dtype]).itemsize
+        if end - begin != num_bytes:
+            raise self._broken(f"{name} has {end - begin} bytes, its shape makes them {num_bytes}")
+        return Entry(dtype, tuple(shape), base + begin, base + end)
+
+    def _broken(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is not a readable safetensors file: {why}")
+
+
+class MappedCheckpoint:
+    """The tensors of a directory by name. Files are mapped when a tensor of theirs is first asked for.
+
+    Raises `CheckpointError` if there are none, or if an index and the files beside it disagree.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, MappedFile] = {}
+        self._file_of = self._index()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files that hold the tensors."""
+        return [self.directory / file for file in sorted(set(self._file_of.values()))]
+
+    @property
+    def mark(self) -> str:
+        """What tells packed files of this checkpoint from those of others in the same directory."""
+        return ""
+
+    def config(self) -> bytes:
+        return (self.directory / "config.json").read_bytes()
+
+    def table(self, name: str, shape: tuple[int, int]) -> MappedTensor:
+        """An embedding table [V, H] as it lies in the checkpoint. Raises `CheckpointError` for one that is not so."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{name} is missing from the checkpoint")
+        entry, file = self.entry(name), self.file(name)
+        if entry.shape != shape:
+            raise CheckpointError(f"{name} has shape {list(entry.shape)}, the config makes it {list(shape)}")
+        values = file.array(name)
+        if entry.dtype == "F64":
+            return MappedTensor(values.astype(np.float32), "float32")
+        if entry.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
+        file.advise(name, mmap.MADV_RANDOM)
+        return MappedTensor(values, DTYPE_NAMES[entry.dtype])
+
+    def entry(self, name: str) -> Entry:
+        return self.file(name).entries[name]
+
+    def array(self, name: str) -> NDArray[Any]:
+        return self.file(name).array(name)
+
+    def file(self, name: str) -> MappedFile:
+        """The file that holds tensor `name`."""
+        return self._open(self._file_of[name])
+
+    def release(self) -> None:
+        """Take what was read out of this process's memory; see `MappedFile.release`."""
+        for file in self._files.values():
+            file.release()
+
+    def _open(self, file: str) -> MappedFile:
+        if file not in self._files:
+            self._files[file] = MappedFile(self.directory / file)
+        return self._files[file]
+
+    def _index(self) -> dict[str, str]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            return self._sharded(index)
+        present = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if "model.safetensors" in present:
+            present = ["model.safetensors"]
+        if not present:
+            raise CheckpointError(self._why_nothing())
+        file_of: dict[str, str] = {}
+        for file in present:
+            for name in self._open(file).entries:
+                if name in file_of:
+                    raise CheckpointError(
+                        f"{name} is in {file_of[name]} and in {file}, and there is no index to choose by"
+                    )
+                file_of[name] = file
+        return file_of
+
+    def _sharded(self, index: Path) -> dict[str, str]:
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        for name, file in file_of.items():
+            if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+                raise CheckpointError(
+                    f"{index}: {name} is said to be in {file!r}; only *.safetensors beside the index are read"
+                )
+        for file in sorted(set(file_of.values())):
+            if not (self.directory / file).is_file():
+                raise CheckpointError(f"{self.directory / file} is missing; {index.name} names it")
+            missing = {name for name, f in file_of.items() if f == file} - self._open(file).entries.keys()
+            if missing:
+                raise CheckpointError(f"{file} lacks {min(missing)}, which {index.name} says is in it")
+        return dict(file_of)
+
+    def _why_nothing(self) -> str:
+        pickled = sorted(p.name for p in self.directory.iterdir() if p.suffix in PICKLED)
+        if pickled:
+            return (
+                f"{self.directory} has its weights in {pickled[0]}, a pickle. Reading a pickle can run any code, so "
+                "headrace does not; convert it: model.save_pretrained(directory, safe_serialization=True)"
+            )
+        return f"{self.directory} has no *.safetensors"
+
+
+def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
+    """config.json, refused if its model_type is not among `known`. Raises `CheckpointError`."""
+    config = read_json(directory / "config.json")
+    model_type = config.get("model_type")
+    if model_type in known:
+        if "auto_map" in config:
+            logger.info("config.json has auto_map; headrace runs its own %s and no code of the checkpoint", model_type)
+        return config
+    reason = f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(known)}"
+    if "auto_map" in config:
+        reason += ". The checkpoint brings code of its own (auto_map), and headrace never runs a checkpoint's code"
+    raise CheckpointError(reason)
+
+
+def choose_dtype(wanted: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:
+    """`wanted`, or for "auto" that of most of the checkpoint's tensors (float32 for other kinds).
+
+    Of a quantised checkpoint most tensors are codes and scales, so there the dtype that `config` states comes first.
+    """
+    if wanted != "auto":
+        return wanted
+    if config is not None and config.get("quantization_config") is not None:
+        stated = config.get("dtype", config.get("torch_dtype"))
+        if stated in DTYPE_NAMES.values():
+            return str(stated)
+    counts: dict[str, int] = {}
+    for name in checkpoint.names:
+        dtype = checkpoint.entry(name).dtype
+        counts[dtype] = counts.get(dtype, 0) + 1
+    return DTYPE_NAMES.get(max(counts, key=lambda dtype: counts[dtype]), "float32") if counts else "float32"
+
+
+class Names:
+    """What a model file asks of the names of a checkpoint's tensors, whatever they lie in."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def has_prefix(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self._names)
+
+
+def stacked_name(names: Sequence[str]) -> str:
+    """One name for linear layers that are stacked: the common path, and the last parts joined by "+"."""
+    path = names[0].rpartition(".")[0]
+    if any(name.rpartition(".")[0] != path for name in names):
+        return "+".join(names)
+    tail = "+".join(name.rpartition(".")[2] for name in names)
+    return f"{path}.{tail}" if path else tail
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name comes twice")
+    return made
+
+
+def _is_sizes(value: Any) -> bool:
+    """Whole numbers from 0 to 2^63, as a list of no senseless length."""
+    return (
+        isinstance(value, list) and len(value) <= 16 and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    )

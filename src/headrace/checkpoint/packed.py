@@ -1,0 +1,450 @@
+"""Weights as the backend packed them, in one file beside the model, written once and mapped at every later start.
+
+The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
+the native formats, biases, norms. Embedding tables are not copied: they stay mapped in the checkpoint, which the file
+knows by a fingerprint. A file that does not fit is told of and left alone, and the model is loaded afresh. No torch.
+Called by `checkpoint.source`; filled by `checkpoint.loader`.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.checkpoint.mapped import MappedFile, Names, stacked_name
+from headrace.checkpoint.packing import Origin, Packable, PackedBackend
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.schemes import METHOD
+
+logger = logging.getLogger(__name__)
+
+CONTAINER = 1
+"""Version of what is written here; the layouts of the matrices have names of their own."""
+
+PAGE, LINE = 4096, 64
+LEFTOVER_SECONDS = 3600
+"""A temporary file as old as this was left by a process that was killed."""
+PIECE_BYTES = 16 * 2**20
+
+
+class Form(NamedTuple):
+    """What makes two packed files of one checkpoint differ. quantization: its name, or "" for plain weights."""
+
+    quantization: str
+    dtype: str
+    layouts: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.quantization or self.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A mapped matrix, read-only. kind, group and flag as in csrc/include/kernels.h; data begins at a page."""
+
+    name: str
+    kind: str
+    data: NDArray[np.uint8]
+    num_in: int
+    num_out: int
+    group: int
+    flag: int
+    bias: NDArray[np.float32] | None
+
+
+def fingerprint(checkpoint: Origin) -> dict[str, Any]:
+    """What tells one state of a checkpoint from another: its files' names, sizes and times, and config.json's bytes."""
+    files = {}
+    for path in checkpoint.files:
+        facts = path.stat()
+        files[path.name] = [facts.st_size, facts.st_mtime_ns]
+    config = hashlib.sha256(checkpoint.config()).hexdigest()
+    return {"files": files, "config.json": config}
+
+
+def cache_directory(directory: Path) -> Path:
+    """Where the packed form of a model lies that can not be written to."""
+    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:32]
+    return Path.home() / ".cache" / "headrace" / "packed" / name
+
+
+def file_name(checkpoint: Origin, form: Form) -> str:
+    # Not *.safetensors: others take every such file of a directory for a part of the checkpoint.
+    text = json.dumps(fingerprint(checkpoint), sort_keys=True)
+    return f"{_stem(checkpoint, form)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.packed"
+
+
+def _stem(checkpoint: Origin, form: Form) -> str:
+    return f"headrace-{checkpoint.mark}{form.name}"
+
+
+def find(checkpoint: Origin, form: Form, backend: PackedBackend) -> PackedFile | None:
+    """The packed file that fits, beside the model or in the cache. Others of this form are told of with the reason."""
+    wanted = file_name(checkpoint, form)
+    for directory in (checkpoint.directory, cache_directory(checkpoint.directory)):
+        pattern = f"{glob.escape(_stem(checkpoint, form))}-*.packed"
+        for path in sorted(directory.glob(pattern), key=lambda path: path.name != wanted):
+            try:
+                return PackedFile(path, checkpoint, form, backend)
+            except CheckpointError as error:
+                logger.warning("%s is not used, the weights are read from the checkpoint: %s", path, error)
+    return None
+
+
+class PackedFile:
+    """A packed file, mapped. Raises `CheckpointError` with the reason for one that does not fit to the last byte."""
+
+    def __init__(self, path: Path, checkpoint: Origin, form: Form, backend: PackedBackend) -> None:
+        self.path = path
+        self._file = MappedFile(path)
+        written = self._facts()
+        expected = _facts(checkpoint, form)
+        for name, value in expected.items():
+            if written.get(name) != value:
+                raise CheckpointError(_difference(name, written.get(name), value))
+        found = written.get("matrices")
+        if not isinstance(found, dict):
+            raise CheckpointError("it lists no matrices")
+        self.matrices = {name: self._matrix(name, facts, form, backend) for name, facts in found.items()}
+        self.tensors = {
+            name.removeprefix("tensor/"): self._floats(name)
+            for name in self._file.entries
+            if name.startswith("tensor/")
+        }
+
+    def read(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Copy the matrices into memory of `allocate`, by two threads; the mapping's small pages are slower to read.
+
+        Raises MemoryError, and `CheckpointError` for a file that ends early.
+        """
+        size = self.path.stat().st_size
+        memory = allocate(size)
+        pieces = iter(range(0, size, PIECE_BYTES))
+        view = memory.data
+
+        def copy() -> None:
+            # Each of the two takes the next piece; the interpreter is free while the kernel copies.
+            for begin in pieces:
+                end = min(begin + PIECE_BYTES, size)
+                while begin < end:
+                    num_read = os.preadv(descriptor, [view[begin:end]], begin)
+                    if num_read == 0:
+                        raise CheckpointError("it ends early")
+                    begin += num_read
+
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            with ThreadPoolExecutor(2) as threads:
+                for done in [threads.submit(copy), threads.submit(copy)]:
+                    done.result()
+        except OSError as error:
+            raise CheckpointError(f"it can not be read: {error}") from error
+        finally:
+            os.close(descriptor)
+        for name, matrix in self.matrices.items():
+            begin = self._file.entries[f"matrix/{name}"].begin
+            self.matrices[name] = replace(matrix, data=memory[begin : begin + matrix.data.nbytes])
+        self._file.release()
+
+    def _facts(self) -> dict[str, Any]:
+        entry = self._file.entries.get("digest")
+        if entry is None or (entry.dtype, entry.shape) != ("U8", (32,)):
+            raise CheckpointError("it is no packed file of headrace")
+        if self._file.array("digest").tobytes() != hashlib.sha256(self._file.header).digest():
+            raise CheckpointError("its header has been changed or damaged")
+        try:
+            facts = json.loads(self._file.metadata.get("headrace", ""))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"its metadata are not JSON: {error}") from error
+        if not isinstance(facts, dict):
+            raise CheckpointError("its metadata are not an object")
+        return facts
+
+    def _matrix(self, name: str, facts: Any, form: Form, backend: PackedBackend) -> PackedMatrix:
+        entry = self._file.entries.get(f"matrix/{name}")
+        if entry is None or not isinstance(facts, list) or len(facts) != 5:
+            raise CheckpointError(f"it lacks the matrix {name}")
+        kind, num_in, num_out, group, flag = facts
+        sane = all(type(size) is int and 0 <= size < 2**31 for size in facts[1:]) and num_in > 0 and num_out > 0
+        if not isinstance(kind, str) or kind not in form.layouts or not sane:
+            raise CheckpointError(f"matrix {name} is said to be {facts}")
+        # The kernels trust this size: it is what keeps them inside the file.
+        num_bytes = backend.packed_bytes(kind, num_out, num_in, group, flag)
+        if entry.dtype != "U8" or entry.shape != (num_bytes,) or entry.begin % LINE:
+            raise CheckpointError(f"matrix {name} has {entry.end - entry.begin} bytes, expected {num_bytes}")
+        bias = self._floats(f"bias/{name}") if f"bias/{name}" in self._file.entries else None
+        if bias is not None and bias.shape != (num_out,):
+            raise CheckpointError(f"bias {name} has shape {list(bias.shape)}, expected [{num_out}]")
+        return PackedMatrix(name, kind, self._file.array(f"matrix/{name}"), num_in, num_out, group, flag, bias)
+
+    def _floats(self, name: str) -> NDArray[np.float32]:
+        if self._file.entries[name].dtype != "F32":
+            raise CheckpointError(f"{name} is {self._file.entries[name].dtype}, expected F32")
+        return self._file.array(name)
+
+
+class PackedWeights:
+    """A packed file as a model file sees it: the methods of `checkpoint.loader.Weights`.
+
+    Raises `CheckpointError` where the model asks for something else than was packed: it was packed for another model
+    file, and the caller should load the checkpoint instead.
+    """
+
+    def __init__(
+        self,
+        packed: PackedFile,
+        checkpoint: Origin,
+        backend: PackedBackend,
+        on_tensor: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._packed = packed
+        self._checkpoint = checkpoint
+        self._backend = backend
+        names = Names(checkpoint.names)
+        self.has, self.has_prefix, self.constant = names.has, names.has_prefix, backend.constant
+        self._taken: set[str] = set()
+        self._on_tensor = on_tensor
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        found = self._packed.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self._packed.path} lacks {name}")
+        self._verify(name, found.shape, shape)
+        self._count(name)
+        return self._backend.constant(found)
+
+    def table(self, name: str, shape: tuple[int, int]) -> Any:
+        """`name` as it lies in the checkpoint, mapped."""
+        return self._backend.table(self._checkpoint.table(name, shape))
+
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+    ) -> Any:
+        found, begin = [], 0
+        while begin < len(names):  # as one, or in pieces of other forms
+            ends = range(len(names), begin, -1)
+            end = next((end for end in ends if stacked_name(names[begin:end]) in self._packed.matrices), None)
+            if end is None:
+                raise CheckpointError(f"{self._packed.path} lacks {stacked_name(names[begin:])}")
+            name = stacked_name(names[begin:end])
+            matrix = self._packed.matrices[name]
+            self._verify(name, (matrix.num_out, matrix.num_in), (sum(num_outs[begin:end]), num_in))
+            if bias != (matrix.bias is not None) or (plain and matrix.kind != "f"):
+                raise CheckpointError(f"{self._packed.path} has another {name} than the model asks for")
+            self._count(name)
+            found.append(self._backend.ops.packed(matrix))
+            begin = end
+        return found[0] if len(found) == 1 else self._backend.ops.stacked(stacked_name(names), found)
+
+    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
+        first, last = f"{embedding}.weight", f"{head}.weight"
+        # The head has a matrix of its own, tied or not, so nobody needs to compare the two again.
+        table = self.table(last if tied and not self.has(first) else first, shape)
+        return table, self.linear([head], shape[1], [shape[0]])
+
+    def finish(self) -> None:
+        """Everything that was packed has been asked for, or `CheckpointError`."""
+        left = (self._packed.matrices.keys() | self._packed.tensors.keys()) - self._taken
+        if left:
+            raise CheckpointError(f"{self._packed.path} has {min(left)}, which the model did not ask for")
+
+    def _count(self, name: str) -> None:
+        self._taken.add(name)
+        if self._on_tensor is not None:
+            self._on_tensor(len(self._taken), len(self._packed.matrices) + len(self._packed.tensors))
+
+    def _verify(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
+            raise CheckpointError(f"{name} has shape {list(shape)}, the config makes it {list(expected)}")
+
+
+class PackedWriter:
+    """Writes a packed file as the model is loaded. Use it in `with`: the file appears at the end, whole, or not at all.
+
+    A disk that can not be written costs a warning, never the model: then `path` stays None and calls do nothing.
+    """
+
+    def __init__(self, checkpoint: Origin, form: Form) -> None:
+        self.path: Path | None = None
+        self._checkpoint, self._form = checkpoint, form
+        self._name = file_name(checkpoint, form)
+        self._facts = _facts(checkpoint, form) | {"matrices": {}}
+        self._header: dict[str, Any] = {}
+        # Every tensor has at most a matrix, a bias, a pad and a line of facts.
+        self._data_begin = _round_up(2**16 + sum(1000 + 6 * len(name) for name in checkpoint.names), PAGE)
+        self._end = self._data_begin
+        self._temporary = Path()
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> PackedWriter:
+        own, cache = self._checkpoint.directory, cache_directory(self._checkpoint.directory)
+        reasons = []
+        for directory in (own, cache):
+            try:
+                if directory == cache:
+                    directory.mkdir(parents=True, exist_ok=True)
+                self._temporary = directory / f"{self._name}.{secrets.token_hex(4)}.tmp"
+                self._file = self._temporary.open("xb")
+                return self
+            except OSError as error:
+                reasons.append(str(error))
+        logger.warning("the packed weights can not be saved: %s", "; ".join(reasons))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._guarded(self._commit)
+        self._drop()
+        if self.path is not None:
+            self._remove_old(self.path)
+
+    def matrix(self, name: str, matrix: Packable, bias: NDArray[np.float32] | None = None) -> None:
+        """Add a matrix under the name of its layer(s). bias: [num_out]."""
+        if self._file is None or f"matrix/{name}" in self._header:
+            return
+        facts = [matrix.kind, matrix.num_in, matrix.num_out, matrix.group, int(matrix.flag)]
+        self._facts["matrices"][name] = facts
+        self._guarded(lambda: self._put(f"matrix/{name}", "U8", matrix.packed.reshape(-1), PAGE))
+        if bias is not None:
+            self._guarded(lambda: self._put(f"bias/{name}", "F32", np.asarray(bias, np.float32), LINE))
+
+    def give_up(self, why: str) -> None:
+        """Leave no file: the model has something that can not be in it."""
+        if self._file is not None:
+            logger.warning("the packed weights are not saved: %s", why)
+            self._drop()
+
+    def tensor(self, name: str, values: NDArray[np.float32]) -> None:
+        """Add a small tensor under its own name."""
+        if self._file is not None and f"tensor/{name}" not in self._header:
+            self._guarded(lambda: self._put(f"tensor/{name}", "F32", np.asarray(values, np.float32), LINE))
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self._file is None:
+            return
+        try:
+            action()
+        except OSError as error:
+            logger.warning("the packed weights can not be saved: %s", error)
+            self._drop()
+
+    def _put(self, name: str, dtype: str, values: NDArray[Any], alignment: int) -> None:
+        begin = _round_up(self._end, alignment)
+        if begin > self._end:  # the format allows no holes
+            self._append(f"pad/{len(self._header)}", "U8", np.zeros(begin - self._end, np.uint8))
+        self._append(name, dtype, np.ascontiguousarray(values))
+
+    def _append(self, name: str, dtype: str, values: NDArray[Any]) -> None:
+        if self._file is None:
+            return
+        self._file.seek(self._end)
+        self._file.write(values.reshape(-1).view(np.uint8).data)
+        offsets = [self._end - self._data_begin, self._end - self._data_begin + values.nbytes]
+        self._header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
+        self._end += values.nbytes
+
+    def _commit(self) -> None:
+        """Header, digest, and then the name that others look for: nobody ever sees a part of the file."""
+        file = self._file
+        if file is None:
+            return
+        at = self._end - self._data_begin
+        self._header["digest"] = {"dtype": "U8", "shape": [32], "data_offsets": [at, at + 32]}
+        self._header["__metadata__"] = {"headrace": json.dumps(self._facts)}
+        text = json.dumps(self._header, separators=(",", ":")).encode()
+        room = self._data_begin - 8
+        if len(text) > room:
+            raise OSError(f"the header of {len(text)} bytes does not fit the {room} that were kept for it")
+        text = text.ljust(room)
+        file.seek(self._end)
+        file.write(hashlib.sha256(text).digest())
+        file.seek(0)
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        target = self._temporary.with_name(self._name)
+        self._temporary.replace(target)
+        _sync_directory(target.parent)
+        self.path = target
+        logger.info("the packed weights are in %s (%d MiB)", target, self._end >> 20)
+
+    def _remove_old(self, target: Path) -> None:
+        """Packed files of this form that no longer fit their checkpoint, and what killed processes left."""
+        for path in target.parent.glob(f"{glob.escape(_stem(self._checkpoint, self._form))}-*.packed*"):
+            try:
+                stale = path.suffix == ".packed" and path.name != self._name
+                left = path.suffix == ".tmp" and time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
+                if stale or left:
+                    path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.info("%s is of no use any more and can not be removed: %s", path, error)
+
+    def _drop(self) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()  # may flush, to a full disk
+        except OSError as error:
+            logger.debug("%s: %s", self._temporary, error)
+        self._temporary.unlink(missing_ok=True)
+
+
+def _facts(checkpoint: Origin, form: Form) -> dict[str, Any]:
+    """What a packed file must say of itself to be used."""
+    return {
+        "container": CONTAINER,
+        "method": METHOD,
+        "quantization": form.quantization,
+        "dtype": form.dtype,
+        "layouts": form.layouts,
+        **fingerprint(checkpoint),
+    }
+
+
+def _difference(name: str, written: Any, expected: Any) -> str:
+    if name in ("files", "config.json"):
+        if isinstance(written, dict) and isinstance(expected, dict):
+            changed = [
+                file for file in sorted(written.keys() | expected.keys()) if written.get(file) != expected.get(file)
+            ]
+            name = ", ".join(changed) or name
+        return f"it was packed before {name} changed"
+    return f"its {name} is {written!r:.80}, expected {expected!r:.80}"
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

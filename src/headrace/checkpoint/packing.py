@@ -1,0 +1,79 @@
+"""Protocols that `checkpoint.packed` needs: of a checkpoint, a backend, and the backend's matrices. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Packable(Protocol):
+    """A backend's matrix that can be written."""
+
+    @property
+    def packed(self) -> NDArray[np.uint8]: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def num_in(self) -> int: ...
+    @property
+    def num_out(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def flag(self) -> int: ...
+
+
+class PackedOps(Protocol):
+    def stacked(self, name: str, matrices: Sequence[Any]) -> Any:
+        """Matrices over the same inputs as one."""
+        ...
+
+    def packed(self, matrix: Any) -> Any:
+        """The mapped matrix (`checkpoint.packed.PackedMatrix`) as the backend's own."""
+        ...
+
+
+class PackedBackend(Protocol):
+    """What a backend has beside `backends.base.Backend` if its weights can be mapped."""
+
+    dtype: str
+
+    @property
+    def ops(self) -> PackedOps: ...
+
+    def constant(self, values: Any) -> Any: ...
+
+    def table(self, values: Any) -> Any: ...
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory that is read fast, starting on a page."""
+        ...
+
+    def layouts(self) -> dict[str, str]:
+        """Name of the layout of each kind of matrix; changes when the bytes do."""
+        ...
+
+    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int: ...
+
+
+class Origin(Protocol):
+    """What was packed: a `MappedCheckpoint`, or a GGUF file (`checkpoint.gguf_origin`)."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def files(self) -> list[Path]: ...
+    @property
+    def mark(self) -> str: ...
+
+    def config(self) -> bytes: ...
+
+    def table(self, name: str, shape: tuple[int, int]) -> Any:
+        """An embedding table as `PackedBackend.table` takes it."""
+        ...

@@ -1,0 +1,1 @@
+"""`headrace bench`: the commands, their plans, what measures and what prints."""

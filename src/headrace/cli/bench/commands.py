@@ -1,0 +1,153 @@
+"""`headrace bench latency|throughput|quality|speculate|serve`: the commands. They take a plan from the flags, have
+`bench_offline`, `bench_quality`, `bench_speculate` or `bench_serve` measure it, and print a table (vLLM's, where it has
+one), or one JSON object with vLLM's field names under --json.
+
+Each result carries what it was measured on: model, dtype, backend, version and date.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import headrace
+from headrace.cli.bench.plans import LatencyPlan, QualityPlan, ServePlan, SpeculatePlan, ThroughputPlan
+from headrace.cli.options import build, options
+from headrace.protocol.config import EngineConfig
+
+app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a running server.", no_args_is_help=True)
+
+# `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
+MoreGoals = Annotated[list[str] | None, typer.Argument(hidden=True)]
+
+
+@app.command()
+@options(LatencyPlan, EngineConfig, skip=("skip_tokenizer_init",))
+def latency(more_goals: MoreGoals = None, **fields: Any) -> None:
+    """Time batches of requests that start together: the whole batch, and each token of it."""
+    plan = build(LatencyPlan, fields)
+    config = build(EngineConfig, fields)
+    goals = _goals(plan.goodput, more_goals)
+    from headrace.cli.bench.offline import measure_latency
+
+    result = _header(plan.model) | measure_latency(plan, config, goals)
+    _emit(result, plan.json, "Latency Benchmark Result", plan.output_json)
+
+
+@app.command()
+@options(ThroughputPlan, EngineConfig, skip=("skip_tokenizer_init",))
+def throughput(more_goals: MoreGoals = None, **fields: Any) -> None:
+    """Give the engine all requests at once, and time it until the last one is done."""
+    plan = build(ThroughputPlan, fields)
+    config = build(EngineConfig, fields)
+    goals = _goals(plan.goodput, more_goals)
+    from headrace.cli.bench.offline import measure_throughput
+
+    result = _header(plan.model) | measure_throughput(plan, config, goals)
+    _emit(result, plan.json, "Throughput Benchmark Result", plan.output_json)
+
+
+@app.command()
+@options(QualityPlan, EngineConfig, skip=("skip_tokenizer_init", "model", "enable_prefix_caching"))
+def quality(
+    model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or 'builtin'.")] = "builtin",
+    **fields: Any,
+) -> None:
+    """Judge a model by a text: perplexity, and how far its logits and weights are from a reference's."""
+    plan = build(QualityPlan, fields)
+    config = build(EngineConfig, fields | {"model": model})
+    from headrace.cli.bench.quality import measure_quality, print_quality
+
+    result = _header(model) | measure_quality(plan, config)
+    _keep(result, plan.output_json)
+    if plan.json:
+        print(json.dumps(result))
+    else:
+        print_quality(result)
+
+
+@app.command()
+@options(SpeculatePlan, EngineConfig, skip=("skip_tokenizer_init", "model", "enable_prefix_caching"))
+def speculate(
+    model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or 'builtin'.")] = "builtin",
+    **fields: Any,
+) -> None:
+    """Time decoding with and without speculation, in turns, and count how many guesses are kept."""
+    plan = build(SpeculatePlan, fields)
+    config = build(EngineConfig, fields | {"model": model})
+    from headrace.cli.bench.speculate import measure_speculation, plot, print_speculation
+
+    result = _header(model) | measure_speculation(plan, config)
+    _keep(result, plan.output_json)
+    if plan.plot is not None:
+        plot(result, Path(plan.plot))
+    if plan.json:
+        print(json.dumps(result))
+    else:
+        print_speculation(result)
+
+
+@app.command()
+@options(ServePlan)
+def serve(more_goals: MoreGoals = None, **fields: Any) -> None:
+    """Send requests to any OpenAI-compatible server; report throughput and latencies as its client sees them."""
+    plan = build(ServePlan, fields)
+    goals = _goals(plan.goodput, more_goals)
+    from headrace.cli.bench.serve import measure_server
+    from headrace.cli.bench.stats import check_metrics, check_percentiles
+
+    metrics, percentiles = check_metrics(plan.percentile_metrics), check_percentiles(plan.metric_percentiles)
+    result, detail = measure_server(plan, goals, metrics, percentiles)
+    result = _header(result["model_id"]) | result
+    path = None
+    if plan.save_result or plan.save_detailed:
+        name = str(result["model_id"]).strip("/").split("/")[-1]
+        path = str(Path(plan.result_dir) / (plan.result_filename or f"{plan.backend}-{name}-{result['date']}.json"))
+    saved = result | detail if plan.save_detailed else result
+    _emit(result, plan.json, "Serving Benchmark Result", path, metrics, percentiles, saved)
+    errors = [error for error in detail["errors"] if error]
+    if errors:
+        typer.echo(f"{len(errors)} of {plan.num_prompts} requests failed; the first: {errors[0]}", err=True)
+        raise typer.Exit(1)
+
+
+def _header(model_id: str) -> dict[str, Any]:
+    return {"date": time.strftime("%Y%m%d-%H%M%S"), "version": headrace.__version__, "model_id": model_id}
+
+
+def _goals(given: list[str] | None, more: list[str] | None) -> dict[str, float]:
+    from headrace.cli.bench.stats import parse_goodput
+
+    if more and not given:
+        raise typer.BadParameter(f"unexpected argument {more[0]!r}")
+    return parse_goodput([*(given or []), *(more or [])])
+
+
+def _emit(
+    result: dict[str, Any],
+    as_json: bool,
+    title: str,
+    path: str | None,
+    metrics: Sequence[str] = ("ttft", "tpot", "itl", "e2el"),
+    percentiles: Sequence[float] = (90.0, 99.0),
+    saved: dict[str, Any] | None = None,
+) -> None:
+    """Print the result, and write it (or `saved`, if that has more in it) to `path`."""
+    from headrace.cli.bench.stats import table
+
+    _keep(saved or result, path)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(table(result, metrics=metrics, percentiles=percentiles, title=title))
+
+
+def _keep(result: dict[str, Any], path: str | None) -> None:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

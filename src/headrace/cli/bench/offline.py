@@ -1,0 +1,154 @@
+"""`headrace bench latency` and `throughput` without a server: drives an `EngineCore` step by step and times each token.
+
+A token's time is the end of the step that made it, so nothing of text, sockets or progress bars is in the figures.
+Prompts differ in every iteration: a prefix cache that answers the second run would flatter it. Knows the engine's
+`add` and `step` alone, so the tests can run it on a simulated executor.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.cli.bench.data import Sample, check_dataset, file_samples, random_samples
+from headrace.cli.bench.plans import LatencyPlan, ThroughputPlan
+from headrace.cli.bench.stats import Timeline, figures, percentile
+from headrace.engine.build import build_engine
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import EngineInfo, Request
+
+PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
+# Every answer its full length, and every sampled token drawn: the work must not depend on what the model says.
+PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
+
+
+def run_batch(
+    core: EngineCore,
+    samples: Sequence[Sample],
+    params: SamplingParams,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    on_done: Callable[[Timeline], None] = lambda timeline: None,
+) -> list[Timeline]:
+    """Give all samples (token ids) to an idle engine at once, run it dry, and return their timelines in order.
+
+    `params` is used for every request, with max_tokens set from the sample and the seed from its index. Raises
+    `RequestError` if the engine refuses one, `HeadraceError` if one ends in an error.
+    """
+    timelines: dict[str, Timeline] = {}
+    for index, sample in enumerate(samples):
+        if isinstance(sample.prompt, str):
+            raise HeadraceError("offline benchmarks take token ids, not text")
+        request_id = str(index)
+        own = msgspec.structs.replace(params, max_tokens=sample.output_len, seed=index)
+        core.add(Request(request_id=request_id, prompt_token_ids=sample.prompt, params=own))
+        timelines[request_id] = Timeline(sent=0.0, num_prompt_tokens=len(sample.prompt))
+    start = clock()
+    for timeline in timelines.values():
+        timeline.sent = start
+    while core.has_work():
+        output = core.step()
+        now = clock()
+        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            if token_ids:
+                timelines[request_id].token_times.append(now)
+                timelines[request_id].num_output_tokens += len(token_ids)
+        for request_id, finish in output.finished.items():
+            if finish.reason in ("abort", "error"):
+                raise HeadraceError(f"request {request_id} ended with {finish.reason}: {finish.message}")
+            timelines[request_id].done = now
+            on_done(timelines[request_id])
+    return list(timelines.values())
+
+
+def check_lengths(input_len: int, output_len: int, info: EngineInfo) -> None:
+    if input_len + output_len > info.max_model_len:
+        raise RequestError("input_len", input_len, f"at most {info.max_model_len}, with output_len ({output_len})")
+
+
+def about(info: EngineInfo) -> dict[str, Any]:
+    return {"dtype": info.dtype, "backend": info.backend, "device": info.device}
+
+
+def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
+    """Run the batches of the plan one after the other. `avg_latency`, `latencies` and `percentiles` are in seconds."""
+    core = build_engine(config)
+    try:
+        check_lengths(plan.input_len, plan.output_len, core.info)
+        latencies: list[float] = []
+        timelines: list[Timeline] = []
+        num_cached = 0
+        for iteration in range(-plan.num_iters_warmup, plan.num_iters):
+            if iteration == 0:
+                num_cached = core.stats().prefix_cache_hits
+            batch = random_samples(
+                plan.batch_size,
+                core.info.vocab_size,
+                input_len=plan.input_len,
+                output_len=plan.output_len,
+                # Numbers drawn apart, so that no batch repeats another's prompts.
+                seed=plan.seed + (iteration + plan.num_iters_warmup) * 1_000_003,
+            )
+            start = time.perf_counter()
+            done = run_batch(core, batch, PARAMS)
+            if iteration >= 0:
+                latencies.append(time.perf_counter() - start)
+                timelines += done
+        result: dict[str, Any] = about(core.info) | {
+            name: getattr(plan, name) for name in ("input_len", "output_len", "batch_size", "num_iters")
+        }
+        result["avg_latency"] = statistics.fmean(latencies)
+        result["percentiles"] = {f"{share:g}": percentile(latencies, share) for share in PERCENTILES}
+        result["latencies"] = latencies
+        result |= figures(timelines, sum(latencies), percentiles=PERCENTILES, goals=goals)
+        result["prefix_cache_hit_tokens"] = core.stats().prefix_cache_hits - num_cached
+        return result
+    finally:
+        core.close()
+
+
+def measure_throughput(plan: ThroughputPlan, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
+    """Run all requests of the plan together. Loading the model is not in the time, making the requests is."""
+    check_dataset(plan.dataset_name)
+    core = build_engine(config)
+    try:
+        if plan.dataset_name == "random":
+            check_lengths(plan.input_len, plan.output_len, core.info)
+            samples = random_samples(
+                plan.num_prompts,
+                core.info.vocab_size,
+                input_len=plan.input_len,
+                output_len=plan.output_len,
+                seed=plan.seed,
+            )
+        else:
+            from headrace.cli.bench.words import Words
+
+            words = Words.find(config.tokenizer or config.model)
+            texts = file_samples(
+                plan.dataset_name, plan.dataset_path, plan.num_prompts, plan.output_len, words.count, seed=plan.seed
+            )
+            samples = [text._replace(prompt=words.encode(str(text.prompt))) for text in texts]
+        start = time.perf_counter()
+        timelines = run_batch(core, samples, PARAMS)
+        elapsed = time.perf_counter() - start
+        total = sum(timeline.num_prompt_tokens + timeline.num_output_tokens for timeline in timelines)
+        result: dict[str, Any] = about(core.info) | {
+            "elapsed_time": elapsed,
+            "num_requests": len(samples),
+            "total_num_tokens": total,
+            "requests_per_second": len(samples) / elapsed,
+            "tokens_per_second": total / elapsed,
+        }
+        result |= figures(timelines, elapsed, percentiles=PERCENTILES, goals=goals)
+        result["prefix_cache_hit_tokens"] = core.stats().prefix_cache_hits
+        return result
+    finally:
+        core.close()

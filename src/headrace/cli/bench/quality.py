@@ -1,0 +1,327 @@
+"""`headrace bench quality`: loads a model and its reference, has `cli.bench.divergence` compare them, tells sizes and
+speed.
+
+Both are whole engines, so that what is judged is what is served. `bench.quality` runs it over all forms of a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace import gguf, hub
+from headrace.backends.base import Chunks, Program
+from headrace.checkpoint import gguf_config
+from headrace.checkpoint.mapped import MappedCheckpoint
+from headrace.cli.bench.divergence import LayerError, Tally, layer_errors, score, short_name
+from headrace.cli.bench.plans import QualityPlan
+from headrace.engine.load import progress_bar
+from headrace.insight import audit
+from headrace.llm import LLM
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import EngineInfo
+from headrace.quant.schemes import K_TYPES, Scheme
+
+SHOWN_LAYERS = 8
+WRITTEN_AT_ONCE = 8
+MAX_TEXTS = 4096
+FIRST_SEED = 2**20
+"""Far from the seeds that `headrace quantize` calibrates with: nothing is judged by the text it was fitted to."""
+CHARACTERS_OF_TOKEN = 16
+"""A file is cut where it can hold no more of the tokens that are asked for."""
+SPEED_TOKENS, SPEED_RUNS = 64, 3
+TIED = {"lm_head": "embed_tokens"}
+
+
+class Text(NamedTuple):
+    """Windows of token ids, all but the first of each scored. num_bytes: of what the scored tokens stand for."""
+
+    name: str
+    windows: list[list[int]]
+    num_bytes: int
+
+
+def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
+    """What the plan asks of `config.model`: see docs/quantisation.md for the names. `layers` has the worst first.
+
+    Raises `HeadraceError` for a reference that can not be compared with, `RequestError` for a text that is not there.
+    """
+    theirs = reference_config(plan, config)
+    with closing(opened(config)) as own:
+        with nullcontext() if theirs is None else closing(opened(theirs)) as reference:
+            text = text_of(plan, reference or own)
+            result = judge(own, reference, text)
+        if plan.speed:
+            result["decode_tokens_per_s"] = decode_speed(program_of(own))
+        if plan.save:
+            path = hub.resolve(config.model, config.revision)
+            measured = result | {"date": time.strftime("%Y-%m-%d"), "version": own.core.info.version}
+            result["saved"] = audit.save(path, audit.form_of(own.core.info), measured).name
+    return result
+
+
+def opened(config: EngineConfig) -> LLM:
+    """An engine without a prefix cache: its blocks are written over here, and nobody tells it."""
+    return LLM(**msgspec.structs.asdict(config) | {"enable_prefix_caching": False})
+
+
+def reference_config(plan: QualityPlan, config: EngineConfig) -> EngineConfig | None:
+    """What to compare with; None if nobody named a reference, and the model has no plainer form than its own."""
+    plain: dict[str, Any] = {"quantization": None, "kv_cache_dtype": "auto", "save_packed": False}
+    if plan.reference is not None:
+        plain |= {"model": plan.reference, "revision": None}
+    elif is_quantised(hub.resolve(config.model, config.revision)):
+        return None
+    made = msgspec.structs.replace(config, dtype=plan.reference_dtype, **plain)
+    return None if made == config else made
+
+
+def is_quantised(path: Path) -> bool:
+    """Whether the weights of a directory or of a GGUF file are codes."""
+    if path.is_file():
+        tensors = gguf.read(path).tensors.values()
+        return any(len(info.shape) > 1 and info.type not in gguf_config.FLOATS for info in tensors)
+    return hub.read_json(path / "config.json").get("quantization_config") is not None
+
+
+def text_of(plan: QualityPlan, writer: LLM) -> Text:
+    """The file of the plan, or what `writer` says of its own accord."""
+    window = min(plan.window, writer.core.info.max_model_len - 1)
+    if plan.text is None:
+        return written_text(writer, window, plan.max_tokens)
+    path = Path(plan.text)
+    if not path.is_file():
+        raise RequestError("text", plan.text, "a file")
+    return file_text(writer, path, window, plan.max_tokens)
+
+
+def file_text(llm: LLM, path: Path, window: int, max_tokens: int) -> Text:
+    """The beginning of a file of UTF-8, in windows that each begin as a text of the model's does."""
+    tokenizer = llm.get_tokenizer()
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        content = file.read(CHARACTERS_OF_TOKEN * max_tokens)
+    token_ids = tokenizer.encode(content, add_special_tokens=False)
+    begin = tokenizer.encode("")[:1]
+    begin = begin if begin == [tokenizer.bos_token_id] else []
+    step = window - len(begin)
+    windows, left = [], max_tokens
+    for first in range(0, len(token_ids), max(step, 1)):
+        own = begin + token_ids[first : first + min(step, left + 1 - len(begin))]
+        if left < 1 or len(own) < 2:
+            break
+        windows.append(own)
+        left -= len(own) - 1
+    return Text(path.name, windows, num_bytes(llm, windows))
+
+
+def written_text(llm: LLM, window: int, max_tokens: int) -> Text:
+    """What the model samples at temperature 1 from the beginning of a text, with seeds from FIRST_SEED on."""
+    tokenizer = llm.get_tokenizer()
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = 0 if begin is None else begin
+    windows: list[list[int]] = []
+    left = max_tokens
+    for round_id in range(MAX_TEXTS // WRITTEN_AT_ONCE):
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=window - 1, seed=FIRST_SEED + round_id * WRITTEN_AT_ONCE + i)
+            for i in range(WRITTEN_AT_ONCE)
+        ]
+        prompts: list[Any] = [{"prompt_token_ids": [begin]}] * WRITTEN_AT_ONCE
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            own = [begin, *output.outputs[0].token_ids][: left + 1]
+            if left > 0 and len(own) > 1:
+                windows.append(own)
+                left -= len(own) - 1
+        if left < 1:
+            return Text("written by the reference", windows, num_bytes(llm, windows))
+    raise HeadraceError(f"the reference ends its texts too soon to write {max_tokens} tokens; name a file with --text")
+
+
+def num_bytes(llm: LLM, windows: Sequence[Sequence[int]]) -> int:
+    """Of the text of all scored tokens."""
+    tokenizer = llm.get_tokenizer()
+    return sum(len(tokenizer.token_bytes(token_id)) for window in windows for token_id in window[1:])
+
+
+def judge(own: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
+    """All figures but the speed."""
+    program, theirs = program_of(own), None if reference is None else program_of(reference)
+    info = own.core.info
+    result: dict[str, Any] = audit.form_of(info) | {"text": text.name}
+    if reference is not None:
+        result["reference"] = named(reference.core.info)
+    tally = Tally()
+    with progress_bar("scoring") as show:
+        for num_done in score(program, theirs, text.windows, tally):
+            show(num_done, len(text.windows))
+    result |= tally.figures(text.num_bytes)
+    path = hub.resolve(own.config.model, own.config.revision)
+    result |= sizes(program, path)
+    if theirs is not None:
+        layers = list(_shown(layer_errors(matrices_of(program), matrices_of(theirs)), len(matrices_of(program))))
+        layers.sort(key=lambda layer: (-layer.relative_error, layer.name))
+        result["layers"] = [layer._asdict() for layer in layers]
+    return result
+
+
+def named(info: EngineInfo) -> str:
+    """A model and the form it runs in, without the folders above it."""
+    name = Path(info.model).name if Path(info.model).exists() else info.model
+    return " ".join(part for part in (name, info.quantization, info.dtype, info.backend) if part)
+
+
+def program_of(llm: LLM) -> Program:
+    """Raises `HeadraceError` for an engine that may believe in blocks that are written over."""
+    if llm.config.enable_prefix_caching:
+        raise HeadraceError("an engine that is judged must have no prefix cache")
+    found: Program = llm.core.executor.program  # type: ignore[attr-defined]
+    return found
+
+
+def matrices_of(program: Program) -> Sequence[Any]:
+    found: Sequence[Any] = program.model.ops.matrices
+    return found
+
+
+def sizes(program: Program, path: Path) -> dict[str, Any]:
+    """Bytes, and bits for each weight of a matrix: in the files, as the kernels hold them, and the lesser of both."""
+    matrices = matrices_of(program)
+    num_weights = sum(matrix.num_out * matrix.num_in for matrix in matrices)
+    held = sum(held_bits(matrix) * matrix.num_out * matrix.num_in for matrix in matrices) / num_weights
+    told: dict[str, Any] = {
+        "num_weights": num_weights,
+        "disk_bytes": sum(file.stat().st_size for file in audit.weight_files(path) if file.suffix != ".json"),
+        "memory_bytes": program.model.ops.weight_bytes,
+        "held_bits_per_weight": held,
+    }
+    stored = stored_bytes(path, [matrix.name for matrix in matrices])
+    if stored is not None:
+        told["stored_bits_per_weight"] = 8 * stored / num_weights
+        held = min(held, told["stored_bits_per_weight"])
+    return told | {"bits_per_weight": held}
+
+
+def held_bits(matrix: Any) -> float:
+    """Of a weight, scales and minimums included, padding not."""
+    parts = getattr(matrix, "parts", None)  # of other forms, one under the other
+    if parts is not None:
+        return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
+    scheme = getattr(matrix, "scheme", None)
+    form: Any = scheme or matrix
+    kind, group, flag = form.kind, int(form.group), int(form.flag)
+    if kind == "f":
+        return float({0: 32}.get(flag, 16))
+    if kind == "k":
+        return next(own.bits for own in K_TYPES.values() if own.code == flag)
+    bits = Scheme(kind, group).bits
+    if getattr(matrix, "outliers", None) is not None:
+        bits += 16 * len(matrix.outliers.columns) / matrix.num_in
+    return bits + (16 * (2 if flag == 1 and kind != "i8" else 1) / group if group else 32 / matrix.num_in)
+
+
+def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
+    """Bytes of the tensors that the matrices `names` are made of; None if one of them is not found by its name."""
+    if path.is_file():
+        parts = gguf_config.read(gguf.read(path)).parts
+        tensors = {name: _part_bytes(part) for name, part in parts.items()}
+    else:
+        checkpoint = MappedCheckpoint(path)
+        tensors = {name: checkpoint.entry(name).end - checkpoint.entry(name).begin for name in checkpoint.names}
+    owners: dict[str, int] = {}
+    for name, size in tensors.items():
+        if not name.endswith(".bias"):
+            owner = short_name(name.rpartition(".")[0])
+            owners[owner] = owners.get(owner, 0) + size
+    total = 0
+    for name in names:
+        head, _, tail = short_name(name).rpartition(".")
+        for part in tail.split("+"):
+            layer = f"{head}.{part}" if head else part
+            found = owners.get(layer, owners.get(TIED.get(layer, "")))
+            if found is None:
+                return None
+            total += found
+    return total
+
+
+def _part_bytes(part: gguf_config.Part) -> int:
+    elements, size = gguf_config.BLOCK_BYTES[part.info.type]
+    count = 1
+    for dimension in part.shape:
+        count *= dimension
+    return count * size // elements
+
+
+def decode_speed(program: Program, num_tokens: int = SPEED_TOKENS) -> float:
+    """Tokens a second of one sequence that is decoded greedily: the best of some short runs."""
+    best = 0.0
+    table = list(range(-(-(num_tokens + 1) // program.block_size)))
+    for _ in range(SPEED_RUNS):
+        token_id = 0
+        start = time.perf_counter()
+        for position in range(num_tokens):
+            _, logits = program.forward(Chunks([position], [[token_id]], [table]), [0])
+            token_id = logits.best[0]
+        best = max(best, num_tokens / (time.perf_counter() - start))
+    return best
+
+
+LINES: tuple[tuple[str, str, str], ...] = (
+    ("num_tokens", "Scored tokens", "{:,}"),
+    ("perplexity", "Perplexity", "{:.4f}"),
+    ("reference_perplexity", "Perplexity of the reference", "{:.4f}"),
+    ("bits_per_byte", "Bits per byte of text", "{:.4f}"),
+    ("mean_kl", "Mean KL from the reference (nats)", "{:.6f}"),
+    ("mean_kl_stderr", "Its standard error (nats)", "{:.6f}"),
+    ("max_kl", "Largest KL (nats)", "{:.4f}"),
+    ("top1_flip_rate", "Top-1 flips", "{:.2%}"),
+    ("max_logit_difference", "Largest difference of a logit", "{:.4f}"),
+    ("bits_per_weight", "Bits per weight", "{:.2f}"),
+    ("disk_bytes", "Weights on disk (bytes)", "{:,}"),
+    ("memory_bytes", "Matrices in memory (bytes)", "{:,}"),
+    ("decode_tokens_per_s", "Decode, one sequence (tokens/s)", "{:.1f}"),
+)
+
+
+def print_quality(result: dict[str, Any]) -> None:
+    """The figures, and the matrices that are furthest from the reference's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"Quality of {result['model_id']}: {described(result)}", show_header=False)
+    for name in ("reference", "text"):
+        if name in result:
+            table.add_row(name.capitalize(), result[name])
+    for name, heading, form in LINES:
+        if name in result:
+            table.add_row(heading, form.format(result[name]))
+    console.print(table)
+    if result.get("layers"):
+        layers = Table(title="Matrices furthest from the reference's")
+        for heading in ("matrix", "shape", "relative error", "largest error"):
+            layers.add_column(heading, justify="left" if heading == "matrix" else "right")
+        for layer in result["layers"][:SHOWN_LAYERS]:
+            shape = f"{layer['num_out']} x {layer['num_in']}"
+            layers.add_row(layer["name"], shape, f"{layer['relative_error']:.4%}", f"{layer['max_error']:.4%}")
+        console.print(layers)
+
+
+def described(result: dict[str, Any]) -> str:
+    """The form in words."""
+    weights = result["quantization"] or result["dtype"]
+    return f"{weights}, KV cache {result['kv_cache_dtype']}, {result['backend']}"
+
+
+def _shown(layers: Iterator[LayerError], num_layers: int) -> Iterator[LayerError]:
+    with progress_bar("comparing weights") as show:
+        for num_done, layer in enumerate(layers, 1):
+            show(num_done, num_layers)
+            yield layer

@@ -1,0 +1,310 @@
+"""The client of `headrace bench serve`: sends requests to an OpenAI-compatible server and times what comes back.
+
+Arrivals are an open loop drawn beforehand from the seed (Poisson for burstiness 1, gamma else), so a slow server does
+not slow the clock that judges it. Where `max_concurrency` holds a request back, the wait is told as the client's own
+queue and is not part of the time to first token. Talks to any server; knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from headrace import env
+from headrace.cli.bench.data import Sample, check_dataset, file_samples, random_samples
+from headrace.cli.bench.plans import ServePlan
+from headrace.cli.bench.stats import Timeline, figures
+from headrace.cli.bench.words import Words
+from headrace.protocol.errors import HeadraceError, RequestError
+
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how to ask. `chat` tells which of the two request bodies the endpoint takes."""
+
+    base_url: str
+    endpoint: str
+    model: str
+    chat: bool = False
+    api_key: str | None = None
+    extra_body: dict[str, Any] = {}
+    timeout: float = 6 * 3600.0
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def body(self, sample: Sample) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": sample.output_len,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": sample.prompt}]
+        else:
+            body["prompt"] = sample.prompt
+        return body | self.extra_body
+
+
+def arrival_times(count: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request is due; all zero for an infinite rate.
+
+    Gaps are gamma-distributed with mean 1 / request_rate and shape `burstiness`: 1 is a Poisson process, less is
+    burstier, more is more even.
+    """
+    if math.isinf(request_rate):
+        return [0.0] * count
+    noise = random.Random(seed)
+    gaps = [noise.gammavariate(burstiness, 1 / (request_rate * burstiness)) for _ in range(max(0, count - 1))]
+    return [0.0, *itertools.accumulate(gaps)][:count]
+
+
+def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) -> dict[str, Any]:
+    """First entry of the server's /v1/models, asked for until it answers. Raises `HeadraceError` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            reply = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=10.0, trust_env=False)
+            if reply.status_code == 200:
+                model = reply.json()["data"][0]
+                return {"id": str(model["id"]), "root": str(model.get("root") or model["id"])}
+            problem = f"it answered {reply.status_code}: {reply.text[:200]}"
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if time.monotonic() >= deadline:
+            raise HeadraceError(f"no server at {base_url}: {problem}")
+        time.sleep(0.25)
+
+
+async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_time: float = 0.0) -> Timeline:
+    """One streamed request. Never raises for what the server does: a failure is told in `Timeline.error`."""
+    pieces: list[str] = []
+    timeline = Timeline(sent=time.perf_counter(), queue_time=queue_time, num_prompt_tokens=sample.num_prompt_tokens)
+    usage: dict[str, Any] | None = None
+    finished = False
+    try:
+        url = f"{target.base_url}{target.endpoint}"
+        async with client.stream("POST", url, json=target.body(sample), headers=target.headers()) as reply:
+            if reply.status_code != 200:
+                text = (await reply.aread()).decode(errors="replace")
+                timeline.error = f"HTTP {reply.status_code}: {text[:300]}"
+            else:
+                async for line in reply.aiter_lines():
+                    if not line.startswith("data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == "[DONE]":
+                        finished = True
+                        break
+                    event = json.loads(data)
+                    if "error" in event:
+                        timeline.error = str(event["error"])[:300]
+                        break
+                    usage = event.get("usage") or usage
+                    for choice in event.get("choices") or []:
+                        piece = (choice.get("delta") or {}).get("content") if target.chat else choice.get("text")
+                        if piece:
+                            timeline.token_times.append(time.perf_counter())
+                            pieces.append(piece)
+    except (httpx.HTTPError, ValueError, AttributeError) as error:
+        timeline.error = f"{type(error).__name__}: {error}"
+    timeline.done = time.perf_counter()
+    timeline.text = "".join(pieces)
+    if not timeline.error and not finished:
+        timeline.error = "the stream ended without [DONE]"
+    if usage:
+        timeline.num_prompt_tokens = usage.get("prompt_tokens", timeline.num_prompt_tokens)
+    # Without a usage report, pieces of text are the nearest thing to tokens that a client can count.
+    timeline.num_output_tokens = (usage or {}).get("completion_tokens", len(timeline.token_times))
+    return timeline
+
+
+async def run(
+    target: Target,
+    samples: Sequence[Sample],
+    *,
+    request_rate: float = math.inf,
+    burstiness: float = 1.0,
+    max_concurrency: int | None = None,
+    num_warmups: int = 0,
+    seed: int = 0,
+    on_done: Callable[[Timeline], None] = lambda timeline: None,
+) -> tuple[list[Timeline], float]:
+    """Send all samples and return their timelines, in order, and the seconds from first request to last answer.
+
+    Args:
+        target: the server.
+        samples: what to send.
+        request_rate: requests per second; infinite sends all at once.
+        burstiness: shape of the gaps, see `arrival_times`.
+        max_concurrency: requests open at once at most.
+        num_warmups: times the first sample is sent beforehand, unmeasured.
+        seed: of the arrival times.
+        on_done: called with each finished timeline, for a progress bar.
+
+    Raises `HeadraceError` if a warm-up fails.
+    """
+    # The pool must never be what a request waits for: that wait would be taken for the server's.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency or len(samples))
+    async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(target.timeout), trust_env=False) as client:
+        for _ in range(num_warmups):
+            warm = await send(client, target, samples[0])
+            if warm.error:
+                raise HeadraceError(f"the warm-up request failed: {warm.error}")
+        slots = asyncio.Semaphore(max_concurrency or max(1, len(samples)))
+        start = time.perf_counter()
+
+        async def one(sample: Sample, due: float) -> Timeline:
+            await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+            arrived = time.perf_counter()
+            async with slots:
+                timeline = await send(client, target, sample, time.perf_counter() - arrived)
+            on_done(timeline)
+            return timeline
+
+        dues = arrival_times(len(samples), request_rate, burstiness, seed)
+        timelines = await asyncio.gather(*(one(s, due) for s, due in zip(samples, dues, strict=True)))
+        return list(timelines), time.perf_counter() - start
+
+
+def measure_server(
+    plan: ServePlan, goals: dict[str, float], metrics: Sequence[str], percentiles: Sequence[float]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Carry out the plan. Returns the result, and apart from it the detail: columns with one entry per request.
+
+    Raises `RequestError` for a plan that makes no sense, `HeadraceError` if there is no server.
+    """
+    if plan.backend not in ENDPOINTS:
+        raise RequestError("backend", plan.backend, "one of " + ", ".join(ENDPOINTS))
+    check_dataset(plan.dataset_name)
+    extra = _object(plan.extra_body)
+    if plan.ignore_eos:
+        extra["ignore_eos"] = True
+    if plan.temperature is not None:
+        extra["temperature"] = plan.temperature
+    metadata = dict(_pair(text) for text in plan.metadata or [])
+    base_url = (plan.base_url or f"http://{plan.host}:{plan.port}").rstrip("/")
+    api_key = plan.api_key or env.api_key()
+    target = Target(
+        base_url=base_url,
+        endpoint=plan.endpoint or ENDPOINTS[plan.backend],
+        model=plan.model or "",
+        chat=plan.backend == "openai-chat",
+        api_key=api_key,
+        extra_body=extra,
+    )
+    served = first_model(base_url, target.headers(), plan.ready_check_timeout_sec)
+    target = msgspec.structs.replace(target, model=plan.model or served["id"])
+    words = Words.find(plan.tokenizer or plan.model or served["root"])
+    samples = _samples(plan, words)
+
+    with _progress(plan, len(samples)) as on_done:
+        timelines, duration = asyncio.run(
+            run(
+                target,
+                samples,
+                request_rate=plan.request_rate,
+                burstiness=plan.burstiness,
+                max_concurrency=plan.max_concurrency,
+                num_warmups=plan.num_warmups,
+                seed=plan.seed,
+                on_done=on_done,
+            )
+        )
+    result: dict[str, Any] = {
+        "model_id": target.model,
+        "backend": plan.backend,
+        "endpoint": target.endpoint,
+        "label": plan.label,
+        "tokenizer_id": plan.tokenizer or plan.model or served["root"],
+        "dataset_name": plan.dataset_name,
+        "num_prompts": plan.num_prompts,
+        # JSON has no infinity; vLLM writes it as this word.
+        "request_rate": "inf" if math.isinf(plan.request_rate) else plan.request_rate,
+        "burstiness": plan.burstiness,
+        "max_concurrency": plan.max_concurrency,
+        "seed": plan.seed,
+        **metadata,
+    }
+    result |= figures(timelines, duration, metrics=metrics, percentiles=percentiles, goals=goals)
+    queued = [timeline.queue_time * 1000 for timeline in timelines]
+    result["mean_client_queue_time_ms"] = sum(queued) / len(queued)
+    result["max_client_queue_time_ms"] = max(queued)
+    first = min(timeline.sent for timeline in timelines)
+    detail = {
+        "input_lens": [timeline.num_prompt_tokens for timeline in timelines],
+        "output_lens": [timeline.num_output_tokens for timeline in timelines],
+        "ttfts": [timeline.ttft for timeline in timelines],
+        "itls": [timeline.itls for timeline in timelines],
+        "latencies": [timeline.e2el for timeline in timelines],
+        "start_times": [timeline.sent - first for timeline in timelines],
+        "queue_times": [timeline.queue_time for timeline in timelines],
+        "generated_texts": [timeline.text for timeline in timelines],
+        "errors": [timeline.error for timeline in timelines],
+    }
+    return result, detail
+
+
+def _samples(plan: ServePlan, words: Words) -> list[Sample]:
+    if plan.dataset_name != "random":
+        return file_samples(
+            plan.dataset_name, plan.dataset_path, plan.num_prompts, plan.output_len, words.count, seed=plan.seed
+        )
+    samples = random_samples(
+        plan.num_prompts,
+        words.vocab_size,
+        input_len=plan.input_len or plan.random_input_len,
+        output_len=plan.output_len or plan.random_output_len,
+        range_ratio=plan.random_range_ratio,
+        prefix_len=plan.random_prefix_len,
+        seed=plan.seed,
+        avoid=words.special_ids,
+    )
+    if plan.backend == "openai":
+        return samples
+    # A chat message is text; its token count is whatever the server makes of it.
+    return [sample._replace(prompt=words.decode(list(sample.prompt))) for sample in samples]  # type: ignore[arg-type]
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError("extra_body", text, "a JSON object")
+    return value
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise RequestError("metadata", text, "KEY=VALUE")
+    return key, value
+
+
+@contextlib.contextmanager
+def _progress(plan: ServePlan, total: int) -> Iterator[Callable[[Timeline], None]]:
+    """A bar on stderr, unless it is unwanted or nobody would see it."""
+    if plan.json or plan.disable_tqdm or not sys.stderr.isatty():
+        yield lambda timeline: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda timeline: progress.advance(task)

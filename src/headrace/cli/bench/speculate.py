@@ -1,0 +1,352 @@
+"""`headrace bench speculate`: what speculation is worth on this model and machine. The same requests run with and
+without it, in turns, on two engines; how many guesses are kept, by position, is set beside the formula of Leviathan et
+al. (2023): (1 - a^(k+1)) / (1 - a) tokens a pass, for guesses that are right with chance a each.
+
+Answers are greedy unless a temperature is asked for. Speeds are of decoding: from the first token to the last.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from headrace.cli.bench.data import random_samples
+from headrace.cli.bench.offline import about
+from headrace.cli.bench.plans import SpeculatePlan
+from headrace.cli.verify import PROMPTS
+from headrace.engine.build import build_engine
+from headrace.engine.core import EngineCore
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Request, Stats
+
+if TYPE_CHECKING:
+    from headrace.cli.bench.words import Words
+    from headrace.drafters.base import Context, Draft
+
+MAX_TURN_TOKENS = 512
+
+
+class Text(NamedTuple):
+    """A prompt, and the answer that is made to follow it (None: the model's own)."""
+
+    prompt: list[int]
+    answer: list[int] | None = None
+
+
+class Run(NamedTuple):
+    """One batch: its decoding speed and its answers."""
+
+    tokens_per_second: float
+    answers: list[list[int]]
+
+
+class Synthetic:
+    """A drafter that knows what the model will say, and tells it with chance `alpha` a token: it isolates the engine's
+    own cost. `record` gives it a prompt with its answer."""
+
+    feature_layers: tuple[int, ...] | None = None
+
+    def __init__(self, alpha: float, vocab_size: int) -> None:
+        self._alpha = alpha
+        self._vocab_size = vocab_size
+        self._known: dict[tuple[int, ...], list[int]] = {}
+        self._texts: dict[int, list[int]] = {}
+
+    def record(self, prompt: list[int], answer: list[int]) -> None:
+        self._known[tuple(prompt)] = [*prompt, *answer]
+
+    def propose(self, contexts: Sequence[Context]) -> list[Draft]:
+        from headrace.drafters.base import Draft
+
+        drafts = []
+        for context in contexts:
+            text = self._texts.get(context.seq_id)
+            if text is None:
+                text = self._texts[context.seq_id] = self._known.get(tuple(context.tokens[: context.num_prompt]), [])
+            place = len(context.tokens)
+            right = text[place : place + context.num_drafts]
+            chance = random.Random(1_000_003 * context.seq_id + place)
+            drafts.append(Draft([t if chance.random() < self._alpha else (t + 1) % self._vocab_size for t in right]))
+        return drafts
+
+    def observe(self, seq_id: int, start: int, token_ids: list[int], features: Any) -> None:
+        """Not asked for."""
+
+    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
+        """Nothing to learn."""
+
+    def drop(self, seq_id: int) -> None:
+        self._texts.pop(seq_id, None)
+
+    def close(self) -> None:
+        self._texts.clear()
+
+
+def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, Any]:
+    """The result as a dict: `loads` (speed with and without by number of streams), `acceptance` (by temperature and
+    mode), what was measured on. Raises `RequestError`."""
+    spec = config.speculative_config
+    if plan.alpha is not None:
+        spec = msgspec.structs.replace(spec or SpeculativeConfig(method="ngram", num_speculative_tokens=4), model=None)
+    if spec is None:
+        raise RequestError("speculative_config", None, 'given, such as {"method": "ngram"}; or --alpha')
+    if plan.alpha is not None and any(plan.temperature or []):
+        raise RequestError("temperature", plan.temperature, "left out with --alpha, whose guesses are recorded at 0")
+    own = msgspec.structs.replace(config, enable_prefix_caching=False, speculative_config=None)
+    loads, temperatures = plan.load or [1], plan.temperature or [0.0]
+    if min(loads) < 1:
+        raise RequestError("load", min(loads), "at least 1")
+    plain = build_engine(own)
+    guessing = build_engine(msgspec.structs.replace(own, speculative_config=spec))
+    try:
+        texts = find_texts(plan, config, plain)
+        synthetic = None
+        if plan.alpha is not None:
+            synthetic = Synthetic(plan.alpha, plain.info.vocab_size)
+            for text in texts:
+                synthetic.record(text.prompt, run(plain, [text], plan.output_len).answers[0])
+            replace_drafter(guessing, synthetic)
+        result: dict[str, Any] = about(plain.info) | {
+            "method": spec.method if synthetic is None else f"synthetic, alpha {plan.alpha:g}",
+            "num_speculative_tokens": spec.num_drafts,
+            "adaptive": spec.adaptive,
+            "texts": plan.texts,
+            "output_len": plan.output_len,
+            "rounds": plan.rounds,
+        }
+        result["loads"] = [measure_load(plain, guessing, texts, load, plan) for load in loads]
+    finally:
+        plain.close()
+        guessing.close()
+    modes = [spec.mode]
+    if plan.rejection and synthetic is None and spec.method != "lookahead":
+        modes = ["coupled", "rejection"]
+    result["acceptance"] = []
+    for mode in modes:
+        # Every guess is made here, also those that do not pay: they are what is counted.
+        counted = msgspec.structs.replace(spec, mode=mode, adaptive=False)
+        core = build_engine(msgspec.structs.replace(own, speculative_config=counted))
+        try:
+            if synthetic is not None:
+                replace_drafter(core, synthetic)
+            result["acceptance"] += [acceptance(core, texts, plan.output_len, t, counted) for t in temperatures]
+        finally:
+            core.close()
+    return result
+
+
+def replace_drafter(core: EngineCore, drafter: Synthetic) -> None:
+    core.executor.speculator.drafter = drafter  # type: ignore[attr-defined]
+
+
+def measure_load(
+    plain: EngineCore, guessing: EngineCore, texts: list[Text], load: int, plan: SpeculatePlan
+) -> dict[str, Any]:
+    """The same batch in turns, each round's with the texts after the last one's. Speeds and ratios are medians."""
+    slow: list[Run] = []
+    fast: list[Run] = []
+    again: list[Run] = []
+    for number in range(plan.rounds):
+        batch = [texts[(number * load + i) % len(texts)] for i in range(load)]
+        slow.append(run(plain, batch, plan.output_len))
+        fast.append(run(guessing, batch, plan.output_len))
+        if plan.control:
+            again.append(run(plain, batch, plan.output_len))
+    ratios = ratios_of(slow, fast)
+    made = {
+        "streams": load,
+        "plain_tokens_per_second": statistics.median(each.tokens_per_second for each in slow),
+        "tokens_per_second": statistics.median(each.tokens_per_second for each in fast),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        # Under rejection sampling at temperature 0 too: the likeliest token is the only one.
+        "num_different": sum(
+            a != b for one, two in zip(slow, fast, strict=True) for a, b in zip(one.answers, two.answers, strict=True)
+        ),
+    }
+    if again:
+        itself = ratios_of(slow, again)
+        made |= {"control_ratio": statistics.median(itself), "control_ratios": itself}
+    return made
+
+
+def ratios_of(slow: list[Run], fast: list[Run]) -> list[float]:
+    """Of each round, in order of size."""
+    return sorted(b.tokens_per_second / a.tokens_per_second for a, b in zip(slow, fast, strict=True))
+
+
+def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0, first_seed: int = 0) -> Run:
+    """Answers of the whole length, and their decoding speed together."""
+    answers: dict[str, list[int]] = {}
+    first = last = 0.0
+    before = 0
+    for index, text in enumerate(batch):
+        params = SamplingParams(
+            temperature=temperature, seed=first_seed + index, ignore_eos=True, max_tokens=output_len,
+            trace_decode_token_ids=text.answer,
+        )  # fmt: skip
+        core.add(Request(request_id=str(index), prompt_token_ids=text.prompt, params=params))
+        answers[str(index)] = []
+    while core.has_work():
+        output = core.step()
+        for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+            answers[request_id] += token_ids
+        # The clock begins when all have their first token.
+        if not first and all(answers.values()):
+            first, before = output.end_time, sum(map(len, answers.values()))
+        last = output.end_time
+        for request_id, finish in output.finished.items():
+            if finish.reason in ("abort", "error"):
+                raise RequestError("model", request_id, f"one that answers: {finish.message}")
+    seconds = last - first
+    made = sum(map(len, answers.values())) - before
+    return Run(made / seconds if seconds > 0 else 0.0, list(answers.values()))
+
+
+def acceptance(
+    core: EngineCore, texts: list[Text], output_len: int, temperature: float, spec: SpeculativeConfig
+) -> dict[str, Any]:
+    """How many guesses are kept, one stream at a time."""
+    before: Stats = core.stats()
+    made = 0
+    for seed, text in enumerate(texts):
+        made += sum(map(len, run(core, [text], output_len, temperature, seed).answers))
+    after = core.stats()
+    drafts = after.num_drafts - before.num_drafts
+    drafted = after.num_draft_tokens - before.num_draft_tokens
+    kept = after.num_accepted_tokens - before.num_accepted_tokens
+    old = before.num_accepted_per_pos + [0] * (len(after.num_accepted_per_pos) - len(before.num_accepted_per_pos))
+    per_pos = [now - then for now, then in zip(after.num_accepted_per_pos, old, strict=True)]
+    # As if every guess were as good as the first.
+    alpha = per_pos[0] / drafts if per_pos and drafts else 0.0
+    depth = drafted / drafts if drafts else 0.0
+    formula = (1 - alpha ** (depth + 1)) / (1 - alpha) if alpha < 1 else depth + 1.0
+    return {
+        "temperature": temperature,
+        "mode": spec.mode,
+        "num_drafts": drafts,
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": kept,
+        "acceptance_per_position": [each / drafts for each in per_pos] if drafts else [],
+        "mean_accepted_length": 1 + kept / drafts if drafts else 1.0,
+        "alpha": alpha,
+        "mean_drafted_length": depth,
+        "formula": formula,
+        "tokens_per_step": made / max(1, after.num_steps - before.num_steps),
+    }
+
+
+# -- what is asked
+
+
+def find_texts(plan: SpeculatePlan, config: EngineConfig, core: EngineCore) -> list[Text]:
+    """The prompts of `plan.texts`, as token ids that leave room for the answers."""
+    num = plan.num_prompts
+    room = core.info.max_model_len - plan.output_len - 1
+    if room < 8:
+        raise RequestError("output_len", plan.output_len, f"at most {core.info.max_model_len - 9} for this model")
+    if plan.texts == "random":
+        made = random_samples(num, core.info.vocab_size, input_len=min(64, room), output_len=1)
+        return [Text(list(sample.prompt)) for sample in made]  # type: ignore[arg-type]
+    from headrace.cli.bench.words import Words
+
+    words = Words.find(config.tokenizer or config.model)
+    if plan.texts in ("edit", "summary"):
+        return echoes(words, plan.texts, num, min(room, 2 * plan.output_len), plan.output_len)
+    lines = list(PROMPTS) if plan.texts == "builtin" else read_prompts(Path(plan.texts))
+    if not lines:
+        raise RequestError("texts", plan.texts, "a file or folder of JSON lines with turns or a prompt")
+    spread = [lines[i * len(lines) // num] for i in range(num)] if num < len(lines) else lines
+    return [Text(words.encode(line)[: min(room, MAX_TURN_TOKENS)]) for line in spread]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Of JSON lines (also gzipped) with `turns` (Spec-Bench, MT-bench), `prompt` (HumanEval) or `question`."""
+    found = []
+    for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
+        try:
+            data = file.read_bytes()
+            text = gzip.decompress(data) if file.suffix == ".gz" else data
+            rows = [json.loads(line) for line in text.decode("utf-8").splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise RequestError("texts", str(file), f"a readable file of JSON lines ({error})") from error
+        for row in rows:
+            told = row.get("turns") or row.get("prompt") or row.get("question") if isinstance(row, dict) else None
+            told = told[0] if isinstance(told, list) and told else told
+            if isinstance(told, str) and told:
+                found.append(told)
+    return found
+
+
+def echoes(words: Words, kind: str, num: int, prompt_len: int, output_len: int) -> list[Text]:
+    """Answers that repeat their prompts as people have them do it: an edit changes a name here and there; a summary
+    quotes pieces and joins them with words of its own. The model is made to say them, so that any model will do."""
+    source = words.encode(Path(__file__).read_text(encoding="utf-8"))
+    made = []
+    for index in range(num):
+        noise = random.Random(index)
+        start = noise.randrange(max(1, len(source) - prompt_len))
+        prompt = source[start : start + prompt_len]
+        answer: list[int] = []
+        while len(answer) < output_len:
+            if kind == "edit":
+                at = len(answer) % len(prompt)
+                answer += prompt[at : at + noise.randint(20, 60)] + noise.choices(source, k=2)
+            else:
+                at = noise.randrange(max(1, len(prompt) - 40))
+                answer += noise.choices(source, k=noise.randint(4, 8)) + prompt[at : at + noise.randint(20, 40)]
+        made.append(Text(prompt, answer[:output_len]))
+    return made
+
+
+# -- how it is shown
+
+
+def print_speculation(result: dict[str, Any]) -> None:
+    print(f"{result['model_id']}, {result['method']}, k = {result['num_speculative_tokens']}, texts {result['texts']}")
+    control = "control_ratio" in result["loads"][0]
+    itself = f" {'without / itself':>17}" if control else ""
+    print(f"{'streams':>8} {'tok/s without':>14} {'tok/s with':>11} {'ratio':>6} {'different':>10}{itself}")
+    for row in result["loads"]:
+        print(
+            f"{row['streams']:8d} {row['plain_tokens_per_second']:14.1f} {row['tokens_per_second']:11.1f} "
+            f"{row['ratio']:6.2f} {row['num_different']:10d}" + (f" {row['control_ratio']:17.2f}" if control else "")
+        )
+    print(f"{'mode':>10} {'temperature':>12} {'length':>7} {'alpha':>6} {'formula':>8}  kept by position")
+    for row in result["acceptance"]:
+        kept = " ".join(f"{each:.2f}" for each in row["acceptance_per_position"][:8])
+        print(
+            f"{row['mode']:>10} {row['temperature']:12g} {row['mean_accepted_length']:7.2f} {row['alpha']:6.2f} "
+            f"{row['formula']:8.2f}  {kept}"
+        )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Speed by load, and guesses kept by position, as a picture. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left.plot([row["streams"] for row in result["loads"]], [row["ratio"] for row in result["loads"]], "o-")
+    left.axhline(1.0, color="grey", linewidth=0.8)
+    left.set(xscale="log", xlabel="streams", ylabel="speed with / without")
+    for row in result["acceptance"]:
+        label = f"{row['mode']}, temperature {row['temperature']:g}"
+        right.plot(range(1, len(row["acceptance_per_position"]) + 1), row["acceptance_per_position"], "o-", label=label)
+    right.set(xlabel="position in the draft", ylabel="share kept", ylim=(0, 1))
+    right.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,238 @@
+"""What a benchmark measured: the timeline of each request, and the figures and the table made from them.
+
+Names of the JSON fields and lines of the table are vLLM's. All times are seconds in and milliseconds out. Pure
+arithmetic: knows neither HTTP nor the engine; used by `bench_serve` and `bench_offline`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.protocol.errors import RequestError
+
+TITLES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    """One request as its client saw it. `sent` and the members of `token_times` are readings of one clock.
+
+    `sent` is when the request left, after any waiting for a free slot in the client, which is `queue_time`. The
+    entries of `token_times` are arrivals of text: one for each token, or one for several that came together.
+    """
+
+    sent: float
+    queue_time: float = 0.0
+    token_times: list[float] = []
+    done: float = 0.0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        return (self.token_times[0] if self.token_times else self.done) - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.done - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None for an answer of one token, which has no such time."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2el - self.ttft) / (self.num_output_tokens - 1)
+
+    @property
+    def itls(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.token_times)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` percent lie, by linear interpolation; 0.0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def parse_goodput(goals: Sequence[str]) -> dict[str, float]:
+    """['ttft:200', 'tpot:50'] -> {'ttft': 200.0, 'tpot': 50.0}, in ms. Raises `RequestError`."""
+    parsed: dict[str, float] = {}
+    for goal in goals:
+        name, _, text = goal.partition(":")
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = math.nan
+        if name not in ("ttft", "tpot", "e2el") or not 0 < limit < math.inf:
+            raise RequestError("goodput", goal, "ttft, tpot or e2el, a colon and milliseconds, such as ttft:200")
+        parsed[name] = limit
+    return parsed
+
+
+def meets(timeline: Timeline, goals: dict[str, float]) -> bool:
+    """Whether one request kept every goal (milliseconds). A request of one token has no TPOT to break."""
+    for name, limit in goals.items():
+        seconds = getattr(timeline, name)
+        if seconds is not None and seconds * 1000 > limit:
+            return False
+    return True
+
+
+def samples(timelines: Sequence[Timeline], name: str) -> list[float]:
+    """All values of one metric in milliseconds."""
+    if name == "itl":
+        return [gap * 1000 for timeline in timelines for gap in timeline.itls]
+    values = [getattr(timeline, name) for timeline in timelines]
+    return [value * 1000 for value in values if value is not None]
+
+
+def peaks(timelines: Sequence[Timeline]) -> tuple[float, int]:
+    """The most tokens that arrived in one second, and the most requests that were open at once."""
+    if not timelines:
+        return 0.0, 0
+    start = min(timeline.sent for timeline in timelines)
+    per_second: dict[int, float] = {}
+    edges: list[tuple[float, int]] = []
+    for timeline in timelines:
+        edges += [(timeline.sent, 1), (timeline.done, -1)]
+        # Tokens that came together count at their common arrival.
+        weight = timeline.num_output_tokens / max(1, len(timeline.token_times))
+        for moment in timeline.token_times:
+            second = int(moment - start)
+            per_second[second] = per_second.get(second, 0.0) + weight
+    num_open = most = 0
+    for _, change in sorted(edges):
+        num_open += change
+        most = max(most, num_open)
+    return max(per_second.values(), default=0.0), most
+
+
+def figures(
+    timelines: Sequence[Timeline],
+    duration: float,
+    *,
+    metrics: Sequence[str] = ("ttft", "tpot", "itl", "e2el"),
+    percentiles: Sequence[float] = (99.0,),
+    goals: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """The figures of one run as vLLM's JSON fields.
+
+    Args:
+        timelines: all requests, failed ones included.
+        duration: seconds from the first request to the last answer.
+        metrics: which of ttft, tpot, itl, e2el.
+        percentiles: which ones, 0 to 100.
+        goals: milliseconds, from `parse_goodput`.
+    """
+    good = [timeline for timeline in timelines if not timeline.error]
+    total_input = sum(timeline.num_prompt_tokens for timeline in good)
+    total_output = sum(timeline.num_output_tokens for timeline in good)
+    peak_rate, peak_open = peaks(good)
+    result: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(good),
+        "failed": len(timelines) - len(good),
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "request_throughput": len(good) / duration,
+        "request_goodput": sum(meets(t, goals) for t in good) / duration if goals else None,
+        "output_throughput": total_output / duration,
+        "total_token_throughput": (total_input + total_output) / duration,
+        "max_output_tokens_per_s": peak_rate,
+        "max_concurrent_requests": peak_open,
+    }
+    for name in metrics:
+        values = samples(good, name)
+        result[f"mean_{name}_ms"] = statistics.fmean(values) if values else 0.0
+        result[f"median_{name}_ms"] = percentile(values, 50)
+        result[f"std_{name}_ms"] = statistics.pstdev(values) if values else 0.0
+        for share in percentiles:
+            result[f"p{share:g}_{name}_ms"] = percentile(values, share)
+    return result
+
+
+def check_metrics(text: str) -> list[str]:
+    """'ttft,tpot' -> ['ttft', 'tpot']. Raises `RequestError`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TITLES:
+            raise RequestError("percentile_metrics", name, "of " + ", ".join(TITLES))
+    return names
+
+
+def check_percentiles(text: str) -> list[float]:
+    """'50,99' -> [50.0, 99.0]. Raises `RequestError`."""
+    shares: list[float] = []
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = math.nan
+        if not 0 <= share <= 100:
+            raise RequestError("metric_percentiles", part, "numbers from 0 to 100, with commas between")
+        shares.append(share)
+    return shares
+
+
+def table(
+    result: dict[str, Any],
+    *,
+    metrics: Sequence[str] = ("ttft", "tpot", "itl", "e2el"),
+    percentiles: Sequence[float] = (99.0,),
+    title: str = "Serving Benchmark Result",
+    width: int = 50,
+) -> str:
+    """vLLM's table of the figures, `width` characters wide."""
+    lines = [f" {title} ".center(width, "=")]
+
+    def row(label: str, value: object) -> None:
+        shown_value = f"{value:.2f}" if isinstance(value, float) else str(value)
+        lines.append(f"{label + ':':<40} {shown_value:<{width - 41}}".rstrip())
+
+    row("Successful requests", result["completed"])
+    row("Failed requests", result["failed"])
+    if "avg_latency" in result:
+        row("Mean batch latency (ms)", result["avg_latency"] * 1000)
+        row("Median batch latency (ms)", result["percentiles"]["50"] * 1000)
+    if result.get("max_concurrency") is not None:
+        row("Maximum request concurrency", result["max_concurrency"])
+    if result.get("request_rate") not in (None, "inf"):
+        row("Request rate configured (RPS)", result["request_rate"])
+    row("Benchmark duration (s)", result["duration"])
+    row("Total input tokens", result["total_input_tokens"])
+    row("Total generated tokens", result["total_output_tokens"])
+    row("Request throughput (req/s)", result["request_throughput"])
+    if result["request_goodput"] is not None:
+        row("Request goodput (req/s)", result["request_goodput"])
+    row("Output token throughput (tok/s)", result["output_throughput"])
+    row("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"])
+    row("Peak concurrent requests", result["max_concurrent_requests"])
+    row("Total token throughput (tok/s)", result["total_token_throughput"])
+    if result.get("mean_client_queue_time_ms"):
+        row("Mean wait in this client (ms)", result["mean_client_queue_time_ms"])
+    for name in metrics:
+        short, long = TITLES[name]
+        lines.append(long.center(width, "-"))
+        row(f"Mean {short} (ms)", result[f"mean_{name}_ms"])
+        row(f"Median {short} (ms)", result[f"median_{name}_ms"])
+        for share in percentiles:
+            row(f"P{share:g} {short} (ms)", result[f"p{share:g}_{name}_ms"])
+    lines.append("=" * width)
+    return "\n".join(lines)

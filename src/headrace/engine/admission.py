@@ -1,0 +1,118 @@
+"""`Admission`: how much may wait, and for how long whoever is refused should stay away (R-12).
+
+Counts the requests that the engine has not begun with, and their predicted work: the prompt's tokens, and as many of
+the answer as answers had lately, or max_tokens if that is less. Where more than one caller is known by name, nobody
+may have more waiting than room is left: one alone gets half of the queue, two get a third each, and a newcomer always
+finds room (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6 (2), 1998). Knows no engine; `engine.client` asks.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+
+from headrace.protocol.errors import QueueFullError, RequestError
+from headrace.protocol.step import Request
+
+RATE_WINDOW_S = 30.0
+# Tokens of an answer, before any has ended.
+FIRST_GUESS = 128.0
+# Of the newest answer in the mean length.
+WEIGHT = 1 / 32
+MAX_NAMES = 4096
+
+
+class Admission:
+    """Bounds on requests that wait: `max_reqs` of them, with `max_tokens` of predicted work."""
+
+    def __init__(self, max_reqs: int, max_tokens: int) -> None:
+        self.max_reqs = max_reqs
+        self.max_tokens = max_tokens
+        self.num_waiting = 0
+        self.num_waiting_tokens = 0
+        self.mean_answer = FIRST_GUESS
+        self._names: set[str] = set()
+        self._waiting: collections.Counter[str] = collections.Counter()
+        self._waiting_tokens: collections.Counter[str] = collections.Counter()
+        self._starts: collections.deque[tuple[float, int]] = collections.deque()
+
+    def work_of(self, request: Request) -> int:
+        """Tokens that `request` will probably cost."""
+        answer = 0.0 if request.pooling else min(request.params.max_tokens or math.inf, self.mean_answer)
+        width = request.beam.beam_width if request.beam is not None else 1
+        return len(request.prompt_token_ids) + math.ceil(answer * width)
+
+    def check_number(self, num: int) -> None:
+        """Raises `RequestError` for more requests in one call than the queue takes at all."""
+        if num > self.max_reqs:
+            raise RequestError("n", num, f"at most {self.max_reqs} answers in one call (n times prompts)")
+
+    def admit(self, works: Sequence[int], name: str, now: float) -> None:
+        """Whether requests of so much work each may wait, on behalf of `name`. All of them, or none.
+
+        Raises `RequestError` for more requests than the queue takes at all, and `QueueFullError`.
+        """
+        self.check_number(len(works))
+        if name and len(self._names) < MAX_NAMES:
+            self._names.add(name)
+        # A call above the token bound by itself is let into an empty queue: it could never be served otherwise.
+        if not self.num_waiting:
+            return
+        room = self.max_reqs - self.num_waiting
+        room_tokens = self.max_tokens - self.num_waiting_tokens
+        if len(works) > room or sum(works) > room_tokens:
+            raise QueueFullError(
+                f"{self.num_waiting} requests with {self.num_waiting_tokens} tokens of work wait already; the bounds "
+                f"are {self.max_reqs} and {self.max_tokens}",
+                retry_after=self._retry_after(self.num_waiting, self.num_waiting_tokens, now),
+            )
+        own, own_tokens = self._waiting[name], self._waiting_tokens[name]
+        if own and len(self._names) > 1 and (own + len(works) > room or own_tokens + sum(works) > room_tokens):
+            raise QueueFullError(
+                f"{own} requests with {own_tokens} tokens of work of this key wait already, which is its share",
+                retry_after=self._retry_after(own, own_tokens, now),
+            )
+
+    def check_room(self, num: int, name: str, now: float) -> None:
+        """Raises what `admit` would for so many requests, however little work each of them is."""
+        self.check_number(num)
+        self.admit([1] * num, name, now)
+
+    def enter(self, work: int, name: str) -> None:
+        """A request begins to wait."""
+        self._move(1, work, name)
+
+    def leave(self, work: int, name: str, started: float | None = None) -> None:
+        """It waits no more: it was begun with at the time `started`, or has ended."""
+        self._move(-1, -work, name)
+        if started is not None:
+            self._starts.append((started, work))
+            self._forget(started)
+
+    def ended(self, num_tokens: int) -> None:
+        """An answer of so many tokens has come to its end."""
+        self.mean_answer += WEIGHT * (num_tokens - self.mean_answer)
+
+    def _move(self, number: int, work: int, name: str) -> None:
+        self.num_waiting += number
+        self.num_waiting_tokens += work
+        self._waiting[name] += number
+        self._waiting_tokens[name] += work
+        if not self._waiting[name]:
+            del self._waiting[name], self._waiting_tokens[name]
+
+    def _retry_after(self, num: int, num_tokens: int, now: float) -> int:
+        """Seconds that so many requests take at the rate of the last half minute, 1 to 60."""
+        self._forget(now)
+        if not self._starts:
+            return 10
+        span = max(now - self._starts[0][0], 1.0)
+        wait_reqs = num * span / len(self._starts)
+        wait_tokens = num_tokens * span / max(1, sum(work for _, work in self._starts))
+        return min(60, max(1, math.ceil(max(wait_reqs, wait_tokens))))
+
+    def _forget(self, now: float) -> None:
+        """Starts of longer ago than the window: they would be kept for ever where nobody is turned away."""
+        while self._starts and self._starts[0][0] < now - RATE_WINDOW_S:
+            self._starts.popleft()

@@ -1,0 +1,214 @@
+"""The engine's own process: `python -m headrace.engine.child FD`, started by `engine.links.ProcessLink`.
+
+It builds the engine that the first frame asks for, then steps while there is work and sleeps on the socket while
+there is none. One thread, no event loop, no knowledge of HTTP or text. A server that is gone is an end-of-file, and
+then this process ends too. A fault that no request owns ends it with the traceback on stderr and a `Failed` frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from headrace import env
+from headrace.engine import logs
+from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
+from headrace.engine.core import EngineCore, Executor
+from headrace.protocol import frames
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch, StepOutput, StepResult
+
+logger = logging.getLogger("headrace.engine")
+
+PR_SET_PDEATHSIG = 1
+
+Receive = Callable[[bool], "list[frames.ToEngine] | None"]
+Send = Callable[[frames.FromEngine], None]
+
+
+def drive(core: EngineCore, receive: Receive, send: Send) -> None:
+    """Step `core` until it is told to stop or its peer hangs up. The same loop runs in a thread for `InprocLink`.
+
+    Args:
+        receive: called between steps; with True it may wait, with False it must not. None means: hung up.
+        send: may block, which holds the engine back until the server reads on.
+    """
+    debug = env.debug_level()
+    send(frames.Ready(core.info))
+    while True:
+        if core.on_idle is not None and not core.has_work() and core.num_steps:
+            core.on_idle()
+        messages = receive(not core.has_work())
+        if messages is None:
+            return
+        for message in messages:
+            match message:
+                case Add(request):
+                    try:
+                        core.add(request)
+                    except RequestError as error:
+                        refused = (error.field, repr(error.value)[:80], error.bound, error.code)
+                        send(frames.Rejected(request.request_id, *refused))
+                    except Exception as error:
+                        # A fault of ours, but its owner is known: nobody else is to suffer from it.
+                        logger.error("a request could not be taken in", exc_info=error)
+                        told = ("request", type(error).__name__, "one that the engine can take in", "internal_error")
+                        send(frames.Rejected(request.request_id, *told))
+                case Abort(request_id):
+                    core.abort(request_id)
+                case ResetPrefixCache():
+                    core.reset_prefix_cache()
+                case frames.Shutdown():
+                    return
+                case frames.Start():
+                    raise frames.TransportError("the engine was started already")
+        # Aborts alone leave nothing to step, but the gauges moved.
+        output = core.step() if core.has_work() else StepOutput(step_id=-1)
+        output.stats = output.stats or core.stats()
+        send(frames.Output(output))
+        if debug:
+            show(output)
+
+
+def show(output: StepOutput) -> None:
+    """HEADRACE_DEBUG=1: one line for each step on stderr."""
+    stats = output.stats
+    gauges = f"running={stats.num_running} waiting={stats.num_waiting} blocks={stats.num_blocks_held}" if stats else ""
+    took = 1e3 * (output.end_time - output.start_time)
+    ended = {request_id[:8]: finish.reason for request_id, finish in output.finished.items()}
+    line = f"step {output.step_id} {took:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}"
+    with contextlib.suppress(OSError):  # a log that is full or gone is no reason to end (R-28)
+        print(line, file=sys.stderr)
+
+
+class Noted:
+    """An executor that notes the shape of each step in a black box before it is computed."""
+
+    def __init__(self, core: EngineCore, box: BlackBox) -> None:
+        self._inner: Executor = core.executor
+        self._core = core
+        self._box = box
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        num = min(len(batch), MAX_CHUNKS)
+        shape = StepShape(
+            batch.step_id,
+            time.monotonic(),
+            len(batch),
+            [seq.request_id for seq in self._core.scheduler.flight[:num]],
+            batch.starts[:num],
+            batch.lens[:num],
+            [len(table) for table in batch.block_tables[:num]],
+            sum(len(draft.token_ids) for draft in batch.drafts.values()),
+            len(batch.copies),
+        )
+        self._box.begin(shape)
+        result = self._inner.run(batch)
+        self._box.end(batch.step_id)
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> int:
+    """Serve one socket until it closes. Returns the exit status.
+
+    `build` makes the engine that the first frame asks for; `compose.build_engine`, unless a test has another.
+    """
+    # The server decides when this process ends: a Ctrl-C or a SIGTERM to the whole group must not cut open streams.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    die_with_parent()
+    logs.set_up("warning")
+    # Of a crash in native code, too, somebody is to be told where it was.
+    faulthandler.enable()
+    faulthandler.register(frames.STACKS_SIGNAL, all_threads=True)
+    faulthandler.register(frames.LAST_WORDS_SIGNAL, all_threads=True)
+    channel = frames.EngineSocket(socket.socket(fileno=fd))
+    ready = False
+    core = None
+    box = None
+
+    def send(message: frames.FromEngine) -> None:
+        nonlocal ready
+        ready = ready or isinstance(message, frames.Ready)
+        channel.send(message)
+
+    try:
+        first = channel.receive(wait=True)
+        if not first:
+            return 0
+        if not isinstance(first[0], frames.Start):
+            raise frames.TransportError("the first message must be Start")
+        early = first[1:]
+        if first[0].log_format != "text":
+            logs.set_up("warning", first[0].log_format)
+        if first[0].black_box is not None:
+            box = BlackBox.inherit(first[0].black_box)
+            faulthandler.enable(box.stacks_file)
+            faulthandler.register(frames.LAST_WORDS_SIGNAL, box.stacks_file, all_threads=True)
+        core = build(first[0].config) if build else _build_engine(first[0].config, first[0].is_restart)
+        if box is not None:
+            core.executor = Noted(core, box)
+        # Modules, weights and the model live as long as this process: the collector need not walk them in mid-step.
+        gc.collect()
+        gc.freeze()
+
+        def receive(wait: bool) -> list[frames.ToEngine] | None:
+            # Messages that came in one read with Start are not to be lost.
+            nonlocal early
+            if early:
+                taken, early = early, []
+                return taken
+            return channel.receive(wait)
+
+        drive(core, receive, send)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except BaseException as error:
+        # A refusal to start is told in one line by the server; everything else deserves its traceback.
+        if ready or not isinstance(error, HeadraceError):
+            if box is not None:
+                box.note_error(error)
+            else:
+                logger.error("the engine failed", exc_info=error)
+        # The message of an exception that nobody foresaw may quote a request (S-22); before there are any it can not.
+        told = str(error) or repr(error) if isinstance(error, HeadraceError) or not ready else ""
+        with contextlib.suppress(OSError):
+            channel.send(frames.Failed(type(error).__name__, told, starting=not ready))
+        return 1
+    finally:
+        if core is not None:
+            core.close()
+    return 0
+
+
+def _build_engine(config: EngineConfig, is_restart: bool) -> EngineCore:
+    # Torch comes with it, so it is imported when somebody waits for the engine and not before.
+    from headrace.engine.build import build_engine
+
+    return build_engine(config, is_restart)
+
+
+def die_with_parent() -> None:
+    """Ask Linux for a SIGKILL when the parent's thread ends, so that a killed server leaves no orphan (R-23)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

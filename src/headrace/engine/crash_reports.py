@@ -1,0 +1,172 @@
+"""What an engine died of, for whoever has to find out: a file for each death, without a word or a token of a prompt.
+
+It has the reason, the stacks, the last steps as shapes, the open requests as ids and counts, the counters, the versions
+and the configuration without its keys. A bounded number of files of bounded size, readable by their owner alone.
+Called by `engine.client`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import __version__
+from headrace.engine.black_box import BlackBox
+from headrace.engine.resumption import OpenRequest
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.step import EngineInfo, Stats
+
+logger = logging.getLogger("headrace.engine")
+
+MAX_REPORTS = 10
+MAX_OPEN = 128
+"""Open requests that are told of; of more the number is."""
+MAX_STACK_LINES = 400
+MAX_REPORT_BYTES = 2**18
+PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "fastapi", "uvicorn", "tokenizers")
+_PREFIX = "crash-"
+# What the server itself says of a death. Anything else is an exception's message, which may quote a request.
+_PLAIN = re.compile(r"(frozen: [\w .,]+|exit status -?\d+|the engine[\w' ]+(\(exit status -?\d+\))?)")
+
+
+class CrashReports:
+    """A folder of reports.
+
+    Args:
+        folder: made when it is first needed; "~" is the user's home.
+        engine, server: what is told of the configuration; keys are left out.
+    """
+
+    def __init__(self, folder: str, engine: EngineConfig, server: ServerConfig) -> None:
+        self.folder = Path(folder).expanduser()
+        self._config = {"engine": without_keys(engine), "server": without_keys(server)}
+        self._num = 0
+
+    def write(
+        self,
+        reason: str,
+        box: BlackBox | None,
+        entries: Sequence[OpenRequest],
+        info: EngineInfo | None,
+        stats: Stats,
+        total: Stats,
+        num_restarts: int,
+    ) -> Path | None:
+        """Write a report and tell the log where it is. None if that fails, which is logged too."""
+        self._num += 1
+        now = datetime.datetime.now(datetime.UTC)
+        steps = [] if box is None else [msgspec.structs.asdict(step) for step in box.steps()]
+        report: dict[str, Any] = {
+            "headrace": __version__,
+            "time": now.isoformat(timespec="milliseconds"),
+            "reason": plain_reason(reason),
+            "num_restarts": num_restarts,
+            "versions": versions(),
+            "machine": machine(),
+            "config": self._config,
+            "engine": info,
+            "stats": stats,
+            "total": total,
+            "num_open": len(entries),
+            "open": [shape_of(entry) for entry in entries[:MAX_OPEN]],
+            "stacks": [] if box is None else box.stacks()[-MAX_STACK_LINES:],
+            "unfinished_step": None if box is None else box.unfinished(),
+            "monotonic_time": time.monotonic(),
+            "steps": steps,
+        }
+        # The oldest steps go first where there is too much of everything.
+        while len(made := msgspec.json.format(msgspec.json.encode(report), indent=1)) > MAX_REPORT_BYTES:
+            if not steps:
+                report["open"], report["stacks"] = [], []
+            report["steps"] = steps = steps[len(steps) // 2 + 1 :]
+        name = f"{_PREFIX}{now:%Y%m%d-%H%M%S}-{os.getpid()}-{self._num}.json"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self.folder / name
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(made)
+            for old in sorted(self.folder.glob(f"{_PREFIX}*.json"), key=_age)[:-MAX_REPORTS]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("no report of the death was written: %s", error)
+            return None
+        logger.error("a report of the death, without prompts, is in %s", path)
+        return path
+
+
+def _age(path: Path) -> tuple[float, str]:
+    try:
+        return path.stat().st_mtime, path.name
+    except FileNotFoundError:  # another server of this user has just removed it
+        return 0.0, path.name
+
+
+def plain_reason(reason: str) -> str:
+    """Why the engine died, as far as that can be told without quoting anybody: of an exception its kind."""
+    if _PLAIN.fullmatch(reason):
+        return reason
+    kind = reason.partition(":")[0]
+    return kind if re.fullmatch(r"[A-Za-z_]\w{0,80}( in the server)?", kind) else "an exception"
+
+
+def without_keys(config: EngineConfig | ServerConfig) -> dict[str, Any]:
+    """The fields of a config that are not as by default; of keys, that they are set."""
+    made = {}
+    for field in msgspec.structs.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            made[field.name] = "set" if "key" in field.name else value
+    return made
+
+
+def shape_of(entry: OpenRequest) -> dict[str, Any]:
+    """What is told of an open request."""
+    request = entry.request
+    return {
+        "request_id": request.request_id,
+        "call_id": entry.stream.call_id,
+        "num_prompt_tokens": len(request.prompt_token_ids),
+        "num_delivered": len(entry.delivered),
+        "max_tokens": request.params.max_tokens,
+        "temperature": request.params.temperature,
+        "is_constrained": request.params.structured_outputs is not None,
+        "is_beam_search": request.beam is not None,
+        "is_started": entry.started,
+        "is_told": entry.told,
+        "num_strikes": entry.num_strikes,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the system, and the packages that matter to an engine."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processors, load and memory, in bytes."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {
+        "architecture": platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
+    }

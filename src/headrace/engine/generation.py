@@ -1,0 +1,293 @@
+"""`Front`: tokenizer and engine client together, and `Generation`: all answers of one call, as they come.
+
+The part of the server that speaks prompts and pieces of text but not yet HTTP. `async_llm.AsyncLLM` and
+`serve.apis.openai.completions` stand on it. Long texts are tokenised on a worker thread, so that the event loop stays
+quick (R-03).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from headrace.engine.client import EngineClient
+from headrace.engine.deadlines import current as current_deadline
+from headrace.engine.rates import Limits, Rates
+from headrace.engine.request_stream import RequestStream
+from headrace.engine.tenants import salted
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import EngineInfo, Finish, Pooling
+from headrace.text.beams import make_search, parts_of
+from headrace.text.grammars import GrammarChecker
+from headrace.text.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
+from headrace.text.outputs import Delta, Piece, RequestState, best
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.words import THINK
+
+# Below this many characters the work is shorter than the hand-over to a thread.
+LARGE_TEXT = 4096
+
+T = TypeVar("T")
+
+
+FAULTS = frozenset(
+    "numerical_error out_of_memory structured_output_error sampling_error invalid_chunk internal_error".split()
+)
+"""What the engine may fail one request for; its message begins with one of these and a colon."""
+
+
+class RequestFailedError(HeadraceError):
+    """The engine failed one request, and only that. `code` says for what. HTTP 500, but 400 for one whose own biases
+    and bans leave no token: sent again, it fails again."""
+
+    def __init__(self, message: str) -> None:
+        code = message.partition(":")[0]
+        self.code = code if code in FAULTS else "numerical_error"
+        self.status = 400 if code == "sampling_error" else 500
+        super().__init__(message or "the model gave no usable numbers for this request")
+
+
+class FinishObserver(Protocol):
+    def on_finish(self, state: RequestState, reason: str) -> None: ...
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread."""
+    return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
+
+
+class Front:
+    """Prompts in, generations out."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        observer: FinishObserver | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.client = client
+        self.rates = Rates(Limits()) if rates is None else rates
+        self.tokenizer = tokenizer
+        self.observer = observer
+        # What begins and ends the model's reasoning.
+        self.marks = THINK
+        self._grammars: GrammarChecker | None = None
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """Who finds out whether a constraint can be honoured."""
+        if self._grammars is None:
+            self._grammars = GrammarChecker(self.tokenizer, self.info.vocab_size, self.info.eos_token_ids)
+        return self._grammars
+
+    async def check(self, params: SamplingParams) -> list[str]:
+        """To be called before `open` for parameters with a constraint: what it leaves open, in words.
+
+        Raises `RequestError` for a constraint that can not be honoured.
+        """
+        return await self.grammars.check_soon(params)
+
+    def check_room(self, num_prompts: int, params: SamplingParams) -> None:
+        """Before texts are rendered and tokenised for nothing: raises what `open` would raise now for so many prompts,
+        however short (`RequestError`, `QueueFullError`, `EngineDeadError`)."""
+        self.client.check_room(num_prompts * (params.best_of or params.n))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.client.info
+
+    async def prompt_ids(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
+    ) -> tuple[str | None, list[int]]:
+        """`inputs.prompt_ids`, on a thread if the prompt is long."""
+        return await off_loop(
+            prompt_size(prompt),
+            lambda: prompt_ids(
+                prompt,
+                self.tokenizer,
+                self.info,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+            ),
+        )
+
+    def open(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_time: float | None = None,
+        draw: Callable[[], int] | None = None,
+        pooling: Pooling = "",
+        beam: BeamSearchParams | None = None,
+    ) -> Generation:
+        """Ask for `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` each is asked
+        for its hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
+
+        Raises `RequestError`, `QueueFullError` (a `RateLimitError` too), `DeadlineError` or `EngineDeadError`. The
+        caller must close what it gets.
+        """
+        if params.structured_outputs is not None:
+            self.grammars.require(params)
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        cache_salt = salted(cache_salt)
+        num_tokens = sum(map(len, prompts))
+        self.rates.check_tokens(num_tokens)
+        meter = self.rates.meter()
+        made = self._open(prompts, params, arrival, priority, cache_salt, draw, pooling, beam)
+        if meter is not None:
+            meter(num_tokens)
+            made.meter = meter
+        return made
+
+    def _open(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        arrival: float,
+        priority: int,
+        cache_salt: str,
+        draw: Callable[[], int] | None,
+        pooling: Pooling,
+        beam: BeamSearchParams | None,
+    ) -> Generation:
+        if beam is not None:
+            return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
+        # Before as many are made.
+        self.check_room(len(prompts), params)
+        groups = [
+            make_requests(
+                token_ids,
+                params,
+                self.info,
+                priority=priority,
+                cache_salt=cache_salt,
+                draw=draw or draw_seed,
+                pooling=pooling,
+                tokenizer=self.tokenizer,
+                marks=self.marks,
+            )
+            for token_ids in prompts
+        ]
+        stream = self.client.submit([request for group in groups for request in group], arrival, current_deadline())
+        states = [
+            RequestState(request, self.tokenizer, index, arrival)
+            for group in groups
+            for index, request in enumerate(group)
+        ]
+        return Generation(stream, states, len(groups[0]) if groups else params.n, self.observer, params.n)
+
+    def _open_searches(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        beam: BeamSearchParams,
+        arrival: float,
+        priority: int,
+        cache_salt: str,
+    ) -> Generation:
+        known = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
+        requests = [make_search(ids, beam, params, self.info, **known) for ids in prompts]  # type: ignore[arg-type]
+        stream = self.client.submit(requests, arrival, current_deadline())
+        num = beam.num_answers
+        states = [RequestState(r, self.tokenizer, index, arrival) for r in requests for index in range(num)]
+        return Generation(stream, states, num, self.observer, per_request=num)
+
+
+class Generation:
+    """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. The caller wants `num_told` of n.
+
+    An async iterator of lists of (place in `states`, piece). Use it in an `async with`: leaving that aborts whatever
+    is still running.
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        states: list[RequestState],
+        n: int,
+        observer: FinishObserver | None,
+        num_told: int | None = None,
+        per_request: int = 1,
+    ) -> None:
+        self.states = states
+        self.n = n
+        self.num_told = n if num_told is None else num_told
+        self._stream = stream
+        self._per_request = per_request
+        self._observer = observer
+        # Told of tokens that came, where the caller's are counted.
+        self.meter: Callable[[int], None] | None = None
+
+    def of_prompt(self, place: int) -> list[RequestState]:
+        """The answers to one prompt."""
+        return self.states[place * self.n : (place + 1) * self.n]
+
+    def told(self) -> list[int]:
+        """Places of the answers to hand out when all have ended: `outputs.best` of each prompt's, in that order."""
+        places = {id(state): place for place, state in enumerate(self.states)}
+        groups = [self.of_prompt(prompt) for prompt in range(len(self.states) // self.n)]
+        return [places[id(state)] for group in groups for state in best(group, self.num_told)]
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Piece]]:
+        pieces = []
+        deltas = await self._stream.__anext__()
+        if self.meter is not None:
+            self.meter(sum(len(delta.token_ids) for _, delta in deltas))
+        for place, delta in self._places(deltas):
+            state = self.states[place]
+            piece = state.feed(delta)
+            if state.finish is None:
+                pieces.append((place, piece))
+                continue
+            if delta.finish is None:
+                self._stream.abort(place)
+            if self._observer is not None:
+                self._observer.on_finish(state, state.finish.reason)
+            if state.finish.reason == "error":
+                raise RequestFailedError(state.finish.message)
+            pieces.append((place, piece))
+        return pieces
+
+    def _places(self, deltas: list[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
+        """Deltas of requests as deltas of answers: a search is one request with several."""
+        num = self._per_request
+        if num == 1 and all(delta.beams is None for _, delta in deltas):
+            return deltas
+        return [(i * num + place, part) for i, delta in deltas for place, part in enumerate(parts_of(delta, num))]
+
+    def end(self, place: int) -> None:
+        """End one answer where it is: who reads it has all that was asked for."""
+        state = self.states[place]
+        if state.finish is not None:
+            return
+        state.finish = Finish("stop")
+        state.metrics.finished_time = state.metrics.last_token_time
+        self._stream.abort(place // self._per_request)
+        if self._observer is not None:
+            self._observer.on_finish(state, "stop")
+
+    def close(self) -> None:
+        """Abort what still runs. May be called twice."""
+        self._stream.close()
+        for state in self.states:
+            if state.finish is None and not state.closed:
+                state.closed = True
+                if self._observer is not None:
+                    self._observer.on_finish(state, "abort")
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()

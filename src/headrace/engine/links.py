@@ -1,0 +1,366 @@
+"""How messages reach the engine: over a socket to a child process, or through a queue to a thread.
+
+A link starts the engine, carries messages both ways in order, and tells once when the engine is gone. It knows
+nothing of requests; `engine.client.EngineClient` is its only caller, on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from headrace.engine import logs
+from headrace.engine.black_box import BlackBox
+from headrace.engine.core import EngineCore
+from headrace.engine.memory import read_small
+from headrace.protocol import frames
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import EngineDeadError, HeadraceError
+from headrace.protocol.step import EngineInfo
+
+logger = logging.getLogger("headrace.engine")
+
+CLOSE_TIMEOUT_S = 5.0
+MAX_LINE_BYTES = 2**16
+# What a process that is to be killed gets to tell where its threads are.
+STACKS_S = 0.5
+ENGINE_COMMAND = (sys.executable, "-m", "headrace.engine.child")
+
+OnMessage = Callable[[frames.FromEngine], None]
+OnLost = Callable[[str], None]
+
+
+class Link(Protocol):
+    in_process: bool
+    """Whether requests stay objects of this process, functions in them too."""
+    was_killed: bool
+    """Whether the last engine ended by somebody else's SIGKILL."""
+    black_box: BlackBox | None
+    """What the engine, alive or dead, has left; of one in this process nothing."""
+
+    async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+        """Start an engine and wait until it is loaded. Raises what it failed with. May be called again after a loss."""
+        ...
+
+    def post(self, message: frames.ToEngine) -> None:
+        """Send, without waiting. To a peer that is gone: dropped, for `on_lost` tells of it."""
+        ...
+
+    def usage(self) -> tuple[float, bool] | None:
+        """Processor time of the engine so far, in seconds, and whether it waits for a processor or a disk just now.
+        None where that is not known."""
+        ...
+
+    async def kill(self) -> None:
+        """End an engine that does not answer, after it has shown its stacks; nothing more is heard of it, and
+        `on_lost` is not called. Does nothing to one that is no process of its own."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and wait for its end. May be called twice."""
+        ...
+
+
+class ProcessLink:
+    """A child process on a socketpair. Its death is an end-of-file.
+
+    `command` is what to run; it gets the number of its end of the socket as last argument. With `logs_stderr` what the
+    process writes to stderr is logged here, line by line, and what it logs as it logged it.
+    """
+
+    in_process = False
+    was_killed = False
+
+    def __init__(
+        self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND, logs_stderr: bool = False
+    ) -> None:
+        self.black_box: BlackBox | None = None
+        self._config = config
+        self._command = command
+        self._logs_stderr = logs_stderr
+        self._errors: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._is_restart = False
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, or None before the first start."""
+        return self._process.pid if self._process else None
+
+    async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+        await self._reap()
+        self._drop_box()
+        box = self.black_box = BlackBox.make()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Not from a worker thread: the child asks to die with the thread that made it.
+            command = [*self._command, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno(), *box.fds],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if self._logs_stderr else None,
+            )
+        if self._process.stderr is not None:
+            self._errors = asyncio.create_task(_log_lines(self._process.stderr))
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        read_small(self._writer.transport)
+        form = "json" if self._logs_stderr else "text"
+        self._writer.write(frames.encode(frames.Start(self._config, box.fds, self._is_restart, form)))
+        buffer = frames.FrameBuffer()
+        first: list[frames.FromEngine] = []
+        while not first:
+            data = await _read(reader)
+            if not data:
+                status = await self._reap()
+                self._tell_stacks()
+                raise EngineDeadError(f"the engine's process ended while it started ({status})")
+            try:
+                first = [frames.decode_from_engine(payload) for payload in buffer.feed(data)]
+            except frames.TransportError:
+                self._process.kill()
+                raise
+        match first[0]:
+            case frames.Ready(info):
+                self._is_restart = True
+                self._pump = asyncio.create_task(self._receive(reader, buffer, first[1:], on_message, on_lost))
+                return info
+            case frames.Failed() as failed:
+                await self._reap()
+                raise frames.startup_error(failed)
+            case other:
+                await self._reap()
+                raise frames.TransportError(f"the engine began with {type(other).__name__}")
+
+    def post(self, message: frames.ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frames.encode(message))
+
+    def usage(self) -> tuple[float, bool] | None:
+        if self._process is None or sys.platform != "linux":
+            return None
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return None
+        # After the name, which may hold anything: state is field 3, utime and stime are 14 and 15.
+        fields = stat.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] in ("R", "D")
+
+    async def kill(self) -> None:
+        self._stop_listening()
+        process = self._process
+        if process is not None and process.poll() is None:
+            # In this order: a stopped process takes the first when it goes on.
+            for name in (frames.LAST_WORDS_SIGNAL, signal.SIGCONT):
+                process.send_signal(name)
+            await asyncio.sleep(STACKS_S)
+            process.kill()
+        await self._reap()
+        self._tell_stacks()
+        self.was_killed = False
+
+    async def close(self) -> None:
+        self._stop_listening()
+        self.post(frames.Shutdown())
+        await self._reap()
+        self._drop_box()
+        if self._errors is not None:
+            await self._errors
+
+    def _drop_box(self) -> None:
+        if self.black_box is not None:
+            self.black_box.close()
+            self.black_box = None
+
+    def _tell_stacks(self) -> None:
+        for line in self.black_box.stacks() if self.black_box is not None else ():
+            logger.error("%s", line)
+
+    def _stop_listening(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            self._pump = None
+
+    async def _receive(
+        self,
+        reader: asyncio.StreamReader,
+        buffer: frames.FrameBuffer,
+        messages: list[frames.FromEngine],
+        on_message: OnMessage,
+        on_lost: OnLost,
+    ) -> None:
+        reason = ""
+        try:
+            while True:
+                for message in messages:
+                    if isinstance(message, frames.Failed):
+                        reason = ": ".join(filter(None, (message.kind, message.message)))
+                    else:
+                        on_message(message)
+                data = await _read(reader)
+                if not data:
+                    break
+                messages = [frames.decode_from_engine(payload) for payload in buffer.feed(data)]
+        except frames.TransportError as error:
+            reason = str(error)
+        except Exception as error:  # a fault of ours; the engine is of no use without its reader
+            logger.exception("the reader of the engine's messages failed")
+            reason = f"{type(error).__name__} in the server"
+        status = await self._reap()
+        self._tell_stacks()
+        on_lost(reason or status)
+
+    async def _reap(self) -> str:
+        """End the child, gently if it is well, and tell how it ended. Hanging up is the signal to go."""
+        process = self._process
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                if self._writer.can_write_eof():
+                    self._writer.write_eof()
+        status = "no process"
+        if process is not None:
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    while process.poll() is None:
+                        await asyncio.sleep(0.01)
+            except TimeoutError:
+                process.kill()
+                process.wait()
+            status = f"exit status {process.returncode}"
+            self.was_killed = process.returncode == -signal.SIGKILL
+            # Not before: whoever looks for the engine in the meantime finds what is left of it.
+            self._process = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        return status
+
+
+async def _log_lines(pipe: IO[bytes]) -> None:
+    """Log what comes through `pipe` until its end."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    while True:
+        try:
+            line = await reader.readuntil(b"\n")
+        except asyncio.IncompleteReadError as error:
+            line = error.partial
+            if not line:
+                return
+        except asyncio.LimitOverrunError as error:
+            line = await reader.read(max(1, error.consumed))
+        text = line.decode("utf-8", "replace").rstrip()
+        record = logs.record_of(text)
+        if record is None:
+            logger.warning("%s", text)
+        elif logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(frames.READ_BYTES)
+    except ConnectionError:
+        return b""
+
+
+class InprocLink:
+    """The same loop on a thread, without bytes: messages are handed over as they are."""
+
+    in_process = True
+    was_killed = False
+
+    def __init__(self, build: Callable[[], EngineCore]) -> None:
+        self.black_box: BlackBox | None = None
+        self._build = build
+        self._inbox: queue.SimpleQueue[frames.ToEngine | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+        if self._thread is not None:
+            raise EngineDeadError("an engine in this process can not be restarted")
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[EngineInfo] = loop.create_future()
+
+        def deliver(message: frames.FromEngine) -> None:
+            if isinstance(message, frames.Ready):
+                ready.set_result(message.info)
+            else:
+                on_message(message)
+
+        def lost(error: BaseException) -> None:
+            if not ready.done():
+                failed = error if isinstance(error, HeadraceError) else EngineDeadError(repr(error))
+                failed.__cause__ = error
+                ready.set_exception(failed)
+            else:
+                on_lost(repr(error))
+
+        def call(function: Callable[..., None], *args: object) -> None:
+            # The loop may have closed before the thread: then nobody listens any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(function, *args)
+
+        self._thread = threading.Thread(
+            target=self._run, args=(call, deliver, lost), name="headrace-engine", daemon=True
+        )
+        self._thread.start()
+        return await ready
+
+    def post(self, message: frames.ToEngine) -> None:
+        self._inbox.put(message)
+
+    def usage(self) -> tuple[float, bool] | None:
+        return None
+
+    async def kill(self) -> None:
+        return
+
+    async def close(self) -> None:
+        self._inbox.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(
+        self,
+        call: Callable[..., None],
+        deliver: Callable[[frames.FromEngine], None],
+        lost: Callable[[BaseException], None],
+    ) -> None:
+        from headrace.engine.child import drive
+
+        core = None
+        try:
+            core = self._build()
+            drive(core, self._receive, lambda message: call(deliver, message))
+        except BaseException as error:
+            logger.exception("the engine's thread failed")
+            call(lost, error)
+        finally:
+            if core is not None:
+                core.close()
+
+    def _receive(self, wait: bool) -> list[frames.ToEngine] | None:
+        messages: list[frames.ToEngine] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._inbox.get(block=wait and not messages)
+                if message is None:
+                    return None
+                messages.append(message)
+        return messages

@@ -1,0 +1,299 @@
+"""Builds a Runner from a config: find the directory, load the model, size the KV cache.
+
+The one place in `runner` that sees `EngineConfig`. Called by `headrace.engine.build`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import __version__, gguf, hub, models
+from headrace.backends import make_backend
+from headrace.backends.base import Backend, KVShape
+from headrace.checkpoint import gguf_config
+from headrace.checkpoint.gguf_origin import GGUFOrigin
+from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
+from headrace.checkpoint.packed import PackedWriter
+from headrace.checkpoint.source import foretelling, with_weights
+from headrace.drafters.base import Drafter, Target
+from headrace.drafters.build import make_drafter, make_speculator
+from headrace.drafters.guide import SamplerGuide
+from headrace.grammar.matchers import Load, Matchers
+from headrace.models.config import ModelConfig
+from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, EngineConfig
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.step import EngineInfo
+from headrace.quant.schemes import parse
+from headrace.runner.runner import Runner
+from headrace.sampling.filters import Select, select_all
+from headrace.sampling.sampler import Sampler
+
+MAX_AUTO_KV_BYTES = 4 * 2**30
+MANY_PIECES = 128
+AUTO_KV_SHARE = 0.25
+MIN_AUTO_MODEL_LEN = 1024
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+def build_runner(
+    config: EngineConfig, progress: Progress | None = None, vocabulary: Load | None = None
+) -> tuple[Runner, EngineInfo]:
+    """Load `config.model` and make room for its KV cache.
+
+    `progress` is called with (tensors loaded, tensors in all); without it a bar is drawn if stderr is a terminal.
+    `vocabulary` reads the tokenizer when the first constraint needs it; without it there are none.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
+    """
+    directory = hub.resolve(config.model, config.revision)
+    if progress is not None:
+        backend, model, model_config = load_model(config, directory, progress)
+    else:
+        with progress_bar(f"loading {config.model}") as show:
+            backend, model, model_config = load_model(config, directory, show)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
+    eos_token_ids = hub.eos_token_ids(directory)
+    selecting = choose_select(backend, model.vocab_size, config.num_threads)
+    sampler = Sampler(model.vocab_size, eos_token_ids, selecting)
+    spec = config.speculative_config
+    target: Target | None = None
+    drafter: Drafter | None = None
+    if spec is not None:
+        # Before the cache is sized: it takes what memory the drafter leaves.
+        guide = SamplerGuide(sampler, rejects=spec.mode == "rejection")
+        target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
+        drafter = make_drafter(spec, target)
+    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend, kv_dtype)
+    program = backend.program(
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        kv_dtype=kv_dtype,
+        max_num_seqs=config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
+        num_threads=config.num_threads,
+        feature_layers=(drafter.feature_layers or ()) if drafter is not None else (),
+    )
+    matchers = None
+    if vocabulary is not None:
+        matchers = Matchers(vocabulary, model.vocab_size, eos_token_ids, capacity=config.max_num_seqs)
+    speculator = None
+    if spec is not None and drafter is not None and target is not None:
+        speculator = make_speculator(spec, drafter, target, eos_token_ids)
+    runner = Runner(program, sampler, matchers, speculator)
+    info = EngineInfo(
+        model=config.model,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logprobs=config.max_logprobs,
+        hidden_size=model.hidden_size,
+        scheduling_policy=config.scheduling_policy,
+        dtype=backend.dtype,
+        kv_cache_dtype=kv_dtype,
+        quantization=config.quantization or "",
+        backend=backend.name,
+        device=backend.device,
+        version=__version__,
+    )
+    return runner, info
+
+
+def make_target(
+    config: EngineConfig,
+    directory: Path,
+    backend: Backend,
+    model: models.Model,
+    model_config: ModelConfig,
+    max_model_len: int,
+    kv_dtype: str,
+    guide: SamplerGuide,
+) -> Target:
+    """What a drafter may use of the engine."""
+
+    def load(path: Path, quantization: str | None, length: int) -> tuple[Backend, models.Model, dict[str, Any]]:
+        own = msgspec.structs.replace(
+            config,
+            model=str(path),
+            quantization=quantization,
+            max_model_len=length,
+            save_packed=False,
+            speculative_config=None,
+        )
+        with progress_bar(f"loading {path}") as show:
+            made = load_model(own, path, show)
+        return made[0], made[1], made[2].values
+
+    return Target(
+        model=model,
+        backend=backend,
+        directory=directory,
+        config=model_config.values,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.kv_shape.num_layers,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        num_threads=config.num_threads,
+        kv_dtype=kv_dtype,
+        quantization=config.quantization,
+        guide=guide,
+        load=load,
+    )
+
+
+def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
+    """The model of `directory` (or of a GGUF file) with its weights. Raises `CheckpointError` or `RequestError`."""
+    if directory.is_file():
+        return _load_gguf(config, directory, progress)
+    values = read_config(directory, models.names())
+    if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
+        raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
+    module = models.find(values["model_type"])
+    model_config = ModelConfig(values)
+    checkpoint = MappedCheckpoint(directory)
+    backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    quantization = None if config.quantization == DEQUANTIZE else config.quantization
+    wanted = None if quantization is None else parse(quantization)
+
+    def read(writer: PackedWriter | None) -> Any:
+        from headrace.checkpoint.loader import Checkpoint, Weights
+
+        stored, spare = values.get("quantization_config"), foretelling(values)
+        return Weights(Checkpoint(directory), backend, stored, progress, wanted, writer, spare)
+
+    model: models.Model = with_weights(
+        lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
+        read, checkpoint, backend, quantization, config.save_packed, progress,
+    )  # fmt: skip
+    return backend, model, model_config
+
+
+def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
+    exact = config.quantization == DEQUANTIZE
+    wanted = None if exact or config.quantization is None else parse(config.quantization)
+    file = gguf.read(path)
+    reading = gguf_config.read(file)
+    model_config = ModelConfig(reading.values)
+    backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    module = models.find(reading.values["model_type"])
+
+    def opened(writer: PackedWriter | None) -> Any:
+        from headrace.checkpoint.gguf_source import GGUFWeights
+
+        return GGUFWeights(file, reading, backend, progress, wanted, exact, writer)
+
+    model: models.Model = with_weights(
+        lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
+        opened, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
+        progress,
+    )  # fmt: skip
+    return backend, model, model_config
+
+
+def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:
+    """The native selection of candidates where the cpu backend computes, else numpy's: the same tokens."""
+    if backend.name == "cpu":
+        from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
+        from headrace.runner.choosing import NativeSelect
+
+        if vocab_size <= MAX_WIDTH:
+            return NativeSelect(Chooser(vocab_size, num_threads))
+    return select_all
+
+
+def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
+    """Pieces of one forward pass, and rows of its logits, where each sequence may have `num_nodes` guesses: room for
+    those of one at least, and for those of all while that takes little memory."""
+    return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
+
+
+def choose_kv_dtype(wanted: str, backend: Backend) -> str:
+    """`wanted`, or for "auto" the model's own. Raises `RequestError` for one that the backend does not have."""
+    if wanted == "auto":
+        return backend.dtype
+    wanted = KV_ALIASES.get(wanted, wanted)
+    if wanted not in backend.kv_dtypes:
+        raise RequestError(
+            "kv_cache_dtype", wanted, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"
+        )
+    return wanted
+
+
+def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
+    """`wanted`, or all that the model has. Raises `RequestError` for more than that."""
+    most = model_config.max_positions()
+    if most < 2:
+        raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
+    if wanted is not None and wanted > most:
+        raise RequestError("max_model_len", wanted, f"at most {most}, the context that config.json gives the model")
+    return wanted or most
+
+
+def choose_num_blocks(config: EngineConfig, shape: KVShape, max_model_len: int, backend: Backend, kv_dtype: str) -> int:
+    """Blocks of the KV cache: the override, or what the given or measured memory holds.
+
+    Measured means the least of a quarter of the memory that is free now, 4 GiB, and what max_num_seqs sequences of
+    max_model_len fill. If not even one such sequence fits, and nobody asked for that length, the context is narrowed
+    to the cache, down to 1024 tokens. Raises `RequestError` otherwise.
+    """
+    block_bytes = backend.block_bytes(shape, config.block_size, kv_dtype)
+    least = -(-max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        field, num_blocks = "num_gpu_blocks_override", config.num_gpu_blocks_override
+    elif config.kv_cache_memory_bytes is not None:
+        field, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
+    else:
+        budget = min(int(AUTO_KV_SHARE * backend.available_memory()), MAX_AUTO_KV_BYTES)
+        field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)
+    if num_blocks >= least:
+        return num_blocks
+    if field == "max_model_len":
+        fits = num_blocks * config.block_size
+        if config.max_model_len is None and fits >= MIN_AUTO_MODEL_LEN:
+            logger.warning(
+                "the context is %d tokens, which is what the KV cache of %d bytes holds; the model has %d. "
+                "Set max_model_len or kv_cache_memory_bytes to choose",
+                fits, budget, max_model_len,
+            )  # fmt: skip
+            return num_blocks
+        raise RequestError(
+            field,
+            max_model_len,
+            f"at most {fits}, which is what the KV cache of {budget} bytes holds; or set kv_cache_memory_bytes",
+        )
+    value = config.num_gpu_blocks_override if field == "num_gpu_blocks_override" else config.kv_cache_memory_bytes
+    needed = least if field == "num_gpu_blocks_override" else least * block_bytes
+    raise RequestError(field, value, f"at least {needed}, to hold one sequence of max_model_len {max_model_len}")
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Progress]:
+    """A progress bar on stderr if that is a terminal; nothing otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,96 @@
+"""`RequestStream`: what comes back for one call, merged for whoever reads slowly.
+
+Knows token ids and deltas, no engine and no text. `engine.client` fills it, on one event loop; the callers of
+`EngineClient.submit` read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headrace.engine import calls
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.step import Request
+from headrace.text.outputs import Delta
+
+
+class RequestStream:
+    """What comes back for one call: deltas of `num_requests` requests, each named by its index.
+
+    An async iterator of lists of (index, delta). Deltas that wait for a slow reader are merged, so the stream holds
+    at most what was generated, and the engine never waits for it (R-14). Leaving it early, by `close` or by leaving
+    its `async with`, aborts what still runs.
+    """
+
+    def __init__(self, requests: Sequence[Request], abort: Callable[[str], None]) -> None:
+        self.requests = list(requests)
+        # What the call is known by outside, or else its first request in here.
+        self.call_id = calls.current().call_id or (requests[0].request_id if requests else "")
+        self._abort = abort
+        self._open = set(range(len(requests)))
+        self._pending: dict[int, Delta] = {}
+        self._wake = asyncio.Event()
+        self._error: HeadraceError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def arm(self, timer: asyncio.TimerHandle) -> None:
+        """Keep a timer that is of no use any more when all requests have ended."""
+        self._timer = timer
+
+    def push(self, index: int, delta: Delta) -> None:
+        if index not in self._open:
+            return
+        if delta.finish is not None:
+            self._end(index)
+        if index in self._pending:
+            self._pending[index].merge(delta)
+        else:
+            self._pending[index] = delta
+        self._wake.set()
+
+    def fail(self, error: HeadraceError) -> None:
+        """End with an error, raised after what has come in already was read."""
+        self._error = self._error or error
+        self._wake.set()
+
+    def abort(self, index: int) -> None:
+        """End one of the requests; nothing more is heard of it."""
+        if index in self._open:
+            self._end(index)
+            self._abort(self.requests[index].request_id)
+            self._wake.set()
+
+    def close(self) -> None:
+        """Abort whatever is still open. May be called at any time, and twice."""
+        for index in tuple(self._open):
+            self.abort(index)
+
+    def _end(self, index: int) -> None:
+        self._open.discard(index)
+        if self._timer is not None and not self._open:
+            self._timer.cancel()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        pending, self._pending = self._pending, {}
+        return list(pending.items())
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()

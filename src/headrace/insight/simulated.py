@@ -1,0 +1,327 @@
+"""`SimulatedExecutor`, the oracle runner: an executor without a model, whose tokens prove that the mapping is right.
+
+It owns the physical slots and stores in each what a KV cache would depend on: (fingerprint, token, position). The
+next token is a hash of everything read back *through the block table* from position 0 on, so a wrong block, an early
+reuse, a missed copy or a lost token changes the output; `Oracle.stream` gives the right one offline. It serves the
+simulation of the scheduler, and the server's tests as an engine that needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from headrace.protocol.errors import InvariantError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import DraftTokens, Request, ScheduledBatch, StepResult, TokenLogprob
+
+_EMPTY = -1
+HIDDEN_SIZE = 8
+
+
+class Oracle:
+    """The "model": a pure function from a context to its next token.
+
+    `eos_probability` is the share of contexts that end with the first of `eos_token_ids`; other tokens are uniform
+    over the vocabulary and are never one of these. `forced_share` of the stretches of eight positions have tokens that
+    a grammar prescribes: they depend on seed and position alone.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        eos_probability: float = 0.0,
+        forced_share: float = 0.0,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.forced_share = forced_share
+        self.eos_token_ids = sorted(eos_token_ids)
+        self.eos_probability = eos_probability if self.eos_token_ids else 0.0
+
+    def next_token(self, context: array[int], params: SamplingParams, num_generated: int) -> int:
+        """The token after `context`, flat (fingerprint, token, position) triples, as this request draws it.
+
+        No end-of-sequence and no stop token comes before `min_tokens`, as with a real sampler's mask.
+        """
+        forced = self._forced_token(params, len(context) // 3, num_generated)
+        if forced is not None:
+            return forced
+        digest = blake2b(context.tobytes(), digest_size=16, key=(params.seed or 0).to_bytes(8, "little")).digest()
+        stop = params.stop_token_ids or ()
+        draw = int.from_bytes(digest[8:], "little") / 2**64
+        early = num_generated < params.min_tokens
+        if not early and draw < self.eos_probability:
+            return self.eos_token_ids[0]
+        token = int.from_bytes(digest[:8], "little") % self.vocab_size
+        for _ in range(self.vocab_size):
+            if token not in self.eos_token_ids and not (early and token in stop):
+                return token
+            token = (token + 1) % self.vocab_size
+        raise ValueError("every token of the vocabulary is forbidden")
+
+    def forced_after(self, params: SamplingParams, position: int, num_generated: int) -> list[int]:
+        """The tokens at `position` and after it that leave no choice, up to the first that does. An end-of-sequence may
+        be among them, and there may be more than the request has room for."""
+        tokens: list[int] = []
+        while (token := self._forced_token(params, position + len(tokens), num_generated + len(tokens))) is not None:
+            tokens.append(token)
+        return tokens
+
+    def _forced_token(self, params: SamplingParams, position: int, num_generated: int) -> int | None:
+        if not self.forced_share or position % 8 < 3:
+            return None
+        stretch, token = (
+            blake2b(number.to_bytes(8, "little"), digest_size=8, key=(params.seed or 0).to_bytes(8, "little")).digest()
+            for number in (position // 8 + 2**40, position)
+        )
+        if int.from_bytes(stretch, "little") / 2**64 >= self.forced_share:
+            return None
+        chosen = int.from_bytes(token, "little") % self.vocab_size
+        early = num_generated < params.min_tokens
+        return None if early and chosen in (*self.eos_token_ids, *(params.stop_token_ids or ())) else chosen
+
+    def state_after(self, params: SamplingParams, state: float | None, token_id: int) -> float | None:
+        """The sampler's state after it has drawn `token_id`; None for the requests (three of four) without one."""
+        if not self.forced_share or (params.seed or 0) % 4:
+            return None
+        return ((state or 0.0) * 31 + token_id) % 1009 + 0.5
+
+    def logprob(self, token_id: int, position: int, num_top: int) -> TokenLogprob:
+        """A made-up but repeatable log-probability. The chosen token is the likeliest."""
+        top = [
+            ((token_id + i) % self.vocab_size, -0.5 - 0.3 * i - 0.3 * (token_id * 31 + position * 7 + i * 53) % 17 / 17)
+            for i in range(min(max(num_top, 0), self.vocab_size))
+        ]
+        return TokenLogprob(token_id, -0.5 - position % 16 / 1024, 1, top)
+
+    def stream(self, request: Request, max_model_len: int, fingerprint: int = 0) -> list[int]:
+        """All tokens that `request` generates, its resumed ones first, where no stop string and no abort ends it."""
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        tokens = [*request.prompt_token_ids, *request.resume_token_ids]
+        stops = set(params.stop_token_ids or ()).union(() if params.ignore_eos else self.eos_token_ids)
+        limit = min(max_model_len, num_prompt + (params.max_tokens or max_model_len))
+        context = array("q")
+        for position, token in enumerate(tokens):
+            context.extend((fingerprint, token, position))
+        generated = list(request.resume_token_ids)
+        ended = bool(generated) and generated[-1] in stops and len(generated) >= params.min_tokens
+        while not ended and num_prompt + len(generated) < limit:
+            token = self.next_token(context, params, len(generated))
+            context.extend((fingerprint, token, num_prompt + len(generated)))
+            generated.append(token)
+            ended = token in stops and len(generated) >= params.min_tokens
+        return generated
+
+
+Guess = Callable[[int, int, Callable[[list[int]], int]], DraftTokens | None]
+
+
+class SimulatedExecutor:
+    """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
+
+    `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
+    `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots; `defer` makes it
+    sample nothing in this step. `guess` is asked for (step id, chunk index, what the oracle would say after some more
+    tokens) and may draft what follows; `rest` says for how many steps nobody need ask. `delay` is slept in each step,
+    in seconds. Raises `InvariantError` for batches that contradict themselves.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        oracle: Oracle,
+        *,
+        fingerprint_of: Callable[[int], int] = lambda seq_id: 0,
+        fail: Callable[[int, int], bool] | None = None,
+        defer: Callable[[int, int], bool] | None = None,
+        guess: Guess | None = None,
+        rest: Callable[[], int] | None = None,
+        delay: float = 0.0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.oracle = oracle
+        self.delay = delay
+        # Three numbers per slot: fingerprint, token, position.
+        self.slots = array("q", [_EMPTY]) * (3 * num_blocks * block_size)
+        self._fingerprint_of = fingerprint_of
+        self._fail = fail
+        self._defer = defer
+        self._guess = guess
+        self._rest = rest
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Copy blocks, write the chunks, read back, and derive the tokens."""
+        if self.delay:
+            time.sleep(self.delay)
+        for source, target in batch.copies:
+            self._block(target)[:] = self._block(source)
+        self._check(batch)
+        offset = 0
+        chunks: list[list[int]] = []
+        for index, (seq_id, start, length) in enumerate(zip(batch.seq_ids, batch.starts, batch.lens, strict=True)):
+            tokens = batch.token_ids[offset : offset + length]
+            offset += length
+            chunks.append(tokens)
+            for table, guesses in self._paths(batch, index):
+                self._write(table, start, tokens + guesses, self._fingerprint_of(seq_id))
+        result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
+        # All writes come before all reads, so that a slot written twice can not go unseen.
+        for index, tokens in enumerate(chunks):
+            if self._fail is not None and self._fail(batch.step_id, index):
+                self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
+                result.errors[index] = "simulated failure"
+            else:
+                if batch.samples[index] and self._is_late(batch, index):
+                    result.deferred.add(index)
+                self._sample(batch, index, tokens, result)
+        if batch.asks and self._rest is not None:
+            result.rest = self._rest()
+        return result
+
+    def close(self) -> None:
+        """Give the slots back."""
+        self.slots = array("q")
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Overwrite blocks that nobody should read any more."""
+        for block in blocks:
+            self._block(block)[:] = memoryview(array("q", [_EMPTY]) * (3 * self.block_size))
+
+    def read(self, table: list[int], num: int) -> array[int]:
+        """The triples of positions 0 ... num - 1 as the block table maps them."""
+        context = array("q")
+        width = 3 * self.block_size
+        for block in table[: -(-num // self.block_size)]:
+            context += self.slots[block * width : (block + 1) * width]
+        return context[: 3 * num]
+
+    def _paths(self, batch: ScheduledBatch, index: int) -> list[tuple[list[int], list[int]]]:
+        """The block table and the guesses of every path of chunk `index`; of one without a tree there is one."""
+        table, draft = batch.block_tables[index], batch.drafts.get(index, DraftTokens([]))
+        if not draft.paths:
+            return [(table, draft.token_ids)]
+        num_whole = (batch.starts[index] + batch.lens[index]) // self.block_size
+        tables = [table, *(table[:num_whole] + tail for tail in draft.tails)]
+        return [(own, [draft.token_ids[node] for node in path]) for own, path in zip(tables, draft.paths, strict=True)]
+
+    def _sample_all(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
+        """The token after chunk `index`, then one after each guess that is the one before."""
+        params, num_prompt = batch.params[index], batch.num_prompts[index]
+        num, state = batch.starts[index] + batch.lens[index], batch.states.get(index)
+        paths = list(enumerate(self._paths(batch, index)))
+        known: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        while True:
+            path, (table, _) = paths[0]
+            at = num + len(known)
+            context = self.read(table, at)
+            if context[2::3] != array("q", range(at)):
+                raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
+            if not known:
+                history = batch.histories.get(index, [])
+                if history != list(context[1::3]) and (history or params.needs_history):
+                    raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} was given another's history")
+            token = self.oracle.next_token(context, params, at - num_prompt)
+            state = self.oracle.state_after(params, state, token)
+            known.append(token)
+            if params.logprobs is not None:
+                logprobs.append(self.oracle.logprob(token, at, params.logprobs))
+            else:
+                forced = self.oracle.forced_after(params, at + 1, at + 1 - num_prompt)
+                if forced:
+                    result.forced[index] = forced
+                    break
+            left = [each for each in paths if each[1][1][: len(known)] == known]
+            if not left or self._is_late(batch, index):
+                break
+            paths = left
+        result.token_ids[index], further = known[0], known[1:]
+        if further:
+            result.further[index] = further
+            result.paths[index] = path
+        if state is not None:
+            result.states[index] = state
+        if logprobs:
+            result.logprobs[index] = logprobs[0]
+            if further:
+                result.further_logprobs[index] = logprobs[1:]
+        if batch.asks and self._guess is not None and params.speculation:
+            self._draft(batch, index, table, known + result.forced.get(index, []), result)
+
+    def _draft(self, batch: ScheduledBatch, index: int, table: list[int], known: list[int], result: StepResult) -> None:
+        num = batch.starts[index] + batch.lens[index]
+        context, fingerprint = self.read(table, num), self._fingerprint_of(batch.seq_ids[index])
+
+        def say(more: list[int]) -> int:
+            longer = context[:]
+            for position, token in enumerate(known + more, num):
+                longer.extend((fingerprint, token, position))
+            return self.oracle.next_token(longer, batch.params[index], len(longer) // 3 - batch.num_prompts[index])
+
+        draft = self._guess(batch.step_id, index, say) if self._guess is not None else None
+        if draft is not None:
+            result.drafts[index] = draft
+
+    def _is_late(self, batch: ScheduledBatch, index: int) -> bool:
+        return self._defer is not None and self._defer(batch.step_id, index)
+
+    def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
+        start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]
+        if batch.samples[index] and index not in result.deferred:
+            self._sample_all(batch, index, result)
+        if index in batch.pooling:
+            result.pooled[index] = self._pool(batch, index)
+        if params.prompt_logprobs is not None and start < num_prompt - 1:
+            following = tokens[1:]
+            if index in batch.next_token_ids:
+                following = [*following, batch.next_token_ids[index]]
+            following = following[: num_prompt - 1 - start]
+            result.prompt_logprobs[index] = [
+                self.oracle.logprob(token, start + 1 + i, params.prompt_logprobs) for i, token in enumerate(following)
+            ]
+
+    def _pool(self, batch: ScheduledBatch, index: int) -> list[float]:
+        """Eight numbers that the context decides; of "mean" a sum, each of whose rows must be added once."""
+        kind, before = batch.pooling[index]
+        start, stop = batch.starts[index], batch.starts[index] + batch.lens[index]
+        if kind == "mean" and bool(before) != bool(start):
+            raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} pools from position {start} on, not from 0")
+        context = self.read(batch.block_tables[index], stop)
+        total = before or [0.0] * HIDDEN_SIZE
+        for num in range(start + 1, stop + 1) if kind == "mean" else (stop,):
+            digest = blake2b(context[: 3 * num].tobytes(), digest_size=HIDDEN_SIZE).digest()
+            total = [x + byte - 127.5 for x, byte in zip(total, digest, strict=True)]
+        return total
+
+    def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int) -> None:
+        slots, size = self.slots, self.block_size
+        for position, token in enumerate(tokens, start):
+            at = 3 * (table[position // size] * size + position % size)
+            slots[at] = fingerprint
+            slots[at + 1] = token
+            slots[at + 2] = position
+
+    def _block(self, block: int) -> memoryview[int]:
+        width = 3 * self.block_size
+        return memoryview(self.slots)[block * width : (block + 1) * width]
+
+    def _check(self, batch: ScheduledBatch) -> None:
+        """I-4: what a chunk writes is in no other table of the batch, and is not what a copy is taken from later."""
+        tails = {i: [block for tail in draft.tails for block in tail] for i, draft in batch.drafts.items()}
+        uses = Counter(block for table in (*batch.block_tables, *tails.values()) for block in table)
+        if sum(batch.lens) != len(batch.token_ids):
+            raise InvariantError("I-12", f"{len(batch.token_ids)} tokens for chunks of {sum(batch.lens)}")
+        for index, (start, length, table) in enumerate(zip(batch.starts, batch.lens, batch.block_tables, strict=True)):
+            draft = batch.drafts.get(index, DraftTokens([]))
+            stop = start + length + (len(draft.paths[0]) if draft.paths else len(draft.token_ids))
+            if length < 1 or len(table) != -(-stop // self.block_size):
+                raise InvariantError("I-8", f"a table of {len(table)} blocks for {start} ... {stop}")
+            for block in (*table[start // self.block_size :], *tails.get(index, [])):
+                if uses[block] != 1:
+                    raise InvariantError("I-4", f"block {block} is written and is in {uses[block]} tables")

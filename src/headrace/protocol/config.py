@@ -1,0 +1,161 @@
+"""The two frozen config objects: `EngineConfig` for whoever makes tokens, `ServerConfig` for whoever serves them.
+
+They are read at the composition roots only (`llm`, `async_llm`, `engine.child`, `serve.app`, `cli`), which
+hand each component its own numbers. Names and defaults are vLLM's where vLLM has the thing. No torch; the process
+that runs the engine gets its config as msgpack bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from headrace.protocol.errors import RequestError
+from headrace.protocol.speculation import SpeculativeConfig, speculative_config
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_ALIASES = {"fp8": "fp8_e4m3"}
+POLICIES = ("fcfs", "priority", "fair")
+MAX_NUM_THREADS = 256
+"""What the native core's team takes (csrc/include/team.h)."""
+QUANTIZATIONS = (
+    "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
+    "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4",
+)  # fmt: skip
+DEQUANTIZE = "none"
+"""The quantization that computes with plain floats whatever the checkpoint has."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What to load and how to run it. `None` means: take it from the model or measure it."""
+
+    model: str = "builtin"
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    save_packed: bool = False
+    backend: str = "auto"
+    device: str = "auto"
+    seed: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    max_logprobs: int = 20
+    skip_tokenizer_init: bool = False
+    num_threads: int = 0
+    speculative_config: SpeculativeConfig | None = None
+    record_schedule: str | None = None
+    max_record_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        _member("dtype", self.dtype, DTYPES)
+        if self.quantization is not None:
+            _member("quantization", self.quantization, (*QUANTIZATIONS, DEQUANTIZE))
+        _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
+        _at_least("num_threads", self.num_threads, 0)
+        if self.num_threads > MAX_NUM_THREADS:
+            raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
+        _member("scheduling_policy", self.scheduling_policy, POLICIES)
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"):
+            _at_least(name, getattr(self, name), 1)
+        # One token of prompt and one of answer.
+        for name, low in (("max_model_len", 2), ("num_gpu_blocks_override", 1), ("kv_cache_memory_bytes", 1)):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), low)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("max_logprobs", self.max_logprobs, -1)
+        if self.seed is not None:
+            _at_least("seed", self.seed, 0)
+        if self.speculative_config is not None:
+            msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to face the network. The bounds on waiting work are on by default; beyond them a client gets a 429."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | list[str] | None = None
+    admin_api_key: str | None = None
+    api_key_file: str | None = None
+    allowed_origins: list[str] | None = None
+    allowed_hosts: list[str] | None = None
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    enable_auto_tool_choice: bool = True
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    max_num_queued_reqs: int = 1024
+    max_num_queued_tokens: int = 2**20
+    max_restarts: int = 5
+    watchdog_timeout: float = 60.0
+    max_request_timeout: float = 0.0
+    shutdown_timeout: float = 30.0
+    storage_dir: str | None = None
+    max_storage_bytes: int = 2**28
+    max_batch_concurrency: int = 16
+    uvicorn_log_level: str = "info"
+    log_format: str = "text"
+    crash_report_dir: str = "~/.cache/headrace/crash-reports"
+    otlp_traces_endpoint: str | None = None
+    log_stats_interval: float = 10.0
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise RequestError("port", self.port, "an integer from 0 to 65535")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_requests_per_minute", "max_tokens_per_minute"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("max_restarts", self.max_restarts, 0)
+        for name in ("max_request_timeout", "shutdown_timeout", "watchdog_timeout"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise RequestError(name, getattr(self, name), "0 or more seconds")
+        _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
+        _member("log_format", self.log_format, LOG_FORMATS)
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^\s/]", self.otlp_traces_endpoint):
+            raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
+        _member("generation_config", self.generation_config, ("auto", "headrace"))
+
+
+def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RequestError(name, value, "one of " + ", ".join(allowed))
+
+
+def _at_least(name: str, value: float, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise RequestError(name, value, f"at least {low}")
+
+
+def human_int(text: str) -> int:
+    """'32k' -> 32000, '32K' -> 32768, '2G' -> 2**31, '4096' -> 4096: vLLM's rule for sizes on the command line.
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a number such as 4096, 32k (32,000) or 32K (32,768)")
+    number, unit = match.groups()
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit.lower()]
+    value = float(number) * (1000 if unit.islower() else 1024) ** power
+    if not value.is_integer():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)

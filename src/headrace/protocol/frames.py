@@ -1,0 +1,174 @@
+"""What the server and the engine say to each other, and how it is put on a socket.
+
+A frame is a 4-byte little-endian length and that many bytes of msgpack, decoded against a closed set of tagged
+structs: nothing that arrives can name a class, and an unknown tag or a wrong type is a `TransportError` (S-01).
+Holds no policy and no socket of its own; `engine.links` and `engine.child` are its callers.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+
+import msgspec
+
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError, HeadraceError, ModelNotFoundError, RequestError
+from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache, StepOutput
+
+MAX_FRAME_BYTES = 256 * 2**20
+HEADER = struct.Struct("<I")
+READ_BYTES = 1 << 16
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes the engine's process write the stacks of all threads to stderr, whatever they are doing."""
+LAST_WORDS_SIGNAL = signal.SIGUSR2
+"""The same, into the black box."""
+
+
+class TransportError(HeadraceError):
+    """The peer sent something that is not a message, or hung up in the middle of one."""
+
+    code = "transport_error"
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """To the engine, first: what to load, its `black_box.BlackBox.fds` if it was given one, whether it takes the
+    place of one that has died, and the form of its log, one of `logs.FORMS`."""
+
+    config: EngineConfig
+    black_box: tuple[int, int] | None = None
+    is_restart: bool = False
+    log_format: str = "text"
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """From the engine, first: it is loaded."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine ends. `kind` names the error's class, `message` is for people, and quotes no request; `starting` if it
+    never was ready."""
+
+    kind: str
+    message: str
+    starting: bool
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    output: StepOutput
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The engine did not accept a request: the fields of the `RequestError` that it raised."""
+
+    request_id: str
+    field: str
+    value: str
+    bound: str
+    code: str
+
+
+ToEngine = Start | Add | Abort | ResetPrefixCache | Shutdown
+FromEngine = Ready | Failed | Output | Rejected
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+# A struct checks itself when it is made, so a decoder may also raise what its checks raise.
+_MALFORMED = (msgspec.DecodeError, RequestError, UnicodeDecodeError)
+_STARTUP_ERRORS: dict[str, type[HeadraceError]] = {
+    "CheckpointError": CheckpointError,
+    "ModelNotFoundError": ModelNotFoundError,
+}
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The whole frame of one message. Raises `TransportError` above `MAX_FRAME_BYTES`."""
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise TransportError(f"a frame of {len(payload)} bytes is above the cap of {MAX_FRAME_BYTES}")
+    return HEADER.pack(len(payload)) + payload
+
+
+def decode_to_engine(payload: bytes) -> ToEngine:
+    """Raises `TransportError` for anything but one of `ToEngine`."""
+    try:
+        return _to_engine.decode(payload)
+    except _MALFORMED as error:
+        raise TransportError(f"not a message to the engine: {error}") from error
+
+
+def decode_from_engine(payload: bytes) -> FromEngine:
+    """Raises `TransportError` for anything but one of `FromEngine`."""
+    try:
+        return _from_engine.decode(payload)
+    except _MALFORMED as error:
+        raise TransportError(f"not a message from the engine: {error}") from error
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes into payloads. Holds at most one unfinished frame."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._bytes = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Payloads completed by `data`. Raises `TransportError` for a length above the cap, before reading it."""
+        self._bytes += data
+        payloads = []
+        start = 0
+        while len(self._bytes) - start >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._bytes, start)
+            if length > self._max_frame_bytes:
+                raise TransportError(f"a frame of {length} bytes is above the cap of {self._max_frame_bytes}")
+            end = start + HEADER.size + length
+            if len(self._bytes) < end:
+                break
+            payloads.append(bytes(self._bytes[start + HEADER.size : end]))
+            start = end
+        del self._bytes[:start]
+        return payloads
+
+    @property
+    def empty(self) -> bool:
+        return not self._bytes
+
+
+class EngineSocket:
+    """The engine's end of the socket: blocking writes, reads that wait only when told to."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = FrameBuffer()
+        sock.setblocking(True)
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.sendall(encode(message))
+
+    def receive(self, wait: bool) -> list[ToEngine] | None:
+        """Messages that have arrived; waits for the first one if `wait`. None once the server hung up."""
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                data = self._socket.recv(READ_BYTES, 0 if wait and not messages else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return messages
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            messages += [decode_to_engine(payload) for payload in self._frames.feed(data)]
+
+
+def startup_error(failed: Failed) -> HeadraceError:
+    """The error that a `Failed` stands for, of its own class where the class is a promise to the caller."""
+    return _STARTUP_ERRORS.get(failed.kind, HeadraceError)(failed.message)

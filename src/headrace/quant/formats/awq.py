@@ -1,0 +1,54 @@
+"""AWQ checkpoints (Lin et al. 2024), in AutoAWQ's "gemm" layout, of 4 bits.
+
+`qweight` int32 [in, out / 8] and `qzeros` int32 [groups, out / 8], packed along the outputs; the eight codes of a word
+are those of outputs 0, 2, 4, 6, 1, 3, 5, 7. `scales` [groups, out]. weight = (code - zero) * scale.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import QWeight, Tensors
+from headrace.quant.packing import checked, good_scales, left_alone, names_listed, plain_weight, unpacked, whole
+
+SPARE = re.compile(r"(?!)")
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word the codes of outputs 0 ... 7 are."""
+
+
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    """The layer's codes; `<name>.weight` for those of modules_to_not_convert, and where there is no `qweight`."""
+    alone = left_alone(name, names_listed(config, "modules_to_not_convert"))
+    if alone or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
+        return plain_weight(tensors, name)
+    bits = whole(config, "bits", config.get("w_bit"))
+    group = whole(config, "group_size", config.get("q_group_size"))
+    layout = config.get("version", "gemm")
+    if bits != 4 or (group < 1 and group != -1):
+        raise CheckpointError(f"quantization_config: bits {bits} and group_size {group}, expected bits 4")
+    if str(layout).lower() != "gemm":
+        raise CheckpointError(f"quantization_config: version {layout!r:.80}, expected gemm")
+    packed = checked(tensors, f"{name}.qweight", (None, None), torch.int32)
+    num_in, num_words = packed.shape
+    group = num_in if group == -1 else group
+    num_groups = -(-num_in // group)
+    scales = checked(tensors, f"{name}.scales", (num_groups, 8 * num_words))
+    if config.get("zero_point", True):
+        zeros = _in_order(checked(tensors, f"{name}.qzeros", (num_groups, num_words), torch.int32))
+    else:
+        if tensors.has(f"{name}.qzeros"):
+            tensors(f"{name}.qzeros")
+        zeros = torch.full((num_groups, 8 * num_words), 8, dtype=torch.uint8)
+    made = good_scales(scales, f"{name}.scales").t().contiguous()
+    return QWeight(_in_order(packed).t().contiguous(), made, zeros.t().float().contiguous(), group=group, bits=bits)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, 8 * n], outputs in the model's order."""
+    mixed = unpacked(words, 4, 8 * words.shape[1]).view(*words.shape, 8)
+    return mixed[:, :, list(PLACES)].flatten(1)

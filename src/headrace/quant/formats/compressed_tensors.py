@@ -1,0 +1,237 @@
+"""compressed-tensors checkpoints, as llm-compressor writes them: integers packed or not, 8-bit and 4-bit floats.
+
+`config_groups` say which layers are quantised and how, `ignore` which are not. The formats: pack-quantized (int32
+`weight_packed`, 2 to 8 bits, codes stored with an offset, `weight_shape`), int-quantized and naive-quantized (int8
+`weight`), float-quantized (float8 `weight`), mxfp4- and nvfp4-pack-quantized (two 4-bit floats a byte, the lower half
+first). `weight_scale` is one number, or one for each output, group or block; `weight_zero_point` likewise.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.formats.fp8 import FLOATS, of_floats
+from headrace.quant.formats.mxfp4 import of_blocks
+from headrace.quant.packing import (  # fmt: skip
+    E2M1,
+    by_index,
+    checked,
+    good_scales,
+    matches,
+    names_listed,
+    nibbles,
+    num_words,
+    over_blocks,
+    plain_weight,
+    unpacked,
+    whole,
+)
+
+SPARE = re.compile(
+    r".*\.(input_scale|input_zero_point|input_global_scale|input_g_idx|output_scale|output_zero_point|weight_shape"
+    r"|[qkv]_scale|[qkv]_zero_point)"
+)
+MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "dense",
+    MXFP4,
+    NVFP4,
+)
+
+
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    """The layer's codes; plain floats where `ignore` names it, no target does, or they are stored."""
+    _verify_config(config)
+    group = None if _listed(name, names_listed(config, "ignore")) else _group_of(name, config)
+    if group is None:
+        return plain_weight(tensors, name)
+    args, layout = group
+    if tensors.has(f"{name}.weight_packed"):
+        if args.get("type") == "float":
+            return _four_bit_floats(tensors, name, layout)
+        return _packed(tensors, name, args)
+    weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, torch.int8, *PLAIN)
+    if weight.dtype in PLAIN:
+        if tensors.has(f"{name}.weight_scale"):
+            raise CheckpointError(
+                f"{name}.weight is stored as {weight.dtype} beside {name}.weight_scale, expected 8-bit codes: "
+                "quantization_status is not compressed"
+            )
+        return plain_weight(tensors, name)
+    if weight.dtype == torch.int8:
+        return _int8(tensors, name, weight, args)
+    block, size = _block(args), args.get("group_size")
+    columns = whole(args, "group_size") if args.get("strategy") in ("group", "tensor_group") and size else None
+    return of_floats(weight, tensors, f"{name}.weight_scale", block, columns)
+
+
+def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
+    bits = _bits(args)
+    shape = checked(tensors, f"{name}.weight_shape", (2,), torch.int64, torch.int32).tolist()
+    num_out, num_in = int(shape[0]), int(shape[1])
+    if not (0 < num_out < 2**31 and 0 < num_in < 2**31):
+        raise CheckpointError(f"{name}.weight_shape is {shape}, expected [out, in]")
+    words = checked(tensors, f"{name}.weight_packed", (num_out, None), torch.int32)
+    codes = _codes(words, bits, num_in, f"{name}.weight_packed")
+    scales, size = _scales(tensors, name, args, (num_out, num_in))
+    zero = f"{name}.weight_zero_point"
+    zeros = torch.full_like(scales, 2.0 ** (bits - 1))
+    if not args.get("symmetric", True) and tensors.has(zero):
+        stored = checked(tensors, zero, (None, scales.shape[1]), torch.int32, torch.int8)
+        if stored.dtype == torch.int8:
+            zeros = zeros + checked(tensors, zero, (num_out, scales.shape[1]), torch.int8).float()
+        else:
+            zeros = _codes(stored.t(), bits, num_out, zero).t().float().contiguous()
+    index = f"{name}.weight_g_idx"
+    if not tensors.has(index):
+        return QWeight(codes, scales, zeros, group=size, bits=bits)
+    g_idx = checked(tensors, index, (num_in,), torch.int32, torch.int64)
+    if bool((g_idx == -1).all()):  # made and never filled
+        return QWeight(codes, scales, zeros, group=size, bits=bits)
+    return by_index(codes, scales, zeros, g_idx, size, bits, index)
+
+
+def _codes(words: Tensor, bits: int, count: int, name: str) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, count]. Older writers left the bits of a word unused that hold no whole code."""
+    per_word = 32 // bits
+    if words.shape[1] == num_words(count, bits):
+        return unpacked(words, bits, count)
+    if words.shape[1] != -(-count // per_word):
+        raise CheckpointError(
+            f"{name} has {words.shape[1]} words for {count} codes of {bits} bits, expected {num_words(count, bits)}; "
+            f"shape {list(words.shape)}"
+        )
+    mask = (1 << bits) - 1
+    parts = [((words >> (bits * i)) & mask).to(torch.uint8) for i in range(per_word)]
+    return torch.stack(parts, -1).flatten(1)[:, :count]
+
+
+def _int8(tensors: Tensors, name: str, codes: Tensor, args: dict[str, Any]) -> QWeight:
+    bits = _bits(args)
+    shape = (codes.shape[0], codes.shape[1])
+    scales, size = _scales(tensors, name, args, shape)
+    zero, zeros = f"{name}.weight_zero_point", None
+    if not args.get("symmetric", True) and tensors.has(zero):
+        block = _block(args)
+        stored = tensors(zero)
+        zeros = _spread(stored, zero, args, shape, block).float()
+        if bool(zeros.any()):
+            return QWeight(codes, scales, zeros, group=size, bits=bits)
+        zeros = None
+    if bits > 6:
+        return QWeight(codes, scales, zeros, group=size, bits=bits)
+    # As unsigned codes, which the kernels of few bits take.
+    half = 2 ** (bits - 1)
+    if bool((codes < -half).any() or (codes >= half).any()):
+        raise CheckpointError(f"{name}.weight, shape {list(codes.shape)}, has codes beyond {bits} bits")
+    return QWeight((codes + half).to(torch.uint8), scales, torch.full_like(scales, half), group=size, bits=bits)
+
+
+def _four_bit_floats(tensors: Tensors, name: str, layout: str) -> QWeight:
+    packed = checked(tensors, f"{name}.weight_packed", (None, None), torch.uint8)
+    num_out, num_in = packed.shape[0], 2 * packed.shape[1]
+    if layout == MXFP4:
+        scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 32), torch.uint8)
+        return of_blocks(packed.reshape(num_out, -1, 16), scales, f"{name}.weight_scale")
+    if layout != NVFP4:
+        raise CheckpointError(f"quantization_config: format {layout!r:.80} of 4-bit floats, expected {MXFP4}")
+    scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 16), torch.float8_e4m3fn)
+    outer = good_scales(tensors(f"{name}.weight_global_scale"), f"{name}.weight_global_scale")
+    if outer.numel() != 1:
+        raise CheckpointError(f"{name}.weight_global_scale has shape {list(outer.shape)}, expected [1]")
+    own = good_scales(scales.float() / outer.reshape(1, 1), f"{name}.weight_scale")
+    return QWeight(nibbles(packed, False), own, group=16, bits=4, codebook=torch.tensor(E2M1))
+
+
+def _scales(tensors: Tensors, name: str, args: dict[str, Any], shape: tuple[int, int]) -> tuple[Tensor, int]:
+    """float32 [out, groups], and the inputs of a group."""
+    scale, block = f"{name}.weight_scale", _block(args)
+    found = good_scales(_spread(tensors(scale), scale, args, shape, block), scale)
+    return found, block[1] if block else shape[1] if found.shape[1] == 1 else whole(args, "group_size")
+
+
+def _spread(
+    part: Tensor, name: str, args: dict[str, Any], shape: tuple[int, int], block: tuple[int, int] | None
+) -> Tensor:
+    """Scales or zero points of tensor, outputs, groups or blocks as [out, groups]."""
+    num_out, num_in = shape
+    strategy = args.get("strategy") or ("group" if args.get("group_size") else "tensor")
+    if strategy == "tensor" and part.numel() == 1:
+        return part.reshape(1, 1).expand(num_out, 1)
+    if strategy == "channel" and tuple(part.shape) in ((num_out, 1), (num_out,)):
+        return part.reshape(num_out, 1)
+    expected = [1] if strategy == "tensor" else [num_out, 1]
+    if strategy in ("group", "tensor_group"):
+        size = whole(args, "group_size")
+        expected = [num_out, -(-num_in // size) if size > 0 else 1]
+    if block is not None:
+        expected = [-(-num_out // block[0]), -(-num_in // block[1])]
+    if list(part.shape) != expected or strategy in ("tensor", "channel"):
+        raise CheckpointError(f"{name} has shape {list(part.shape)}, expected {expected} ({strategy!r:.40})")
+    return part if block is None else over_blocks(part, shape, block)
+
+
+def _bits(args: dict[str, Any]) -> int:
+    bits = whole(args, "num_bits")
+    if not 2 <= bits <= 8:
+        raise CheckpointError(f"quantization_config: num_bits {bits}, expected 2 to 8")
+    return bits
+
+
+def _block(args: dict[str, Any]) -> tuple[int, int] | None:
+    if args.get("strategy") != "block":
+        return None
+    block = args.get("block_structure")
+    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block[0], block[1]
+    raise CheckpointError(f"quantization_config: block_structure is {block!r:.80}, expected two whole numbers")
+
+
+def _verify_config(config: dict[str, Any]) -> None:
+    layout = config.get("format")
+    if layout is not None and layout not in FORMATS:
+        raise CheckpointError(f"quantization_config: format {layout!r:.80} is not supported")
+    if config.get("transform_config"):
+        raise CheckpointError("quantization_config: transform_config (rotated weights) is not supported")
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(f"quantization_config: sparsity_config {sparsity!r:.80} is not supported")
+
+
+def _group_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """How the layer's weights are quantised and in which format, or None. Names count for more than kinds of layers."""
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(f"quantization_config: config_groups is {groups!r:.80}, expected objects by name")
+    by_kind = None
+    for group in groups.values():
+        targets = names_listed(group, "targets")
+        if _listed(name, targets):
+            return _weights_of(group, config)
+        if "Linear" in targets and by_kind is None:
+            by_kind = group
+    return None if by_kind is None else _weights_of(by_kind, config)
+
+
+def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    args = group.get("weights")
+    if args is None:
+        return None
+    if not isinstance(args, dict):
+        raise CheckpointError(f"quantization_config: weights are {args!r:.80}, expected an object")
+    return args, str(group.get("format") or config.get("format"))
+
+
+def _listed(name: str, patterns: list[str]) -> bool:
+    return any(matches(text.removeprefix("re:"), name) if text.startswith("re:") else text == name for text in patterns)

@@ -1,0 +1,67 @@
+"""Checkpoints of 8-bit floats (Micikevicius et al. 2022), E4M3 or E5M2, with their scales beside them.
+
+`weight` float8 [out, in]; `weight_scale_inv` (DeepSeek-V3, transformers' finegrained_fp8) or `weight_scale`: one
+number, one for each output, or one for each block of weight_block_size rows and columns, which the weight is multiplied
+by. Scales of type E8M0 are bytes that stand for 2^(byte - 127).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.packing import checked, good_scales, left_alone, names_listed, over_blocks, plain_weight
+
+SPARE = re.compile(r".*\.(input_scale|input_scale_inv|activation_scale|output_scale|[kqv]_scale)")
+FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    """The layer's 8-bit floats as codes; plain floats where modules_to_not_convert names it, or they are stored."""
+    if left_alone(name, names_listed(config, "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")):
+        return plain_weight(tensors, name)
+    weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, *PLAIN)
+    if weight.dtype in PLAIN:
+        return plain_weight(tensors, name)
+    block = config.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise CheckpointError(f"quantization_config: weight_block_size is {block!r:.80}, expected two whole numbers")
+    scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
+    return of_floats(weight, tensors, scale, None if block is None else (block[0], block[1]))
+
+
+def of_floats(
+    weight: Tensor, tensors: Tensors, scale_name: str, block: tuple[int, int] | None, group: int | None = None
+) -> QWeight:
+    """8-bit floats [out, in] with the scales of tensor `scale_name`, whose shape says what they are of.
+
+    block: (rows, columns) that share a scale, where blocks are what the config says. group: of inputs, likewise.
+    """
+    num_out, num_in = weight.shape
+    scales = tensors(scale_name)
+    widened = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
+    widened = good_scales(widened, scale_name)
+    columns = group or (num_in if block is None else block[1])
+    shapes = {(): 0, (1,): 0, (1, 1): 0, (num_out,): 1, (num_out, 1): 1}
+    if block is not None:
+        shapes[(-(-num_out // block[0]), -(-num_in // block[1]))] = 2
+    if group is not None:
+        shapes[(num_out, -(-num_in // group))] = 3
+    kind = shapes.get(tuple(scales.shape))
+    if kind is None:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(f"{scale_name} has shape {list(scales.shape)}, expected {expected}")
+    if kind == 0:
+        return QWeight(weight, widened.reshape(1, 1).expand(num_out, 1), group=num_in, bits=8)
+    if kind == 1:
+        return QWeight(weight, widened.reshape(num_out, 1), group=num_in, bits=8)
+    if kind == 2 and block is not None:
+        widened = over_blocks(widened, (num_out, num_in), block)
+    return QWeight(weight, widened, group=columns, bits=8)

@@ -1,0 +1,53 @@
+"""GPTQ checkpoints (Frantar et al. 2023), as AutoGPTQ, GPTQModel and Optimum write them, of 2, 3, 4 and 8 bits.
+
+`qweight` int32 [in * bits / 32, out], codes packed along the inputs; `qzeros` int32 [groups, out * bits / 32], packed
+along the outputs; `scales` [groups, out]; `g_idx` int32 [in], the group of each input (act-order). The first version
+of the layout stores zero points less one, the second (checkpoint_format "gptq_v2") as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import QWeight, Tensors
+from headrace.quant.packing import by_index, checked, good_scales, num_words, plain_weight, unpacked, whole
+
+SPARE = re.compile(r"(?!)")
+BITS = (2, 3, 4, 8)
+LAYOUTS = {"gptq": 1, "gptq_v2": 0}
+"""What is added to a stored zero point, for each checkpoint_format."""
+
+
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    """The layer's codes; `<name>.weight` where there is no `<name>.qweight`: heads and routers are often left alone."""
+    if not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight"):
+        return plain_weight(tensors, name)
+    bits, group = whole(config, "bits"), whole(config, "group_size")
+    layout = config.get("checkpoint_format", config.get("format", "gptq"))
+    if bits not in BITS or (group < 1 and group != -1):
+        raise CheckpointError(f"quantization_config: bits {bits} and group_size {group}; bits are one of {BITS}")
+    if not isinstance(layout, str) or layout not in LAYOUTS or config.get("is_marlin_format"):
+        raise CheckpointError(
+            f"quantization_config: checkpoint_format {layout!r:.80}, expected one of {tuple(LAYOUTS)}"
+        )
+    if config.get("dynamic"):
+        raise CheckpointError("quantization_config: bits that differ between layers (dynamic) are not supported")
+    packed = checked(tensors, f"{name}.qweight", (None, None), torch.int32)
+    num_out, num_in = packed.shape[1], packed.shape[0] * 32 // bits
+    if num_in * bits != packed.shape[0] * 32:
+        raise CheckpointError(f"{name}.qweight has shape {list(packed.shape)}, expected a multiple of {bits} rows")
+    group = num_in if group == -1 else group
+    num_groups = -(-num_in // group)
+    scales = checked(tensors, f"{name}.scales", (num_groups, num_out))
+    stored = checked(tensors, f"{name}.qzeros", (num_groups, num_words(num_out, bits)), torch.int32)
+    zeros = (unpacked(stored, bits, num_out) + LAYOUTS[layout]) & (2**bits - 1)
+    parts = good_scales(scales, f"{name}.scales").t().contiguous(), zeros.t().float().contiguous()
+    codes = unpacked(packed.t(), bits, num_in)
+    if not tensors.has(f"{name}.g_idx"):
+        return QWeight(codes, *parts, group=group, bits=bits)
+    g_idx = checked(tensors, f"{name}.g_idx", (num_in,), torch.int32, torch.int64)
+    return by_index(codes, *parts, g_idx, group, bits, f"{name}.g_idx")

@@ -1,0 +1,39 @@
+"""Checkpoints of NVIDIA's ModelOpt: FP8 (E4M3, one scale) and NVFP4 (4-bit floats, 16 share an 8-bit float).
+
+FP8: `weight` float8 and `weight_scale`. NVFP4: `weight` uint8 [out, in / 2], the lower half of a byte first,
+`weight_scale` float8 [out, in / 16], `weight_scale_2` one float32. Layers left alone are stored as plain floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.formats import fp8
+from headrace.quant.packing import E2M1, checked, good_scales, nibbles, plain_weight
+
+SPARE = fp8.SPARE
+GROUP = 16
+
+
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    """The layer's codes; plain floats where they are stored."""
+    weight = checked(tensors, f"{name}.weight", (None, None), torch.uint8, *fp8.FLOATS, *PLAIN)
+    if weight.dtype in PLAIN:
+        return plain_weight(tensors, name)
+    if weight.dtype != torch.uint8:
+        return fp8.of_floats(weight, tensors, f"{name}.weight_scale", None)
+    num_out, num_in = weight.shape[0], 2 * weight.shape[1]
+    if num_in % GROUP:
+        raise CheckpointError(
+            f"{name}.weight has shape {list(weight.shape)}, expected a multiple of {GROUP // 2} bytes"
+        )
+    inner = checked(tensors, f"{name}.weight_scale", (num_out, num_in // GROUP), torch.float8_e4m3fn)
+    outer = good_scales(tensors(f"{name}.weight_scale_2"), f"{name}.weight_scale_2")
+    if outer.numel() != 1:
+        raise CheckpointError(f"{name}.weight_scale_2 has shape {list(outer.shape)}, expected [1]")
+    scales = good_scales(inner.float() * outer.reshape(1, 1), f"{name}.weight_scale")
+    return QWeight(nibbles(weight, False), scales, group=GROUP, bits=4, codebook=torch.tensor(E2M1))

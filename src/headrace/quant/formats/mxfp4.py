@@ -1,0 +1,50 @@
+"""MXFP4 checkpoints as GPT-OSS has them (OCP Microscaling Formats 1.0): 4-bit floats, 32 of which share a power of two.
+
+The experts of a layer lie in one tensor: `<...>.experts.<proj>_blocks` uint8 [experts, out, in / 32, 16], two codes a
+byte, the lower half first, and `<...>.experts.<proj>_scales` uint8 [experts, out, in / 32], 2^(byte - 127). A model
+file asks for expert e under the name `<...>.experts.<e>.<proj>`. Other layers may have `<name>.weight_blocks` and
+`_scales`, without the first dimension.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import QWeight, Tensors
+from headrace.quant.packing import E2M1, checked, left_alone, names_listed, nibbles, plain_weight
+
+SPARE = re.compile(r"(?!)")
+GROUP = 32
+EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
+
+
+def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
+    """The layer's codes; `<name>.weight` for those of modules_to_not_convert, and where there are no blocks."""
+    if left_alone(name, names_listed(config, "modules_to_not_convert")):
+        return plain_weight(tensors, name)
+    expert = EXPERT.fullmatch(name)
+    if expert is not None and tensors.has(f"{expert[1]}.{expert[3]}_blocks"):
+        stem, number = f"{expert[1]}.{expert[3]}", int(expert[2])
+        blocks = checked(tensors, f"{stem}_blocks", (None, None, None, GROUP // 2), torch.uint8)
+        if number >= blocks.shape[0]:
+            raise CheckpointError(f"{stem}_blocks has shape {list(blocks.shape)}, expected more than {number} experts")
+        scales = checked(tensors, f"{stem}_scales", tuple(blocks.shape[:3]), torch.uint8)
+        return of_blocks(blocks[number], scales[number], f"{stem}_scales")
+    if not tensors.has(f"{name}.weight_blocks"):
+        return plain_weight(tensors, name)
+    blocks = checked(tensors, f"{name}.weight_blocks", (None, None, GROUP // 2), torch.uint8)
+    scales = checked(tensors, f"{name}.weight_scales", tuple(blocks.shape[:2]), torch.uint8)
+    return of_blocks(blocks, scales, f"{name}.weight_scales")
+
+
+def of_blocks(blocks: Tensor, scales: Tensor, name: str) -> QWeight:
+    """blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32]. 255 stands for not a number and is refused."""
+    if bool((scales == 255).any()):
+        raise CheckpointError(f"{name} has a scale that is not finite; shape {list(scales.shape)}, expected 0 to 254")
+    powers = torch.exp2(scales.float() - 127)
+    return QWeight(nibbles(blocks.flatten(1), False), powers, group=GROUP, bits=4, codebook=torch.tensor(E2M1))

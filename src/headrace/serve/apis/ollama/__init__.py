@@ -1,0 +1,1 @@
+"""Ollama's API: generate, chat, embed, and what describes the model."""

@@ -1,0 +1,360 @@
+"""OpenAI's /v1/batches: files of requests, answered in the background by the same engine that serves everybody.
+
+One batch at a time, oldest first, some lines at once, and no new line while other requests wait: whoever is there in
+person goes first. Every answer is on its way to the output file before it is counted, so a batch whose server ended
+goes on with the next one where there is a storage folder. One whose disk is full or fails waits for it. Knows files and
+lines; no HTTP but in `add_routes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import re
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headrace.engine.tenants import Tenant, acting_as
+from headrace.protocol.errors import EngineDeadError, HeadraceError, RequestError
+from headrace.serve import routing
+from headrace.serve.apis.openai.files import PAGE, Files, NotFoundError, page
+from headrace.serve.call import reply_forms
+from headrace.serve.call.parsing import Body, convert
+from headrace.serve.errors import json_response
+from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
+from headrace.serve.storage.store import StorageError, Store, StoreFullError
+
+logger = logging.getLogger("headrace.server")
+
+MAX_LINES = 50_000
+MAX_OPEN = 64
+MAX_TOLD = 100
+MAX_METADATA = 16
+LOOK_AGAIN_S = 0.02
+DISK_AGAIN_S = 5.0
+HOUR_S = 3600
+ENDED = ("failed", "completed", "expired", "cancelled")
+DEFAULT_PAGE = 20
+
+
+class BatchRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+class Batches:
+    """The batches in `store`, whose files are in `files`.
+
+    Args:
+        concurrency: lines that are open at once.
+        num_others: requests that wait in the engine's queue, this module's own included.
+    """
+
+    def __init__(
+        self, store: Store, files: Files, answerer: Answerer, concurrency: int, num_others: Callable[[], int]
+    ) -> None:
+        self.store, self.files, self.answerer = store, files, answerer
+        self.concurrency = concurrency
+        self._num_others = num_others
+        self._wake = asyncio.Event()
+        self._worker: asyncio.Task[None] | None = None
+        self._running: tuple[str, asyncio.Task[None]] | None = None
+
+    def start(self) -> None:
+        """Begin to work, also on what an earlier server left."""
+        self._worker = asyncio.ensure_future(self._work())
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Stop. What is not done stays as it is, for the next start."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+
+    def create(self, request: BatchRequest) -> dict[str, Any]:
+        """Accept a batch. Raises `RequestError`, `NotFoundError`, `StoreFullError`."""
+        if request.endpoint not in self.answerer.routes:
+            raise RequestError("endpoint", request.endpoint, "one of " + ", ".join(self.answerer.routes))
+        window = re.fullmatch(r"(\d{1,3})h", request.completion_window)
+        if window is None or not int(window[1]):
+            raise RequestError("completion_window", request.completion_window, "24h, or other hours from 1h to 999h")
+        metadata = request.metadata or {}
+        if len(metadata) > MAX_METADATA or any(len(k) > 64 or len(v) > 512 for k, v in metadata.items()):
+            raise RequestError(
+                "metadata", len(metadata), f"at most {MAX_METADATA} keys of 64 and values of 512 characters"
+            )
+        self.files.get(request.input_file_id)
+        unfinished = [batch_id for batch_id in self.store if self._card(batch_id)["status"] not in ENDED]
+        if len(unfinished) >= MAX_OPEN:
+            raise StoreFullError(f"batches: {len(unfinished)} are not done yet; the bound is {MAX_OPEN}")
+        now = int(time.time())
+        batch_id = self.store.new_id()
+        card: dict[str, Any] = {
+            "id": batch_id,
+            "object": "batch",
+            "endpoint": request.endpoint,
+            "errors": None,
+            "input_file_id": request.input_file_id,
+            "completion_window": request.completion_window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "in_progress_at": None,
+            "expires_at": now + HOUR_S * int(window[1]),
+            "finalizing_at": None,
+            "completed_at": None,
+            "failed_at": None,
+            "expired_at": None,
+            "cancelling_at": None,
+            "cancelled_at": None,
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": metadata or None,
+        }
+        while len(self.store) >= self.store.max_items and (old := self._oldest_ended()):
+            self.store.delete(old)
+        self.store.put(batch_id, card)
+        self._wake.set()
+        return card | ({"warnings": request.warnings} if request.warnings else {})
+
+    def get(self, batch_id: str) -> dict[str, Any]:
+        """Raises `NotFoundError`."""
+        if batch_id not in self.store:
+            raise NotFoundError("batch", batch_id)
+        return {name: value for name, value in self._card(batch_id).items() if not name.startswith("_")}
+
+    def listed(self) -> list[dict[str, Any]]:
+        """All batches, oldest first."""
+        return [self.get(batch_id) for batch_id in self.store]
+
+    def cancel(self, batch_id: str) -> dict[str, Any]:
+        """End a batch early; what was answered stays. Raises `NotFoundError`, `RequestError` if it has ended."""
+        card = self.get(batch_id)
+        if card["status"] in ENDED:
+            raise RequestError("batch_id", card["status"], "that of a batch which has not ended")
+        if card["status"] != "cancelling":
+            self._note(batch_id, "cancelling")
+        if self._running is not None and self._running[0] == batch_id:
+            self._running[1].cancel()
+        self._wake.set()
+        return self.get(batch_id)
+
+    # -- the work
+
+    async def _work(self) -> None:
+        stuck: set[str] = set()
+        while True:
+            self._wake.clear()
+            waiting = [batch_id for batch_id in self.store if self._card(batch_id)["status"] not in ENDED]
+            if not waiting:
+                await self._wake.wait()
+                continue
+            batch_id = next((batch_id for batch_id in waiting if batch_id not in stuck), "")
+            if not batch_id:
+                # The disk may be well again.
+                await asyncio.sleep(DISK_AGAIN_S)
+                stuck.clear()
+                continue
+            # In the name of whoever sent it, as if the lines came in one by one.
+            with acting_as(Tenant(self.store.owner(batch_id))):
+                task = asyncio.ensure_future(self._do(batch_id))
+            self._running = batch_id, task
+            try:
+                await asyncio.wait({task})
+            finally:
+                self._running = None
+                task.cancel()
+                [error] = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(error, EngineDeadError):
+                return  # the server ends; the next one goes on with this batch
+            try:
+                if isinstance(error, StorageError):
+                    raise error
+                if isinstance(error, Exception):
+                    logger.error("batch %s failed", batch_id, exc_info=error)
+                    is_ours = isinstance(error, HeadraceError)
+                    told = str(error) if is_ours else "internal error; the server's log has more"
+                    self._fail(batch_id, [{"code": "batch_failed", "message": told, "line": None, "param": None}])
+                elif self._card(batch_id)["status"] == "cancelling":
+                    self._end(batch_id, "cancelled")
+            except (StorageError, StoreFullError) as waits:
+                logger.warning("batch %s waits: %s", batch_id, waits)
+                stuck.add(batch_id)
+
+    async def _do(self, batch_id: str) -> None:
+        card = self._card(batch_id)
+        if card["status"] == "cancelling":
+            return
+        try:
+            raw = await asyncio.to_thread(self.files.content, card["input_file_id"])
+        except NotFoundError as error:
+            self._fail(batch_id, [{"code": "invalid_input", "message": str(error), "line": None, "param": None}])
+            return
+        numbers, errors = await asyncio.to_thread(check_all, raw, card["endpoint"])
+        if errors:
+            self._fail(batch_id, errors)
+            return
+        done = self._open_files(batch_id, len(numbers))
+        left = lines_of(raw, card["endpoint"], {number for name, number in numbers.items() if name not in done})
+        seconds = card["expires_at"] - time.time()
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                async with contextlib.aclosing(
+                    answers(left, self.answerer.answer, self.concurrency, self._quiet)
+                ) as found:
+                    async for _, output in found:
+                        self._keep(batch_id, output)
+        except TimeoutError:
+            self._tell_expired(batch_id, numbers)
+            self._end(batch_id, "expired")
+            return
+        self._note(batch_id, "finalizing")
+        self._end(batch_id, "completed")
+
+    async def _quiet(self) -> None:
+        """Wait until nobody waits for the engine."""
+        while self._num_others():
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _open_files(self, batch_id: str, total: int) -> set[str]:
+        """Make the output files, or find what an earlier server wrote. -> the lines that have their answer."""
+        card = self._card(batch_id)
+        done: set[str] = set()
+        counts = {"total": total, "completed": 0, "failed": 0}
+        for name, kind, counted in (("_output", "output", "completed"), ("_errors", "errors", "failed")):
+            file_id = card.get(name)
+            if file_id is None or file_id not in self.files.store:
+                made = self.files.create(f"{batch_id}_{kind}.jsonl", "batch_output", b"", hidden=True)
+                card[name] = made.id
+                try:
+                    self.store.tell(batch_id, card)
+                except HeadraceError:
+                    self.files.store.discard(made.id)
+                    raise
+                continue
+            written = self.files.store.body(file_id)
+            whole = written[: written.rfind(b"\n") + 1]
+            if len(whole) < len(written):
+                self.files.store.put(file_id, self.files.store.about(file_id) or {}, whole)
+            ids = [msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()]
+            done.update(ids)
+            counts[counted] = len(ids)
+        card |= {"status": "in_progress", "in_progress_at": int(time.time()), "request_counts": counts}
+        self.store.tell(batch_id, card)
+        return done
+
+    def _keep(self, batch_id: str, output: dict[str, Any]) -> None:
+        card = self._card(batch_id)
+        failed = has_failed(output)
+        self.files.store.append(card["_errors" if failed else "_output"], msgspec.json.encode(output) + b"\n")
+        card["request_counts"]["failed" if failed else "completed"] += 1
+        self.store.tell(batch_id, card)
+
+    def _tell_expired(self, batch_id: str, numbers: Mapping[str, int]) -> None:
+        card = self._card(batch_id)
+        bodies = [self.files.store.body(card[name]) for name in ("_output", "_errors")]
+        done = {msgspec.json.decode(line)["custom_id"] for body in bodies for line in body.splitlines()}
+        for custom_id, number in numbers.items():
+            if custom_id not in done:
+                message = "the batch expired before this line was answered"
+                self._keep(batch_id, refusal(number, custom_id, "batch_expired", message))
+
+    def _end(self, batch_id: str, status: str) -> None:
+        """Show the files that have something in them, and drop those that have not."""
+        card = self._card(batch_id)
+        for name, shown in (("_output", "output_file_id"), ("_errors", "error_file_id")):
+            file_id = card.pop(name, None)
+            if file_id is None or file_id not in self.files.store:
+                continue
+            if self.files.store.body_size(file_id):
+                self.files.reveal(file_id)
+                card[shown] = file_id
+            else:
+                self.files.store.delete(file_id)
+        card |= {"status": status, f"{status}_at": int(time.time())}
+        self.store.tell(batch_id, card)
+
+    def _fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
+        self.store.tell(batch_id, self._card(batch_id) | {"errors": {"object": "list", "data": errors}})
+        self._end(batch_id, "failed")
+
+    def _note(self, batch_id: str, status: str) -> None:
+        self.store.tell(batch_id, self._card(batch_id) | {"status": status, f"{status}_at": int(time.time())})
+
+    def _card(self, batch_id: str) -> dict[str, Any]:
+        return self.store.about(batch_id) or {}
+
+    def _oldest_ended(self) -> str | None:
+        return next((batch_id for batch_id in self.store if self._card(batch_id)["status"] in ENDED), None)
+
+
+def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """The requests of a batch's input, each with the number of its line, and what is wrong with it: nothing is asked of
+    a batch with a bad line."""
+    numbers: dict[str, int] = {}
+    errors: list[dict[str, Any]] = []
+    for number, text in _texts(raw):
+        try:
+            custom_id = read_line(text, number, (endpoint,)).custom_id
+            if custom_id in numbers:
+                raise RequestError("custom_id", custom_id, f"used once; line {numbers[custom_id]} has it too")
+            if len(numbers) >= MAX_LINES:
+                raise RequestError("line", number, f"among at most {MAX_LINES} requests of one batch")
+        except RequestError as error:
+            errors.append({"code": error.code, "message": str(error), "param": error.field, "line": number})
+            if len(errors) >= MAX_TOLD:
+                break
+            continue
+        numbers[custom_id] = number
+    if not numbers and not errors:
+        errors.append({"code": "empty_file", "message": "the file has no lines", "param": None, "line": None})
+    return numbers, errors
+
+
+def lines_of(raw: bytes, endpoint: str, wanted: Container[int]) -> Iterator[Line]:
+    """The lines with these numbers, read when their turn comes: all at once would take many times the file's size."""
+    return (read_line(text, number, (endpoint,)) for number, text in _texts(raw) if number in wanted)
+
+
+def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers."""
+    with io.BytesIO(raw) as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, text
+
+
+def add_routes(app: FastAPI, batches: Batches) -> None:
+    """/v1/batches."""
+
+    async def create(request: Request) -> Response:
+        """Answer a file of requests in the background."""
+        return json_response(batches.create(convert(BatchRequest, await routing.body(request))))
+
+    async def listed(request: Request) -> Response:
+        """The batches."""
+        return json_response(page(batches.listed(), request, DEFAULT_PAGE))
+
+    async def get(request: Request) -> Response:
+        """One batch."""
+        return json_response(batches.get(request.path_params["batch_id"]))
+
+    async def cancel(request: Request) -> Response:
+        """End a batch early."""
+        return json_response(batches.cancel(request.path_params["batch_id"]))
+
+    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=reply_forms.StoredBatch)
+    routing.get(app, "/v1/batches", listed, gives=reply_forms.StoredBatches, query=PAGE)
+    routing.get(app, "/v1/batches/{batch_id}", get, gives=reply_forms.StoredBatch)
+    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel, gives=reply_forms.StoredBatch)

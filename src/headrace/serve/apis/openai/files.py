@@ -1,0 +1,185 @@
+"""OpenAI's /v1/files: what clients upload for batches, and what batches leave for them.
+
+Owns the names and kinds of files; bytes are `serve.storage.store`'s, whose ids are the only way to them. Raises
+`HeadraceError`s; `add_routes` puts it on an app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.serve import routing
+from headrace.serve.call import reply_forms
+from headrace.serve.errors import json_response
+from headrace.serve.gates.limits import read_body
+from headrace.serve.storage.multipart import parse_form
+from headrace.serve.storage.store import Store
+
+MAX_FILE_BYTES = 64 * 2**20
+MAX_FILES = 4096
+MAX_FILENAME = 256
+MAX_PAGE = 10_000
+PURPOSES = ("batch", "user_data")
+PAGE = ("limit", "order", "after")
+"""What the query of a list may say: see `page`."""
+
+
+class NotFoundError(HeadraceError):
+    """There is nothing under this id (HTTP 404)."""
+
+    status = 404
+    code = "not_found"
+
+    def __init__(self, what: str, entry_id: str) -> None:
+        shown = entry_id if len(entry_id) <= 80 else entry_id[:77] + "..."
+        super().__init__(f"{what}: there is none with the id {shown!r}")
+
+
+class FileObject(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A file as the API tells of it. Sizes in bytes, times in seconds since 1970."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str = "file"
+    status: str = "processed"
+    warnings: list[str] = []
+
+    def fields(self) -> dict[str, Any]:
+        made = {name: getattr(self, name) for name in self.__struct_fields__}
+        return made if self.warnings else {name: value for name, value in made.items() if name != "warnings"}
+
+
+class Files:
+    """Files in `store`. One that is being written is there, but nobody is told of it before `reveal`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def create(self, filename: str, purpose: str, content: bytes, hidden: bool = False) -> FileObject:
+        """Keep a file. Raises `RequestError`, `StoreFullError`, `StorageError`."""
+        if not 0 < len(filename) <= MAX_FILENAME or not filename.isprintable():
+            raise RequestError("file", filename, f"named, in 1 to {MAX_FILENAME} printable characters")
+        file_id = self.store.new_id()
+        about = {"filename": filename, "purpose": purpose, "created_at": int(time.time()), "hidden": hidden}
+        self.store.put(file_id, about, content)
+        return self._object(file_id, about)
+
+    def get(self, file_id: str) -> FileObject:
+        """Raises `NotFoundError`."""
+        about = self.store.about(file_id)
+        if about is None or about.get("hidden"):
+            raise NotFoundError("file", file_id)
+        return self._object(file_id, about)
+
+    def content(self, file_id: str) -> bytes:
+        """Raises `NotFoundError`, `StorageError`."""
+        self.get(file_id)
+        try:
+            return self.store.body(file_id)
+        except FileNotFoundError as error:
+            raise NotFoundError("file", file_id) from error
+
+    def delete(self, file_id: str) -> None:
+        """Raises `NotFoundError`, `StorageError`."""
+        self.get(file_id)
+        self.store.delete(file_id)
+
+    def reveal(self, file_id: str) -> None:
+        """A file that was written is whole now. Raises KeyError."""
+        self.store.tell(file_id, (self.store.about(file_id) or {}) | {"hidden": False})
+
+    def listed(self, purpose: str | None = None) -> list[FileObject]:
+        """All that clients may know of, oldest first."""
+        found = ((file_id, self.store.about(file_id) or {}) for file_id in self.store)
+        return [
+            self._object(file_id, about)
+            for file_id, about in found
+            if not about.get("hidden") and purpose in (None, about.get("purpose"))
+        ]
+
+    def _object(self, file_id: str, about: dict[str, Any]) -> FileObject:
+        return FileObject(
+            id=file_id,
+            bytes=self.store.body_size(file_id),
+            created_at=int(about.get("created_at", 0)),
+            filename=str(about.get("filename", "")),
+            purpose=str(about.get("purpose", "")),
+        )
+
+
+def page(items: list[dict[str, Any]], request: Request, default: int) -> dict[str, Any]:
+    """One page of a list whose oldest item comes first: `limit`, `after` and `order` of the query, as OpenAI's.
+
+    Raises `RequestError`, and `NotFoundError` for an unknown `after`.
+    """
+    query = request.query_params
+    limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_PAGE):
+        raise RequestError("limit", limit, f"an integer from 1 to {MAX_PAGE}")
+    if order not in ("asc", "desc"):
+        raise RequestError("order", order, "asc or desc")
+    rows = items if order == "asc" else items[::-1]
+    if after:
+        places = [place for place, item in enumerate(rows) if item["id"] == after]
+        if not places:
+            raise NotFoundError("after", after)
+        rows = rows[places[0] + 1 :]
+    shown = rows[: int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, "has_more": len(rows) > len(shown)} | ends
+
+
+def add_routes(app: FastAPI, files: Files) -> None:
+    """/v1/files."""
+
+    async def create(request: Request) -> Response:
+        """Upload a file."""
+        body = await read_body(request.scope, request.receive, MAX_FILE_BYTES)
+        kind = request.headers.get("content-type", "")
+        fields, uploads = await asyncio.to_thread(parse_form, kind, body)
+        purpose = fields.pop("purpose", None)
+        if "file" not in uploads:
+            raise RequestError("file", None, "given, as a file")
+        if purpose not in PURPOSES:
+            raise RequestError("purpose", purpose, "one of " + ", ".join(PURPOSES))
+        upload = uploads.pop("file")
+        made = await asyncio.to_thread(files.create, upload.filename, purpose, upload.content)
+        # `expires_after[seconds]` and the like: files stay until they are deleted.
+        made.warnings = [f"{name[:80]}: not honoured, and ignored" for name in (*fields, *uploads)]
+        return json_response(made.fields())
+
+    async def listed(request: Request) -> Response:
+        """The files."""
+        found = [made.fields() for made in files.listed(request.query_params.get("purpose"))]
+        return json_response(page(found, request, MAX_PAGE))
+
+    async def get(request: Request) -> Response:
+        """One file's description."""
+        return json_response(files.get(request.path_params["file_id"]).fields())
+
+    async def content(request: Request) -> Response:
+        """One file's bytes."""
+        data = await asyncio.to_thread(files.content, request.path_params["file_id"])
+        return Response(data, media_type="application/octet-stream", headers={"x-content-type-options": "nosniff"})
+
+    async def delete(request: Request) -> Response:
+        """Delete a file."""
+        file_id = request.path_params["file_id"]
+        files.delete(file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    routing.post(app, "/v1/files", create, gives=reply_forms.StoredFile)
+    routing.get(app, "/v1/files", listed, gives=reply_forms.StoredFiles, query=("purpose", *PAGE))
+    routing.get(app, "/v1/files/{file_id}", get, gives=reply_forms.StoredFile)
+    routing.get(app, "/v1/files/{file_id}/content", content, media_type="application/octet-stream")
+    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",), gives=reply_forms.Deleted)

@@ -1,0 +1,98 @@
+"""Everything that the server keeps for its clients, put together: files, batches and stored responses.
+
+Handed its numbers by `serve.app`. Knows the modules beside it and no config.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from headrace.serve.apis.openai import batches, embeddings, files, responses
+from headrace.serve.apis.openai.batches import Batches
+from headrace.serve.apis.openai.completions import OpenAI
+from headrace.serve.apis.openai.embeddings import Embeddings
+from headrace.serve.apis.openai.files import MAX_FILES, Files
+from headrace.serve.apis.openai.responses import Responses
+from headrace.serve.storage.batch_lines import Answerer
+from headrace.serve.storage.store import Store
+
+MAX_BATCHES = 1024
+MAX_BATCH_BYTES = 16 * 2**20
+MAX_RESPONSES = 4096
+LATEST = 2**31 - 1
+"""The priority that goes last."""
+
+
+class Storage:
+    """What is kept, and who works on it.
+
+    Args:
+        folder: where it outlives the server; None keeps it in memory.
+        max_bytes: of files, and of stored responses; each of the two has as many.
+        concurrency: lines of batches that are open at once.
+    """
+
+    def __init__(self, api: OpenAI, folder: str | None, max_bytes: int, concurrency: int) -> None:
+        def place(name: str) -> Path | None:
+            return None if folder is None else Path(folder).expanduser() / name
+
+        self.api = api
+        kept = Store("file-", place("files"), max_items=MAX_FILES, max_bytes=max_bytes)
+        told = Store("batch_", place("batches"), max_items=MAX_BATCHES, max_bytes=MAX_BATCH_BYTES)
+        said = Store("resp_", place("responses"), max_items=MAX_RESPONSES, max_bytes=max_bytes, evict=True)
+        self.files = Files(kept)
+        self.responses = Responses(api, said)
+        self.embeddings = Embeddings(api)
+        self._answerer = answerer(api, self.responses, self.embeddings)
+        client = api.front.client
+        self.batches = Batches(told, self.files, self._answerer, concurrency, lambda: client.num_waiting)
+
+    def start(self) -> None:
+        """The engine is there: go on with batches."""
+        if self.api.front.info.scheduling_policy == "priority":
+            self._answerer.priority = LATEST
+        self.batches.start()
+
+    async def close(self) -> None:
+        """Stop what runs in the background. Batches go on with the next start, if a folder keeps them."""
+        await self.batches.close()
+        await self.responses.close()
+        for store in (self.files.store, self.batches.store, self.responses.store):
+            store.close()
+
+
+def answerer(api: OpenAI, said: Responses, vectors: Embeddings) -> Answerer:
+    """What answers the lines of batches."""
+
+    async def completion(body: dict[str, object]) -> dict[str, object]:
+        answer = await api.completion(body)
+        return await answer.whole()
+
+    async def chat(body: dict[str, object]) -> dict[str, object]:
+        answer = await api.chat(body)
+        return await answer.whole()
+
+    return Answerer(
+        {
+            "/v1/chat/completions": chat,
+            "/v1/completions": completion,
+            "/v1/embeddings": vectors.create,
+            "/v1/responses": said.whole,
+        }
+    )
+
+
+def offline_answerer(api: OpenAI) -> Answerer:
+    """The same without a server: responses are kept nowhere."""
+    nowhere = Store("resp_", None, max_items=1, max_bytes=MAX_BATCH_BYTES, evict=True)
+    return answerer(api, Responses(api, nowhere), Embeddings(api))
+
+
+def add_routes(app: FastAPI, storage: Storage) -> None:
+    """/v1/files, /v1/batches, /v1/responses and /v1/embeddings."""
+    files.add_routes(app, storage.files)
+    batches.add_routes(app, storage.batches)
+    responses.add_routes(app, storage.responses)
+    embeddings.add_routes(app, storage.embeddings)

@@ -1,0 +1,489 @@
+"""The HTTP server: routes, health, metrics, and `serve`, which puts tokenizer, engine client and uvicorn together.
+
+A composition root. Every POST body comes in through `limits`, every error goes out through `errors`, and whoever
+waits for tokens is watched by `streams`. The engine runs in another process; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace import __version__, env, hub
+from headrace.engine import logs
+from headrace.engine.client import EngineClient, ProcessClient
+from headrace.engine.generation import Front
+from headrace.engine.rates import Limits, Rates
+from headrace.insight import audit
+from headrace.insight.metrics import ServerMetrics
+from headrace.insight.tracing import Tracer, otlp
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import CheckpointError, EngineDeadError, HeadraceError, RequestError
+from headrace.serve import openapi, routing
+from headrace.serve.apis.anthropic import messages
+from headrace.serve.apis.llama_server import routes as llama_server
+from headrace.serve.apis.ollama import replies as ollama_replies
+from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.openai.completions import OpenAI
+from headrace.serve.apis.openai.storage import Storage
+from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
+from headrace.serve.call import reply_forms, schema
+from headrace.serve.call.dialect import Dialect
+from headrace.serve.errors import error_response, json_response
+from headrace.serve.gates.auth import ApiKeyGate, refusal
+from headrace.serve.gates.calls import CallGate
+from headrace.serve.gates.deadlines import DeadlineGate
+from headrace.serve.gates.doors import Doors, allowed_hosts, allowed_origins, is_loopback
+from headrace.serve.gates.keys import KeyRing
+from headrace.serve.gates.wire import Connection
+from headrace.text.inputs import max_context, seed_source
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.server")
+
+# Whose clients look for errors in another shape than OpenAI's.
+REFUSALS = {"/v1/messages": messages.refuse, "/api/": ollama_replies.refuse}
+REFUSALS |= dict.fromkeys(llama_server.UNDER, llama_server.refuse)
+# What a client gets to read the error that ends its stream when the time for draining is over.
+LAST_WORDS_S = 5.0
+
+
+class RouteError(HeadraceError):
+    """No such route, or not with this method."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        self.code = "not_found" if status == 404 else "invalid_request_error"
+        super().__init__(message)
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    server: ServerConfig,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    audits: Sequence[dict[str, Any]] = (),
+    exporter: Any = None,
+) -> FastAPI:
+    """The application. Starts `client` when it starts and closes it when it stops.
+
+    Args:
+        model: the name that is served.
+        defaults: sampling parameters for what a request does not give.
+        seed: makes the seeds of requests that bring none repeatable, in their order of arrival.
+        audits: what `insight.audit.find` found beside the weights.
+        exporter: takes the spans of answers, an OpenTelemetry `SpanExporter`; none are made without one.
+    """
+    metrics = ServerMetrics(client, model)
+    tracer = None if exporter is None else Tracer(exporter, model, metrics)
+    client.observer = metrics
+    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
+    api = make_api(Front(client, tokenizer, tracer or metrics, rates), template, server, model, defaults, seed)
+    storage = Storage(api, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
+    life = Life(client, server.log_stats_interval, api.warm_up, storage, tracer)
+    app = FastAPI(
+        title="headrace",
+        version=__version__,
+        lifespan=life.run,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # A redirect would go to the host that the client names, without the proxy's scheme.
+        redirect_slashes=False,
+    )
+    app.state.life = life
+    app.state.client = client
+    _add_api(app, api, audits)
+    messages.add_routes(app, api)
+    ollama.add_routes(app, api)
+    llama_server.add_routes(app, api)
+    add_storage_routes(app, storage)
+    _add_operations(app, client, metrics, life)
+    openapi.add_routes(app, model, bool(ring))
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HTTPException):
+            return error_response(error)
+        told = RouteError(error.status_code, f"route: {error.detail}")
+        response = refusal(REFUSALS, request.url.path, told)
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            # Starlette names the methods of one route, and a path may have several.
+            response.headers["allow"] = ", ".join(_methods(app, request.url.path))
+        return response
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_middleware(DeadlineGate, most=server.max_request_timeout, refusals=REFUSALS)
+    app.add_middleware(ApiKeyGate, ring=ring, rates=rates, refusals=REFUSALS)
+    hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
+    app.add_middleware(Doors, hosts=hosts, origins=origins, refusals=REFUSALS)
+    app.add_middleware(CallGate)
+    if not ring and not is_loopback(server.host):
+        logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)
+    return app
+
+
+def make_api(
+    front: Front,
+    template: ChatTemplate | None,
+    server: ServerConfig,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+) -> OpenAI:
+    """OpenAI's routes without HTTP; for the arguments see `create_app`."""
+    parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
+    dialect = Dialect.of(template, front.tokenizer, *parsers)
+    return OpenAI(front, model, template, defaults, seed_source(seed), dialect)
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """What may be done with a path, of all the routes that it fits."""
+    fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for route in fit for method in route.methods or ()})
+
+
+def _add_api(app: FastAPI, api: OpenAI, audits: Sequence[dict[str, Any]]) -> None:
+    async def completions(request: Request) -> Any:
+        """OpenAI's text completions."""
+        return await routing.deliver(request, await api.completion(await routing.body(request)))
+
+    async def chat_completions(request: Request) -> Any:
+        """OpenAI's chat completions."""
+        return await routing.deliver(request, await api.chat(await routing.body(request)))
+
+    async def tokenize(request: Request) -> Response:
+        """Text, or messages, to token ids."""
+        body = await routing.body(request)
+        if body.get("content") is not None:
+            return json_response(await llama_server.tokenize(api, schema.parse(schema.TokenizeRequest, body)))
+        return json_response(await api.tokenize(body))
+
+    async def detokenize(request: Request) -> Response:
+        """Token ids to text."""
+        return json_response(await api.detokenize(await routing.body(request)))
+
+    async def models(request: Request) -> Response:
+        """The models that are served."""
+        found = api.models()
+        found["data"] = [with_quality(card) for card in found["data"]]
+        return json_response(found)
+
+    async def model_card(request: Request) -> Response:
+        """One model."""
+        return json_response(with_quality(api.card(request.path_params["name"])))
+
+    def with_quality(card: dict[str, Any]) -> dict[str, Any]:
+        measured = audit.of_form(audits, api.front.info)
+        return card if measured is None else card | {"quality": measured}
+
+    events = "text/event-stream"
+    routing.post(
+        app,
+        "/v1/completions",
+        completions,
+        takes=schema.CompletionRequest,
+        gives=reply_forms.Completion,
+        streams=events,
+    )
+    routing.post(
+        app,
+        "/v1/chat/completions",
+        chat_completions,
+        takes=schema.ChatCompletionRequest,
+        gives=reply_forms.ChatCompletion,
+        streams=events,
+    )
+    routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=reply_forms.Tokenized)
+    routing.post(app, "/detokenize", detokenize, takes=schema.DetokenizeRequest, gives=reply_forms.Detokenized)
+    routing.get(app, "/v1/models", models, gives=reply_forms.ModelList)
+    routing.get(app, "/v1/models/{name:path}", model_card, gives=reply_forms.ModelCard)
+
+
+def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
+    async def live(request: Request) -> Response:
+        """The process answers."""
+        return json_response({"status": "live"})
+
+    async def ready(request: Request) -> Response:
+        """The engine makes tokens."""
+        status = life.status()
+        return json_response({"status": status}, 200 if status == "ready" else 503)
+
+    async def serving(request: Request) -> Response:
+        """The engine makes steps, or answers at once if it has nothing to do."""
+        status = life.status()
+        if status == "ready":
+            status = "serving" if await client.answers() else "silent"
+        return json_response({"status": status}, 200 if status == "serving" else 503)
+
+    async def ping(request: Request) -> Response:
+        """The engine makes tokens."""
+        return await ready(request)
+
+    async def version(request: Request) -> Response:
+        """headrace's version."""
+        return json_response({"version": __version__})
+
+    async def load(request: Request) -> Response:
+        """How many requests are open."""
+        return json_response({"server_load": client.num_unfinished})
+
+    async def scrape(request: Request) -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    routing.get(app, "/health/live", live, gives=reply_forms.Status)
+    routing.get(app, "/health/serving", serving, gives=reply_forms.Status)
+    routing.get(app, "/health/ready", ready, gives=reply_forms.Status)
+    routing.get(app, "/health", ready, gives=reply_forms.Status)
+    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"), gives=reply_forms.Status)
+    routing.get(app, "/version", version, gives=reply_forms.Version)
+    routing.get(app, "/load", load, gives=reply_forms.Load)
+    routing.get(app, "/metrics", scrape, media_type="text/plain")
+
+
+class Life:
+    """The application's life: loading, ready, restarting, dead, draining."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        log_stats_interval: float,
+        warm_up: Callable[[], Awaitable[None]],
+        storage: Storage,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.client = client
+        self.tracer = tracer
+        self.storage = storage
+        self.failure: BaseException | None = None
+        self.draining = False
+        self.ended = asyncio.Event()
+        self._warm_up = warm_up
+        self._interval = log_stats_interval
+
+    def status(self) -> str:
+        """One word for probes; all but "ready" mean that requests are better sent elsewhere."""
+        client = self.client
+        if self.draining:
+            return "draining"
+        if self.failure is not None or client.dead.is_set():
+            return "dead"
+        if not client.is_started:
+            return "loading"
+        if not client.is_alive:
+            return "restarting" if client.num_restarts or client.is_proven_once else "loading"
+        return "stalled" if client.watchdog.is_stalled else "ready"
+
+    def drain(self, seconds: float) -> None:
+        """Take nothing new; let what is open go on for so long, and then tell it that it ends here."""
+        self.draining = True
+        self.client.is_draining = True
+        told = EngineDeadError("the server is shutting down and could wait no longer")
+        asyncio.get_running_loop().call_later(seconds, self.client.fail_all, told)
+
+    @contextlib.asynccontextmanager
+    async def run(self, app: FastAPI) -> AsyncIterator[None]:
+        """Load in the background, so that probes are answered meanwhile."""
+        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.storage.close()
+            await self.client.close()
+            if self.tracer is not None:
+                await asyncio.to_thread(self.tracer.close)
+
+    async def _start(self) -> None:
+        try:
+            await self._warm_up()
+            await self.client.start()
+            self._tell_start()
+            self.storage.start()
+        except Exception as error:  # whatever it is: a server that loads for ever would tell nobody
+            self.failure = error
+            expected = isinstance(error, HeadraceError | OSError)
+            logger.critical("the engine did not start: %s", error, exc_info=None if expected else error)
+            self.ended.set()
+            return
+        logger.info("ready")
+        await self.client.dead.wait()
+        self.failure = EngineDeadError("the engine died too often")
+        self.ended.set()
+
+    def _tell_start(self) -> None:
+        info = self.client.info
+        num_tokens = info.num_blocks * info.block_size
+        logger.info("%s: dtype %s, backend %s, device %s", info.model, info.dtype, info.backend, info.device)
+        logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
+        length = max_context(info)
+        logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
+
+    async def _log_stats(self) -> None:
+        before = self.client.total
+        idle = True
+        while self._interval > 0:
+            await asyncio.sleep(self._interval)
+            total, now = self.client.total, self.client.stats
+            prompt = total.num_prompt_tokens - before.num_prompt_tokens
+            generated = total.num_generated_tokens - before.num_generated_tokens
+            before, was_idle = total, idle
+            idle = not (prompt or generated or self.client.num_unfinished)
+            if idle and was_idle:
+                continue
+            hit_rate = total.prefix_cache_hits / total.prefix_cache_queries if total.prefix_cache_queries else 0.0
+            logger.info(
+                "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
+                "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+                prompt / self._interval,
+                generated / self._interval,
+                now.num_running,
+                now.num_waiting,
+                100 * now.kv_cache_usage,
+                100 * hit_rate,
+            )
+
+
+def advised_params(engine: EngineConfig) -> dict[str, Any]:
+    """Sampling parameters from the model's generation_config.json, as `vllm serve` applies them."""
+    path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    advised = hub.read_json(path)
+    names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
+    names |= {"max_new_tokens": "max_tokens", "no_repeat_ngram_size": "no_repeat_ngram_size"}
+    found = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    if found:
+        logger.info("sampling defaults from the model's generation_config.json: %s", found)
+    return found
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, but a SIGTERM that was obeyed is a success: it would raise it again after the drain."""
+
+    def __init__(self, config: uvicorn.Config, life: Life, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._life = life
+        self._drain_seconds = drain_seconds
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, self._on_signal)
+        yield
+
+    def _on_signal(self) -> None:
+        # A second one means: now.
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._life.drain(self._drain_seconds)
+
+
+def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """The model's tokenizer and chat template, where it has them. Raises `ModelNotFoundError`, `CheckpointError`."""
+    if engine.skip_tokenizer_init:
+        return None, None
+    path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
+    tokenizer = Tokenizer.load_if_present(path)
+    if tokenizer is None:
+        logger.warning("the model has no tokenizer: prompts must be token ids")
+    elif server.chat_template or tokenizer.chat_template:
+        return tokenizer, ChatTemplate.of(tokenizer, server.chat_template)
+    return tokenizer, None
+
+
+def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
+    """Figures of quality that lie beside the weights and fit them. A file that can not be read is told of."""
+    try:
+        return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
+    except (CheckpointError, OSError) as error:
+        logger.warning("the quality of the model is not shown: %s", error)
+        return []
+
+
+def serve(engine: EngineConfig, server: ServerConfig) -> None:
+    """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
+
+    Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
+    """
+    logs.set_up(server.uvicorn_log_level, server.log_format)
+    try:
+        _serve(engine, server)
+    except HeadraceError as error:
+        if server.log_format != "json":
+            raise
+        # The command would print a line that is no object.
+        logger.critical("%s", error)
+        sys.exit(2 if isinstance(error, RequestError) else 1)
+
+
+def _serve(engine: EngineConfig, server: ServerConfig) -> None:
+    exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
+    tokenizer, template = load_text(engine, server)
+    defaults = advised_params(engine) if server.generation_config == "auto" else {}
+    model = server.served_model_name or engine.model
+    client = ProcessClient(engine, server)
+    audits = load_audits(engine)
+    app = create_app(client, tokenizer, template, server, model, defaults, engine.seed, audits, exporter)
+    status = run(app, server)
+    if status:
+        sys.exit(status)
+
+
+def run(app: FastAPI, server: ServerConfig) -> int:
+    """Serve `app` until a signal comes: drain, stop the engine, return the exit status."""
+    config = uvicorn.Config(
+        app,
+        host=server.host,
+        port=server.port,
+        http=Connection,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + LAST_WORDS_S),
+    )
+    life = app.state.life
+    # Modules, routes and the tokenizer live as long as this process: the collector would walk them all for a tenth of a
+    # second now and then, and everybody who calls meanwhile waits for it.
+    gc.collect()
+    gc.freeze()
+    return asyncio.run(_run(_Uvicorn(config, life, server.shutdown_timeout), life))
+
+
+async def _run(server: uvicorn.Server, life: Life) -> int:
+    async def stop_when_dead() -> None:
+        await life.ended.wait()
+        server.should_exit = True
+
+    watch = asyncio.create_task(stop_when_dead())
+    try:
+        await server.serve()
+    finally:
+        watch.cancel()
+    return 1 if life.failure is not None or not server.started else 0

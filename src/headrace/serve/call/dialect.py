@@ -1,0 +1,170 @@
+"""How the model that is served writes tool calls and reasoning: chosen once, from flags or from its chat template.
+
+Makes, for each chat, the parsers of its answers. Knows formats by name, and no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.protocol.constraints import KINDS, StructuredOutputs
+from headrace.protocol.errors import RequestError
+from headrace.serve.call.schema import ChatCompletionRequest, TokenizeRequest
+from headrace.text import reasoning
+from headrace.text.parts import ContentParser, MessageParser
+from headrace.text.reasoning import ReasoningParser
+from headrace.text.templates import ChatTemplate
+from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools import registry
+from headrace.text.tools.choice import ToolUse
+from headrace.text.tools.form import Wanted
+
+logger = logging.getLogger("headrace.server")
+
+_ONLY: dict[str, Any] = dict.fromkeys(KINDS)
+NONE = "none"
+"""As the name of a parser: there is none."""
+LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("reasoning_effort", "enable_thinking", "thinking")
+"""Variables by which chat templates are told how much to reason."""
+FALLBACK = "hermes"
+"""For models whose chat template shows no format."""
+
+
+class Dialect(NamedTuple):
+    """`tools` and `reasoning` are names of `tools.registry` and `reasoning`; None where there is no such thing.
+    `shows_tools`: whether the chat template has a place for tools. `token_ids`: those of the marks that are special
+    tokens, which are left out of text unless it is asked for them. `template`: the sources. `efforts`: the variables of
+    the chat template that say how much to reason."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+    auto: bool = True
+    shows_tools: bool = False
+    token_ids: Mapping[str, int] = MappingProxyType({})
+    template: str = ""
+    efforts: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        enable_auto_tool_choice: bool = True,
+    ) -> Dialect:
+        """A parser that is not named is found by what the template shows. Raises `RequestError`."""
+        sources = [] if template is None else template.sources
+        tools, style = registry.detect(sources), reasoning.detect(sources)
+        if tool_call_parser is not None:
+            enable_auto_tool_choice = enable_auto_tool_choice and tool_call_parser != NONE
+            tools = None if tool_call_parser == NONE else registry.format_name(tool_call_parser)
+        if reasoning_parser is not None:
+            style = None if reasoning_parser in (NONE, "") else reasoning.style_name(reasoning_parser)
+        for what, name, given in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
+            if name is not None:
+                logger.info("%s: %s, %s", what, name, "found in the chat template" if given is None else "as told")
+        return cls(
+            tools,
+            style,
+            enable_auto_tool_choice,
+            shows_tools=any("tools" in source for source in sources),
+            token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)),
+            template="\n".join(sources),
+            efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),
+        )
+
+    def needs_marks(self, use: ToolUse) -> bool:
+        """Whether a chat's answers must be read with their special tokens."""
+        form = self.format_for(use)
+        return any(mark in self.token_ids for mark in _marks(form, self.reasoning))
+
+    def constraint(
+        self, use: ToolUse, prompt: str, given: StructuredOutputs | None
+    ) -> tuple[StructuredOutputs | None, bool]:
+        """What the answers are held to, and whether that sees to the form of all calls. `given` is what the request
+        asks of the content.
+
+        An answer that must be calls is nothing else. One that may be calls is calls or JSON as asked for.
+        """
+        form = self.format_for(use)
+        made, enforced = given, False
+        is_json = given is not None and given.kind in ("json", "json_object")
+        if form is not None and (use.mode == "required" or is_json):
+            part = registry.form(form, Wanted(use.schemas, not use.parallel, self.template, self.token_ids))
+            if use.mode == "auto" and given is not None:
+                schema = json.loads(given.json) if isinstance(given.json, str) else {"type": "object"}
+                part = {"type": "or", "elements": [part, {"type": "json_schema", "json_schema": schema}]}
+            tag = msgspec.json.encode({"type": "structural_tag", "format": part}).decode()
+            # Where a tool does not say that it takes other arguments than those it names, it takes none.
+            given = given or StructuredOutputs(json_object=True, disable_additional_properties=True)
+            made, enforced = msgspec.structs.replace(given, **{**_ONLY, "structural_tag": tag}), True
+        if made is None or self.reasoning is None:
+            return made, enforced
+        before = reasoning.prefix(self.reasoning, prompt, self.token_ids)
+        if before is None:
+            return made, enforced
+        return msgspec.structs.replace(made, prefix=msgspec.json.encode(before).decode()), enforced
+
+    def set_effort(self, request: ChatCompletionRequest | TokenizeRequest, variables: dict[str, Any]) -> None:
+        """Put `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
+        effort = request.reasoning_effort
+        if effort not in LEVELS:
+            raise RequestError("reasoning_effort", effort, "one of " + ", ".join(LEVELS))
+        if not self.efforts:
+            request.warn("reasoning_effort", "ignored: the chat template knows no such thing")
+        if effort != "none" and "reasoning_effort" in self.efforts:
+            variables.setdefault("reasoning_effort", effort)
+        for name in self.efforts & {"enable_thinking", "thinking"}:
+            variables.setdefault(name, effort != "none")
+
+    def format_for(self, use: ToolUse) -> str | None:
+        """The format of a chat's calls; None if it has none. Raises `RequestError`."""
+        if use.mode == "none":
+            return None
+        if use.mode == "auto" and not self.auto:
+            raise RequestError("tool_choice", "auto", "none, required or a tool: the server was told so")
+        return self.tools or FALLBACK
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether an answer to `prompt` begins as reasoning."""
+        return self.reasoning is not None and reasoning.begins_inside(self.reasoning, prompt)
+
+    def parsers(self, use: ToolUse, prompt: str, enforced: bool) -> Callable[[], MessageParser]:
+        """Makes the parser of each answer. `enforced`: a grammar sees to the form of all calls."""
+        form = self.format_for(use)
+        style, inside = self.reasoning, self.begins_inside(prompt)
+
+        def new_parser() -> MessageParser:
+            inner: MessageParser = ContentParser()
+            if form is not None:
+                inner = registry.new_parser(form, use.schemas, enforced, single=not use.parallel)
+            return inner if style is None else ReasoningParser(style, inside, inner)
+
+        return new_parser
+
+
+def _marks(form: str | None, style: str | None) -> tuple[str, ...]:
+    """What must be seen in a text to find calls and reasoning in it."""
+    return (registry.marks(form) if form else ()) + (reasoning.marks(style) if style else ())
+
+
+def _reads(source: str, name: str) -> bool:
+    """Whether a template uses a variable, which is no other thing's attribute."""
+    return re.search(rf"(?<![\w.'\"]){name}(?!\w)", source) is not None
+
+
+def _special(tokenizer: Tokenizer | None, marks: tuple[str, ...]) -> dict[str, int]:
+    """Ids of those of `marks` that are special tokens."""
+    if tokenizer is None:
+        return {}
+    found = {mark: tokenizer.token_to_id(mark) for mark in marks}
+    return {mark: i for mark, i in found.items() if i is not None and tokenizer.is_special(i)}

@@ -1,0 +1,253 @@
+"""The bodies of OpenAI's POST routes, as structs, and how a JSON object becomes one: every field is known or told.
+
+Names are OpenAI's, and vLLM's for what OpenAI has not. A field without which the answer would be another
+(`UNSUPPORTED`) is accepted with its neutral value and refused with any other; one that changes no answer (`IGNORED`)
+and one that nobody knows are told in the reply's `warnings`. Ranges are not here but in `headrace.protocol.bounds`.
+Knows no HTTP; `serve.apis.openai.completions` is the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.protocol import bounds
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.serve.call.forms import form_of
+from headrace.serve.call.parsing import Body, add_warning, convert
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of completion take. None, also given as null, means: not given."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    best_of: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repeat_last_n: int | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    no_repeat_ngram_size: int | None = None
+    thinking_token_budget: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    # true, or an object: see `protocol.params.Watermark`.
+    watermark: bool | dict[str, Any] | None = None
+    samplers: list[str] | None = None
+    # Whether tokens may be guessed ahead (--speculative-config).
+    speculation: bool | None = None
+    # See `text.beams`.
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    # The form of the answer, see `serve.call.forms`.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_structural_tag: str | None = None
+    guided_whitespace_pattern: str | None = None
+    # Labels for the caller's own books; they change no answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+
+
+class TokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a text, or messages to be put through the chat template first.
+
+    The four fields from `content` on are llama-server's, whose reply has another shape.
+    """
+
+    model: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# Known fields that are not honoured yet, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logits_processors": ([],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "echo": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "suffix": ("",),
+    "documents": ([],),
+    "chat_template": (),
+    "prompt_embeds": (),
+}
+
+# Known fields that change no answer here: told in `warnings` unless given with a value that asks for nothing.
+IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prediction": ((), "a hint for speed that is not used"),
+    "verbosity": ((), "the models served here have no such setting"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "store": ((False,), "completions are not stored; responses are"),
+    "mm_processor_kwargs": (({},), "text models only"),
+    "kv_transfer_params": ((), "no other engine to exchange the cache with"),
+    "vllm_xargs": (({},), "arguments of vLLM's plugins"),
+    "guided_decoding_backend": ((), "there is one, llguidance"),
+    "include_metrics": ((False,), "timings come with every reply"),
+    "web_search_options": ((), "this server searches nothing"),
+    "logprob_token_ids": (([],), "logprobs tells of the likeliest tokens"),
+    "return_tokens_as_token_ids": ((False,), "return_token_ids gives the ids beside the text"),
+}
+
+# Which row of the bounds table holds for a number, where the names differ.
+ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
+CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
+SIZES_CHECKED_HERE = ("request_id", "cache_salt")
+PASSED_ON = frozenset(SamplingParams.__struct_fields__) & frozenset(Sampled.__struct_fields__)
+
+T = TypeVar("T", bound=Body)
+
+
+def parse(kind: type[T], body: dict[str, Any]) -> T:
+    """`body` as a `kind`. Raises `RequestError` naming the field, its value and what is allowed."""
+    told: list[str] = []
+    body = {name: value for name, value in body.items() if not _neutral(name, value, kind, told)}
+    made = convert(kind, body)
+    made.warnings[:0] = told
+    for name in CHECKED_HERE:
+        value = getattr(made, name, None)
+        if value is not None:
+            bounds.check(ROWS.get(name, name), value, name)
+    for name in SIZES_CHECKED_HERE:
+        value = getattr(made, name, None)
+        if value is not None:
+            bounds.check(name, value)
+    return made
+
+
+def sampling_params(request: Sampled, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """The parameters of a request; what it does not give is taken from `defaults`, the model's own.
+
+    `more` overrides both. Raises `RequestError`.
+    """
+    given = {name: getattr(request, name) for name in PASSED_ON if getattr(request, name) is not None}
+    _, given["structured_outputs"] = form_of(request)
+    return SamplingParams(**{**defaults, **given, **more})
+
+
+def _neutral(name: str, value: Any, kind: type[Body], told: list[str]) -> bool:
+    """Whether a field may be passed over, telling in `told` if it asked for something.
+
+    Raises `RequestError` if passing it over would give another answer than was asked for.
+    """
+    if not issubclass(kind, Sampled) or name in kind.__struct_fields__:
+        return False
+    if name in IGNORED:
+        neutral, why = IGNORED[name]
+        if value is not None and not _among(value, neutral):
+            add_warning(told, name, f"ignored: {why}")
+        return True
+    if name not in UNSUPPORTED:
+        return False
+    if value is None or _among(value, UNSUPPORTED[name]):
+        return True
+    allowed = " or ".join([msgspec.json.encode(x).decode() for x in UNSUPPORTED[name]] + ["left out"])
+    raise RequestError(name, value, f"{allowed}: headrace does not support it yet")
+
+
+def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral)

@@ -1,0 +1,1 @@
+"""What every call passes before its route: sizes, hosts, keys, rates, deadlines, and the connection itself."""

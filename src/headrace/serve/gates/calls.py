@@ -1,0 +1,57 @@
+"""`CallGate`, the outermost ASGI middleware: gives each call its `Call` and puts its X-Request-Id on the reply.
+
+It takes the caller's X-Request-Id if that can stand in a header (S-22), or draws one. Knows no routes and no requests.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+from headrace.engine.calls import REQUEST_ID, Call, answering
+from headrace.serve.gates.limits import Scope
+
+HEADER = b"x-request-id"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\w.:-]{0,200})?", re.ASCII)
+_TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
+
+
+class CallGate:
+    """Gives every call its `Call`, and every reply its X-Request-Id."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = call_of(scope)
+
+        async def sending(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if all(name != HEADER for name, _ in headers):
+                    message["headers"] = [*headers, (HEADER, call.call_id.encode())]
+            await send(message)
+
+        with answering(call):
+            await self._app(scope, receive, sending)
+
+
+def call_of(scope: Scope) -> Call:
+    """The call that an ASGI scope describes. A header that is malformed or given twice is as if it were not there."""
+    found: dict[bytes, list[str]] = {}
+    for name, value in scope["headers"]:
+        if name in (HEADER, b"traceparent", b"tracestate"):
+            found.setdefault(name, []).append(value.decode("latin-1"))
+    given = [text for text in found.get(HEADER, ()) if REQUEST_ID.fullmatch(text)]
+    parents = [text for text in found.get(b"traceparent", ()) if _TRACEPARENT.fullmatch(text)]
+    trace = {}
+    if len(parents) == 1 and len(found[b"traceparent"]) == 1:
+        trace["traceparent"] = parents[0]
+        states = ",".join(found.get(b"tracestate", ()))
+        if _TRACESTATE.fullmatch(states):
+            trace["tracestate"] = states
+    return Call(given[0] if given else str(uuid.uuid4()), bool(given), scope["path"], trace)

@@ -1,0 +1,156 @@
+"""What a body may be before anything looks into it: its size, its JSON, its nesting (S-12, S-19, S-20).
+
+The bounds of single fields are in `headrace.protocol.bounds`; these are the bounds of the envelope. `serve.app` reads
+every POST through here and through nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from headrace.protocol.errors import HeadraceError, RequestError
+
+MAX_BODY_BYTES = 8 * 2**20
+MAX_DEPTH = 64
+MAX_KEYS = 10_000
+BODY_IDLE_S = 30.0
+MIN_BODY_RATE = 1024
+"""Bytes in a second that must come on the whole, beyond the first `BODY_IDLE_S`."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class BodyTooLargeError(HeadraceError):
+    status = 413
+    code = "body_too_large"
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"body: too large; it must be at most {most} bytes")
+
+
+class BodyTimeoutError(HeadraceError):
+    status = 408
+    code = "body_timeout"
+
+    def __init__(self) -> None:
+        super().__init__(f"body: it comes too slowly, or nothing came for {BODY_IDLE_S:g} seconds")
+
+
+class UnsupportedMediaError(HeadraceError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class ClientGoneError(HeadraceError):
+    """The client hung up; nobody will read the reply."""
+
+    status = 499
+    code = "client_closed_request"
+
+
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body, of at most `most` bytes.
+
+    Raises `BodyTooLargeError` from the declared length, before anything is read, or as soon as more has come than
+    allowed; `UnsupportedMediaError` for compressed bodies; `ClientGoneError`."""
+    headers = dict(scope["headers"])
+    if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
+        raise UnsupportedMediaError("content-encoding: compressed bodies are not accepted; send it plain")
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared[:20]) > most:
+        raise BodyTooLargeError(most)
+    body = bytearray()
+    started = time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_IDLE_S):
+                message = await receive()
+        except TimeoutError as error:
+            raise BodyTimeoutError from error
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError("the client hung up while it sent the body")
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise BodyTooLargeError(most)
+        if not message.get("more_body", False):
+            return bytes(body)
+        if time.monotonic() - started > BODY_IDLE_S + len(body) / MIN_BODY_RATE:
+            raise BodyTimeoutError
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`, strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded nesting.
+
+    Raises `RequestError`.
+    """
+    if not body:
+        raise RequestError("body", "", "a JSON object")
+    try:
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_float)
+    except RecursionError as error:
+        raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep") from error
+    except ValueError as error:  # also of wrong UTF-8, and of integers with thousands of digits
+        raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise RequestError("body", type(value).__name__, "a JSON object")
+    _check_shape(value, surrogates=b"\\u" in body)
+    return value
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise RequestError("body", len(pairs), f"an object with at most {MAX_KEYS} keys")
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise RequestError(counts.most_common(1)[0][0], "given twice", "given once")
+    return made
+
+
+def _constant(name: str) -> float:
+    raise RequestError("body", name, "JSON without NaN and Infinity")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise RequestError("body", text, "JSON with numbers that fit a double")
+    return value
+
+
+def _check_shape(value: Any, surrogates: bool) -> None:
+    """Depth, and text that is no text: half a surrogate pair can not be encoded, and tokenizers choke on it."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        following: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                following += item.values()
+                if surrogates:
+                    following += item
+            elif isinstance(item, list):
+                following += item
+            elif surrogates and isinstance(item, str):
+                _check_text(item)
+        level = [item for item in following if isinstance(item, (dict, list, str))]
+        if not level:
+            return
+    for item in level:
+        if not isinstance(item, str):
+            raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep")
+        if surrogates:
+            _check_text(item)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError("body", text[error.start : error.end], "text without half a surrogate pair") from error

@@ -1,0 +1,1 @@
+"""What the server keeps for its clients: a bounded store, and the files of OpenAI's batches."""

@@ -1,0 +1,152 @@
+"""A batch's lines in OpenAI's format: read, checked, answered, told. Used alike by /v1/batches and `run-batch`.
+
+Line i of the input is a request of its own, `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`; its
+output is one line too. What comes out depends on the line alone: a request without a seed gets one that its text
+decides, so a batch that was broken off and taken up again gives what an unbroken one gives. Knows no files and no
+HTTP; what answers a url is handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.protocol.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
+from headrace.serve.errors import error_body
+from headrace.serve.gates.limits import MAX_BODY_BYTES, parse_json
+from headrace.text.inputs import SEED_LIMIT
+
+MAX_CUSTOM_ID = 512
+# Sampled answers take a seed; embeddings have no use for one.
+SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+# How long a full queue is given before a line is tried again.
+RETRY_S = 0.2
+
+Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Line(NamedTuple):
+    """A request of a batch. `number` counts the lines of the input from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    digest: bytes
+
+
+def read_line(raw: bytes, number: int, urls: Iterable[str]) -> Line:
+    """One line of the input, checked as far as that goes without the model. Raises `RequestError`."""
+    if len(raw) > MAX_BODY_BYTES:
+        raise RequestError("line", len(raw), f"at most {MAX_BODY_BYTES} bytes long")
+    given = parse_json(raw)
+    custom_id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
+        raise RequestError("custom_id", custom_id, f"a string of 1 to {MAX_CUSTOM_ID} characters")
+    if given.get("method") != "POST":
+        raise RequestError("method", given.get("method"), "POST")
+    if not isinstance(url, str) or url not in tuple(urls):
+        raise RequestError("url", url, "one of " + ", ".join(urls))
+    if not isinstance(body, dict):
+        raise RequestError("body", body, "an object")
+    digest = hashlib.blake2b(msgspec.json.encode([custom_id, url, body], order="sorted"), digest_size=16).digest()
+    return Line(number, custom_id, url, body, digest)
+
+
+def refusal(number: int, custom_id: str | None, code: str, message: str) -> dict[str, Any]:
+    """The output of a line that was never asked: it could not be read, or its batch ended before its turn."""
+    return {
+        "id": f"batch_req_{number}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+        "line": number,
+    }
+
+
+def has_failed(output: Mapping[str, Any]) -> bool:
+    """Whether an output tells of an error."""
+    response = output.get("response")
+    return not isinstance(response, dict) or response.get("status_code") != 200
+
+
+class Answerer:
+    """Answers lines.
+
+    Args:
+        routes: what answers each url: a body in, the whole reply out, `HeadraceError`s raised.
+        priority: given to requests that name none; None where the engine takes no priorities.
+    """
+
+    def __init__(self, routes: Mapping[str, Route], priority: int | None = None) -> None:
+        self.routes = routes
+        self.priority = priority
+
+    async def answer(self, line: Line) -> dict[str, Any]:
+        """The output of one line. Waits while the engine's queue is full. Raises `EngineDeadError`: then the line
+        has no answer, and may be asked again."""
+        while True:
+            try:
+                body = self._prepared(line)
+                status, reply = 200, await self.routes[line.url](body)
+            except QueueFullError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except EngineDeadError:
+                raise
+            except HeadraceError as error:
+                status, reply = error_body(error)
+            request_id = line.digest.hex()
+            response = {"status_code": status, "request_id": request_id, "body": reply}
+            return {"id": f"batch_req_{request_id}", "custom_id": line.custom_id, "response": response, "error": None}
+
+    def _prepared(self, line: Line) -> dict[str, Any]:
+        body = dict(line.body)
+        if body.get("stream"):
+            raise RequestError("stream", True, "false or left out: the answers of a batch come whole")
+        if line.url in SEEDED:
+            if body.get("seed") is None:
+                body["seed"] = int.from_bytes(line.digest[:8], "little") % SEED_LIMIT
+            if body.get("request_id") is None:
+                body["request_id"] = line.digest.hex()
+        if body.get("priority") is None and self.priority is not None:
+            body["priority"] = self.priority
+        return body
+
+
+async def answers(
+    lines: Iterable[Line],
+    answer: Callable[[Line], Awaitable[dict[str, Any]]],
+    concurrency: int,
+    may_start: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncGenerator[tuple[Line, dict[str, Any]], None]:
+    """Outputs as they come, with at most `concurrency` lines open at once. `may_start` is waited for before each.
+
+    Leaving the iteration early cancels what is open. Raises what `answer` raises.
+    """
+    running: dict[asyncio.Task[dict[str, Any]], Line] = {}
+    left = iter(lines)
+    more = True
+    try:
+        while more or running:
+            while more and len(running) < concurrency:
+                line = next(left, None)
+                if line is None:
+                    more = False
+                    break
+                if may_start is not None and running:
+                    await may_start()
+                running[asyncio.ensure_future(answer(line))] = line
+            if running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    line = running.pop(task)
+                    yield line, task.result()
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

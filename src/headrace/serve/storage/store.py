@@ -1,0 +1,300 @@
+"""`Store`: what the server keeps for its clients (files, batches, responses), bounded in number and in bytes.
+
+Every entry is a JSON object that tells about it and a body of bytes; in memory, or in a folder, where it outlives the
+server. A disk that is full or fails costs the call and no entry: what is told here is what the folder holds (R-28). Ids
+are drawn here and looked up among those that exist, so nothing that a client sends ever becomes a path (S-21). An entry
+belongs to whoever made it (`engine.tenants`), and for others it is not there. Knows no HTTP and no API. Called by
+`serve.apis.openai.files`, `serve.apis.openai.batches` and `serve.apis.openai.responses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.engine import tenants
+from headrace.protocol.errors import HeadraceError
+
+logger = logging.getLogger("headrace.server")
+
+_NAME = re.compile(r"([a-z]+[-_][0-9a-f]{32})\.(json|bin)")
+_TORN = "part-"
+_OWNER = "_owner"
+
+
+class StoreFullError(HeadraceError):
+    """No room for what a client wants kept (HTTP 413)."""
+
+    status = 413
+    code = "storage_full"
+
+
+class StorageError(HeadraceError):
+    """The disk is full or fails, and what was wanted is not done (HTTP 503): it may be later."""
+
+    status = 503
+    code = "storage_failed"
+
+
+class _Entry:
+    """`text` is the object, encoded; `body` is None where a folder has it; `size` counts both."""
+
+    __slots__ = ("body", "owner", "size", "text")
+
+    def __init__(self, text: bytes, body: bytearray | None, size: int, owner: str) -> None:
+        self.text = text
+        self.body = body
+        self.size = size
+        self.owner = owner
+
+
+class Store:
+    """Entries by id, oldest first.
+
+    Args:
+        prefix: what ids begin with, its `-` or `_` included.
+        folder: where entries are kept as files of this user alone; None keeps them in memory. What is there already
+            is read in; what is no entry is left alone, and a symbolic link is none.
+        max_items, max_bytes: bounds on entries, and on bodies and objects together.
+        evict: let the oldest go when there is no room, instead of `StoreFullError`.
+
+    Raises `HeadraceError` if the folder can not be used, or another server uses it.
+    """
+
+    def __init__(
+        self, prefix: str, folder: Path | None, *, max_items: int, max_bytes: int, evict: bool = False
+    ) -> None:
+        self.prefix, self.folder = prefix, folder
+        self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
+        self.num_bytes = 0
+        self._entries: dict[str, _Entry] = {}
+        self._lock: int | None = None
+        if folder is not None:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._read_in(folder)
+            except BlockingIOError as error:
+                self.close()
+                raise HeadraceError(f"{folder} is used by another server") from error
+            except OSError as error:
+                self.close()
+                raise HeadraceError(f"{folder} can not be used as storage: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([entry_id for entry_id, entry in self._entries.items() if tenants.may_see(entry.owner)])
+
+    def __contains__(self, entry_id: object) -> bool:
+        return isinstance(entry_id, str) and self._seen(entry_id) is not None
+
+    def close(self) -> None:
+        """Let another server have the folder. May be called twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def new_id(self) -> str:
+        """Fresh and unguessable."""
+        return self.prefix + secrets.token_hex(16)
+
+    def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
+        """Keep an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
+        changes."""
+        known = self._entries.get(entry_id)
+        owner = tenants.current().name if known is None else known.owner
+        text = _encode(about, owner)
+        self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
+        # In this order: a body alone is swept up by the next start.
+        self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
+        kept = bytearray(body) if self.folder is None else None
+        self._entries[entry_id] = _Entry(text, kept, len(text) + len(body), owner)
+        self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
+
+    def tell(self, entry_id: str, about: dict[str, Any]) -> None:
+        """Replace what is told about an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
+        entry = self._entries[entry_id]
+        text = _encode(about, entry.owner)
+        size = entry.size - len(entry.text) + len(text)
+        self._make_room(entry_id, size, entry.size)
+        self._write({f"{entry_id}.json": text})
+        self.num_bytes += size - entry.size
+        entry.text, entry.size = text, size
+
+    def append(self, entry_id: str, data: bytes) -> None:
+        """Add to the end of a body, all or nothing. Raises KeyError, `StoreFullError`, `StorageError`."""
+        entry = self._entries[entry_id]
+        self._make_room(entry_id, entry.size + len(data), entry.size)
+        if self.folder is not None:
+            with _disk("written to"), open(self.folder / f"{entry_id}.bin", "r+b", buffering=0) as file:
+                end = entry.size - len(entry.text)
+                try:
+                    # At its place and not at the file's end, where a write that failed may have left a part.
+                    _write_all(file.fileno(), data, end)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        file.truncate(end)
+                    raise
+        elif entry.body is not None:
+            entry.body += data
+        entry.size += len(data)
+        self.num_bytes += len(data)
+
+    def about(self, entry_id: str) -> dict[str, Any] | None:
+        """What is told about an entry: a copy; None if there is none."""
+        entry = self._seen(entry_id)
+        if entry is None:
+            return None
+        told = msgspec.json.decode(entry.text, type=dict[str, Any])
+        told.pop(_OWNER, None)
+        return told
+
+    def owner(self, entry_id: str) -> str:
+        """The name of the tenant whose entry it is. Raises KeyError."""
+        return self._entries[entry_id].owner
+
+    def body_size(self, entry_id: str) -> int:
+        """Bytes of an entry's body. Raises KeyError."""
+        entry = self._entries[entry_id]
+        return entry.size - len(entry.text)
+
+    def body(self, entry_id: str) -> bytes:
+        """Raises KeyError, FileNotFoundError if its file is gone, and `StorageError`."""
+        entry = self._seen(entry_id)
+        if entry is None:
+            raise KeyError(entry_id)
+        if self.folder is None:
+            return bytes(entry.body or b"")
+        with _disk("read"):
+            return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.size - len(entry.text)]
+
+    def delete(self, entry_id: str) -> bool:
+        """Forget an entry. False if there is none. Raises `StorageError`; then it is still there."""
+        if entry_id not in self._entries:
+            return False
+        if self.folder is not None:
+            with _disk("written to"):
+                # What is told about it goes first: a body alone is swept up by the next start.
+                (self.folder / f"{entry_id}.json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.folder / f"{entry_id}.bin").unlink(missing_ok=True)
+        self.num_bytes -= self._entries.pop(entry_id).size
+        return True
+
+    def discard(self, entry_id: str) -> None:
+        """Know no more of an entry, even if the folder can not be rid of it. There need be none."""
+        try:
+            self.delete(entry_id)
+        except StorageError:
+            self.num_bytes -= self._entries.pop(entry_id).size
+
+    def _seen(self, entry_id: str) -> _Entry | None:
+        """The entry, if there is one that the caller may know of."""
+        entry = self._entries.get(entry_id)
+        return entry if entry is not None and tenants.may_see(entry.owner) else None
+
+    def _make_room(self, entry_id: str, size: int, before: int) -> None:
+        def over() -> bool:
+            is_new = entry_id not in self._entries
+            return self.num_bytes - before + size > self.max_bytes or len(self) + is_new > self.max_items
+
+        if size > self.max_bytes:
+            raise StoreFullError(f"storage: {size} bytes do not fit; it holds at most {self.max_bytes}")
+        while over():
+            oldest = next((known for known in self._entries if known != entry_id), None)
+            if not self.evict or oldest is None:
+                raise StoreFullError(
+                    f"storage: it is full, with {len(self)} of {self.max_items} entries and {self.num_bytes} of "
+                    f"{self.max_bytes} bytes; delete something first"
+                )
+            self.delete(oldest)
+
+    def _write(self, files: dict[str, bytes]) -> None:
+        """All of them or none, if there is a folder."""
+        if self.folder is None:
+            return
+        parts: list[Path] = []
+        try:
+            with _disk("written to"):
+                for data in files.values():
+                    parts.append(self.folder / (_TORN + secrets.token_hex(8)))
+                    descriptor = os.open(parts[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                    try:
+                        _write_all(descriptor, data, 0)
+                    finally:
+                        os.close(descriptor)
+                for part, name in zip(parts, files, strict=True):
+                    os.replace(part, self.folder / name)
+        except BaseException:
+            for part in parts:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
+            raise
+
+    def _read_in(self, folder: Path) -> None:
+        found: list[tuple[float, str]] = []
+        for item in os.scandir(folder):
+            if item.name.startswith(_TORN) and item.is_file(follow_symlinks=False):
+                os.unlink(item.path)
+                continue
+            match = _NAME.fullmatch(item.name)
+            if not match or not match[1].startswith(self.prefix) or not item.is_file(follow_symlinks=False):
+                continue
+            if match[2] == "json":
+                found.append((item.stat(follow_symlinks=False).st_mtime, match[1]))
+            elif not (folder / f"{match[1]}.json").is_file():
+                os.unlink(item.path)
+        for _, entry_id in sorted(found):
+            self._read_entry(folder, entry_id)
+
+    def _read_entry(self, folder: Path, entry_id: str) -> None:
+        try:
+            status = os.lstat(folder / f"{entry_id}.bin")
+            text = (folder / f"{entry_id}.json").read_bytes()
+            about = msgspec.json.decode(text)
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("%s in %s is left out: %s", entry_id, folder, error)
+            return
+        if not stat.S_ISREG(status.st_mode) or not isinstance(about, dict):
+            logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
+            return
+        size = len(text) + status.st_size
+        self._entries[entry_id] = _Entry(text, None, size, str(about.get(_OWNER, "")))
+        self.num_bytes += size
+
+
+@contextlib.contextmanager
+def _disk(done: str) -> Iterator[None]:
+    """Tells an error of the disk in the log with its kind, and to the client without a path."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        logger.warning("the storage can not be %s: %s", done, error)
+        raise StorageError(f"storage: it can not be {done} just now; nothing was changed") from error
+
+
+def _write_all(descriptor: int, data: bytes, begin: int) -> None:
+    """`data` from byte `begin` on, and the file's end behind it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.pwrite(descriptor, view, begin + len(data) - len(view)) :]
+    os.ftruncate(descriptor, begin + len(data))
+
+
+def _encode(about: dict[str, Any], owner: str) -> bytes:
+    return msgspec.json.encode(about | {_OWNER: owner} if owner else about)

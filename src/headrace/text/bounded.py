@@ -1,0 +1,147 @@
+"""A process that may be killed: where work of unknown cost is done for a client, one job after the other.
+
+Both ends are here. `BoundedProcess` starts the program when it is first needed and again after it had to be killed;
+`serve` is the program's loop, with a bound on processor time for each job and on memory for all. They speak frames on
+stdin and stdout (4-byte length, little-endian). Knows nothing of what the jobs are; used for chat templates and for
+grammars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import BinaryIO, cast
+
+from headrace.protocol.errors import HeadraceError
+
+MAX_WALL_SECONDS = 30.0
+"""A backstop behind the bound on processor time, wide enough for a machine under load."""
+
+
+class BoundedProcess:
+    """`python -m MODULE ARGUMENTS`, one job at a time, in whichever thread calls.
+
+    The process ends with `close`, with this object or with the program, whichever comes first.
+
+    Args:
+        greeting: gives the first frame that a new process is sent; None: it is sent none.
+        max_cpu_seconds: processor time of one job, only to be told: `serve` holds to it.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: list[str],
+        max_cpu_seconds: float,
+        greeting: Callable[[], bytes] | None = None,
+    ) -> None:
+        self._command = [sys.executable, "-P", "-m", module, *arguments]
+        self._max_cpu_seconds = max_cpu_seconds
+        self._greeting = greeting
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
+
+    def ask(self, body: bytes) -> bytes | str:
+        """The answer to a job, or as a text why its process had to end. Raises `HeadraceError` if none starts."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._stop()
+                self._process = self._start()
+                self._ending = weakref.finalize(self, _end, self._process)
+                if self._greeting is not None and self._exchange(self._process, self._greeting()) is None:
+                    raise HeadraceError(f"the process of {self._command[3]} does not start: {self._epitaph()}")
+            reply = self._exchange(self._process, body)
+            return self._epitaph() if reply is None else reply
+
+    def close(self) -> None:
+        """End the process. A later `ask` starts another."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise HeadraceError(f"the process of {self._command[3]} does not start: {error}") from error
+
+    def _exchange(self, process: subprocess.Popen[bytes], body: bytes) -> bytes | None:
+        deadline = time.monotonic() + MAX_WALL_SECONDS
+        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+        try:
+            write_frame(stdin, body)
+        except BrokenPipeError:
+            return None
+        # The program writes its frame in one go, so what can be read will come to its end.
+        if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return None
+        return read_frame(stdout)
+
+    def _stop(self) -> int:
+        """The process's exit status, after its end; 0 if there is none."""
+        ending, self._ending, self._process = self._ending, None, None
+        return (ending() if ending else None) or 0
+
+    def _epitaph(self) -> str:
+        returncode = self._stop()
+        if returncode in (-signal.SIGPROF, -signal.SIGKILL):
+            return f"it took more than {self._max_cpu_seconds:g} s of processor time"
+        return "it brought its process to an end"
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+    # A process whose input has ended goes; one that has ended its output is about to say how it ended.
+    with contextlib.suppress(BrokenPipeError):
+        stdin.close()
+    try:
+        process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    stdout.close()
+    return process.returncode
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """One frame, or None at the end of the stream."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    size = int.from_bytes(head, "little")
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(stream: BinaryIO, body: bytes) -> None:
+    stream.write(len(body).to_bytes(4, "little") + body)
+    stream.flush()
+
+
+def serve(answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: int) -> None:
+    """Answer jobs until stdin ends, with no way to files or other processes from now on.
+
+    Beyond its processor time a job ends the process, by SIGPROF's default action. `max_memory`: bytes of address
+    space that it may have in all.
+    """
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while (body := read_frame(stdin)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
+        reply = answer(body)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        write_frame(stdout, reply)

@@ -1,0 +1,141 @@
+"""`GrammarChecker`: whether an answer can be held to a constraint, found out where it can do no harm.
+
+Every constraint is built in a process of bounded time and memory before the engine hears of it; verdicts are kept, the
+refusals too, so that nobody pays twice. Knows no requests and no HTTP; held by `generation.Front` and by `LLM`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from headrace.grammar.vocabulary import Vocabulary
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.text.bounded import BoundedProcess
+from headrace.text.tokenizer import Tokenizer
+
+MAX_VERDICTS = 1024
+MAX_CPU_SECONDS = 1.0
+SANDBOX = "headrace.text.grammar_sandbox"
+"""The program of the process, by name: what it imports is not to be waited for by whoever has no constraints."""
+
+
+class Verdict(msgspec.Struct):
+    """`refused` is (field, bound) of a `RequestError`; without it the constraint can be followed."""
+
+    refused: tuple[str, str] | None = None
+    warnings: list[str] = []
+
+
+class GrammarChecker:
+    """Verdicts on constraints for one model.
+
+    Args:
+        tokenizer: None refuses every constraint.
+        width: of the model's logits.
+        eos_token_ids: what ends an answer; none refuses every constraint.
+        max_cpu_seconds: processor time of one constraint.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        width: int,
+        eos_token_ids: list[int],
+        max_cpu_seconds: float = MAX_CPU_SECONDS,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._width = width
+        self._eos_token_ids = eos_token_ids
+        self._process = BoundedProcess(SANDBOX, [str(max_cpu_seconds)], max_cpu_seconds, self._vocabulary)
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammars")
+
+    def check(self, params: SamplingParams) -> list[str]:
+        """What the constraint of `params` leaves open, in words. Raises `RequestError` if it can not be honoured."""
+        constraint = _constraint_of(params)
+        if constraint is None:
+            return []
+        self._check_engine(params, constraint)
+        key = self._key(constraint)
+        with self._lock:
+            verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._try(constraint)
+            with self._lock:
+                self._verdicts[key] = verdict
+                if len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        if verdict.refused is not None:
+            field, bound = verdict.refused
+            given = getattr(constraint, constraint.kind)
+            raise RequestError(field, given, bound, "unsupported_constraint")
+        return verdict.warnings
+
+    async def check_soon(self, params: SamplingParams) -> list[str]:
+        """`check`, beside the event loop."""
+        constraint = _constraint_of(params)
+        if constraint is None:
+            return []
+        with self._lock:
+            known = self._key(constraint) in self._verdicts
+        if known:
+            return self.check(params)
+        # As late as this: a program without a server does not wait for asyncio to be imported.
+        import asyncio
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.check, params)
+
+    def require(self, params: SamplingParams) -> None:
+        """Raises `HeadraceError` for a constraint that nobody has checked: a fault of the caller's code."""
+        if params.structured_outputs is not None:
+            verdict = self._verdicts.get(self._key(params.structured_outputs))
+            if verdict is None or verdict.refused is not None:
+                raise HeadraceError("a constraint was to be followed that was not checked")
+
+    def close(self) -> None:
+        """End the process. A later `check` starts another."""
+        self._process.close()
+
+    def _check_engine(self, params: SamplingParams, constraint: StructuredOutputs) -> None:
+        kind = constraint.kind
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs", kind, "left out: the engine runs without a tokenizer")
+        if not self._eos_token_ids:
+            raise RequestError("structured_outputs", kind, "left out: the model has no end-of-text token")
+        if params.ignore_eos:
+            raise RequestError("ignore_eos", True, "false with structured_outputs: an answer ends where its form does")
+
+    def _try(self, constraint: StructuredOutputs) -> Verdict:
+        reply = self._process.ask(msgspec.msgpack.encode(constraint))
+        if isinstance(reply, str):
+            bound = f"one that can be built in bounded time and memory; {reply}"
+            return Verdict((f"structured_outputs.{constraint.kind}", bound))
+        return msgspec.msgpack.decode(reply, type=Verdict)
+
+    def _vocabulary(self) -> bytes:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise HeadraceError("there is no tokenizer")
+        return msgspec.msgpack.encode(
+            Vocabulary.of(
+                tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, self._width, self._eos_token_ids
+            )
+        )
+
+    @staticmethod
+    def _key(constraint: StructuredOutputs) -> bytes:
+        return hashlib.sha256(msgspec.msgpack.encode(constraint)).digest()
+
+
+def _constraint_of(params: object) -> StructuredOutputs | None:
+    if not isinstance(params, SamplingParams):
+        raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
+    return params.structured_outputs

@@ -1,0 +1,294 @@
+"""What comes back for a request: deltas from the engine, the state that takes them in, and vLLM's result objects.
+
+`RequestState.feed` is the one place where tokens become text, where a stop string ends an answer, and where
+log-probabilities and times are kept, whoever drives it: `LLM` on its own loop, or the server on an event loop.
+Knows no sockets and no asyncio.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import BeamResult, Finish, Request, StepOutput, TokenLogprob
+from headrace.text.tokenizer import DetokenizeStream, Tokenizer
+
+
+class Delta(msgspec.Struct):
+    """What came for one request since somebody last looked. Times are monotonic seconds of the engine's clock.
+
+    `start_time` is the beginning of the step that first ran it, given once, with `num_cached_tokens`, the prompt
+    tokens found in the prefix cache. `time` is the end of the last step in here, `first_time` and `last_time` are
+    those of its first and its last token.
+    """
+
+    time: float
+    first_time: float
+    last_time: float
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
+    start_time: float | None = None
+    num_cached_tokens: int | None = None
+    finish: Finish | None = None
+    beams: BeamResult | None = None
+    pooled: list[float] = []
+
+    def merge(self, later: Delta) -> None:
+        """Append what came after."""
+        if later.token_ids:
+            self.first_time = self.first_time if self.token_ids else later.first_time
+            self.last_time = later.last_time
+        self.time = later.time
+        # In place, so that a reader who is away for n tokens costs n and not n squared. The lists are this delta's own.
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        if self.num_cached_tokens is None:
+            self.start_time, self.num_cached_tokens = later.start_time, later.num_cached_tokens
+        self.finish = self.finish or later.finish
+        self.beams = self.beams or later.beams
+        self.pooled = self.pooled or later.pooled
+
+
+def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
+    """Cut the columns of a step into one delta for each request that it tells of."""
+    now = output.end_time
+    columns = dict(zip(output.request_ids, output.token_ids, strict=True))
+    rare = (output.started, output.finished, output.prompt_logprobs)
+    others = {request_id for column in rare for request_id in column if request_id not in columns}
+    for request_id in (*columns, *sorted(others)):
+        cached = output.started.get(request_id)
+        yield (
+            request_id,
+            Delta(
+                time=now,
+                first_time=now,
+                last_time=now,
+                token_ids=columns.get(request_id, []),
+                logprobs=output.logprobs.get(request_id, []),
+                prompt_logprobs=output.prompt_logprobs.get(request_id, []),
+                start_time=None if cached is None else output.start_time,
+                num_cached_tokens=cached,
+                finish=output.finished.get(request_id),
+                beams=output.beams.get(request_id),
+                pooled=output.pooled.get(request_id, []),
+            ),
+        )
+
+
+class Piece(NamedTuple):
+    """What one `feed` adds to an answer. Text may lag behind the tokens: half a character is not yet text."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+
+
+class RequestMetrics(msgspec.Struct):
+    """When things happened to a request, in monotonic seconds; None for what has not happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def prefill_time(self) -> float | None:
+        if self.first_token_time is None or self.first_scheduled_time is None:
+            return None
+        return self.first_token_time - self.first_scheduled_time
+
+    @property
+    def decode_time(self) -> float | None:
+        if self.last_token_time is None or self.first_token_time is None:
+            return None
+        return self.last_token_time - self.first_token_time
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """vLLM's shape of one entry: natural log under the raw logits, rank 1 for the likeliest, and the token as text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct):
+    """One answer, as vLLM gives it. `logprobs[i]` maps token ids to `Logprob`, the sampled token first."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class RequestOutput(msgspec.Struct):
+    """All answers to one prompt, as vLLM gives them. `prompt_logprobs[0]` is None: nothing came before."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None
+
+
+class RequestState:
+    """One answer on its way: takes deltas in, gives pieces out, and knows when a stop string has ended it.
+
+    Args:
+        request: complete, as the engine has it.
+        tokenizer: None if no text is wanted (`SamplingParams.detokenize` off, or no tokenizer).
+        index: place among the answers to one prompt.
+        arrival_time: monotonic seconds; now, if not given.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, index: int = 0, arrival_time: float | None = None
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.tokenizer = tokenizer
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.num_cached_tokens = 0
+        self.pooled: list[float] = []
+        self.finish: Finish | None = None
+        # Of a search, or of one answer of it.
+        self.beams: BeamResult | None = None
+        self.closed = False
+        self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
+        self._stream = (
+            DetokenizeStream(tokenizer, params, request.prompt_token_ids)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+
+    def feed(self, delta: Delta) -> Piece:
+        """Take in one delta. If `finish` is set afterwards but was not in `delta`, a stop string was found, and the
+        caller must abort the request in the engine. After the end, further deltas add nothing."""
+        if self.finish is not None:
+            return Piece("", [], [])
+        self._note_times(delta)
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.pooled = self.pooled or delta.pooled
+        self.beams = self.beams or delta.beams
+        token_ids, logprobs = delta.token_ids, delta.logprobs
+        finish = delta.finish
+        text = ""
+        if self._stream is not None:
+            stopped = finish is not None and finish.reason == "stop"
+            text = self._stream.push(token_ids, final=finish is not None, stopped=stopped)
+            if self._stream.stop_reason is not None:
+                # Tokens after the one that completed the stop string were generated in vain.
+                num_kept = self._stream.num_tokens - len(self.token_ids)
+                token_ids, logprobs = token_ids[:num_kept], logprobs[:num_kept]
+                finish = Finish("stop", stop_reason=self._stream.stop_reason)
+        self.text += text
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        if finish is not None:
+            self.finish = finish
+            self.metrics.finished_time = delta.time
+        return Piece(text, token_ids, logprobs)
+
+    def _note_times(self, delta: Delta) -> None:
+        times = self.metrics
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
+            times.first_scheduled_time = delta.start_time
+        if delta.token_ids:
+            if times.first_token_time is None:
+                times.first_token_time = delta.first_time
+            times.last_token_time = delta.last_time
+
+    def completion(self) -> CompletionOutput:
+        """The answer so far. The lists are copies: what is handed out does not change later."""
+        wanted = self.request.params.logprobs is not None
+        total = sum(entry.logprob for entry in self.logprobs) if wanted else None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.beams.beams[0].cumulative_logprob if self.beams else total,
+            logprobs=[self._logprobs_of(entry) for entry in self.logprobs] if wanted else None,
+            finish_reason=self.finish.reason if self.finish else None,
+            stop_reason=self.finish.stop_reason if self.finish else None,
+            seed=self.request.params.seed,
+        )
+
+    def prompt_entries(self) -> list[dict[int, Logprob] | None] | None:
+        """Log-probabilities of the prompt's tokens in vLLM's shape, or None if they were not asked for."""
+        if self.request.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._logprobs_of(entry) for entry in self.prompt_logprobs)]
+
+    def _logprobs_of(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        made = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(entry.top, 1):
+            made.setdefault(token_id, self._logprob(token_id, logprob, rank))
+        return made
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, None if self.tokenizer is None else self.tokenizer.token_text(token_id)[0])
+
+
+def request_output(
+    states: Sequence[RequestState], request_id: str, prompt: str | None, params: SamplingParams
+) -> RequestOutput:
+    """The answers to one prompt in vLLM's shape, as far as they have come; of `best_of`, the best n at the end."""
+    first = states[0]
+    finished = all(state.finish is not None for state in states)
+    outputs = [state.completion() for state in (best(states, params.n) if finished else states)]
+    if len(states) > params.n:
+        for index, output in enumerate(outputs):
+            output.index = index
+            # Asked for on the way, to choose by; the sum stays.
+            output.logprobs = None if params.logprobs is None else output.logprobs
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt,
+        prompt_token_ids=first.request.prompt_token_ids,
+        outputs=outputs,
+        finished=finished,
+        prompt_logprobs=first.prompt_entries(),
+        metrics=first.metrics,
+        num_cached_tokens=first.num_cached_tokens,
+    )
+
+
+def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
+    """The `n` answers of the greatest mean log-probability per token, best first, equal ones in their order.
+
+    The mean is OpenAI's definition of `best_of`; the sum would favour the short. An answer without a token is last.
+    """
+    if n == len(states):
+        return list(states)
+
+    def mean(state: RequestState) -> float:
+        return sum(entry.logprob for entry in state.logprobs) / len(state.logprobs) if state.logprobs else -math.inf
+
+    return sorted(states, key=mean, reverse=True)[:n]

@@ -1,0 +1,166 @@
+"""Reasoning: what a model says to itself before it answers, between marks that its chat template taught it.
+
+Some templates open the reasoning themselves, in the prompt: whether they did is seen at the prompt's end. White space
+next to the marks belongs to them. Names of the styles are vLLM's. Knows no tokens; called by the chat route.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from headrace.protocol.errors import RequestError
+from headrace.text.parts import MessageParser, Part, Reasoning
+from headrace.text.tools.reader import Reader, Reading
+
+
+class Style(NamedTuple):
+    """How a family of models marks its reasoning.
+
+    `begins_inside`: where the prompt tells neither way, the answer begins as reasoning, without a mark.
+    """
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    begins_inside: bool = False
+
+
+_THINK = Style(("<think>",), ("</think>",))
+STYLES: dict[str, Style] = {
+    "qwen3": _THINK,
+    "deepseek_r1": Style(*_THINK[:2], begins_inside=True),
+    "mistral": Style(("[THINK]",), ("[/THINK]",)),
+    "granite": Style(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+    ),
+    "gemma4": Style(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
+}
+SAME = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
+"""vLLM's other names for what is one style here."""
+
+_SIGNS = (("[THINK]", "mistral"), ("<|channel>thought", "gemma4"), ("Here is my thought process:", "granite"))
+
+
+def style_name(name: str) -> str:
+    """The name that a style goes by here. Raises `RequestError` for one that there is not."""
+    own = SAME.get(name, name)
+    if own not in STYLES:
+        raise RequestError("reasoning_parser", name, "one of " + ", ".join(sorted([*STYLES, *SAME])))
+    return own
+
+
+def detect(templates: Iterable[str]) -> str | None:
+    """The style that chat templates show, or None."""
+    text = "\n".join(templates)
+    for sign, name in _SIGNS:
+        if sign in text:
+            return name
+    return "qwen3" if "</think>" in text else None
+
+
+def marks(name: str) -> tuple[str, ...]:
+    """The marks of a style, which may be special tokens."""
+    return STYLES[name].openings + STYLES[name].closings
+
+
+def begins_inside(name: str, prompt: str) -> bool:
+    """Whether the answer to `prompt`, as the template rendered it, begins inside the reasoning."""
+    style, end = STYLES[name], prompt.rstrip()
+    if end.endswith(style.openings):
+        return True
+    return style.begins_inside and not end.endswith(style.closings)
+
+
+def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """The form of what may come before the answer proper, in `grammar.tags`' words; None for nothing.
+
+    `token_ids`: those of the marks that are special tokens.
+    """
+    style = STYLES[name]
+
+    def mark(text: str) -> dict[str, Any]:
+        if text in token_ids:
+            return {"type": "token", "token_id": token_ids[text]}
+        return {"type": "const_string", "value": text}
+
+    space = {"type": "regex", "pattern": "[ \\t\\r\\n]{0,4}"}
+    rest = [{"type": "any_text"}, mark(style.closings[0]), space]
+    if begins_inside(name, prompt):
+        return {"type": "sequence", "elements": rest}
+    if prompt.rstrip().endswith(style.closings):
+        return None
+    thought = {"type": "sequence", "elements": [mark(style.openings[0]), *rest]}
+    return {"type": "optional", "content": thought}
+
+
+class ReasoningParser:
+    """A `MessageParser` (see `parts`) that hands what comes after the reasoning to `inner`.
+
+    Only an answer's beginning can be reasoning. One that never ends leaves no content.
+    """
+
+    def __init__(self, name: str, inside: bool, inner: MessageParser) -> None:
+        self._style = STYLES[name]
+        self._inside = inside
+        self._inner = inner
+        self._text = Reader()
+        self._closing = re.compile("|".join(map(re.escape, self._style.closings)))
+        self._out: list[Part] = []
+        self._run = self._read()
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    def feed(self, text: str, final: bool) -> list[Part]:
+        self._text.push(text, final, self._text.position)
+        next(self._run, None)
+        out, self._out = self._out, []
+        return out
+
+    def _read(self) -> Reading[None]:
+        if (yield from self._opened()):
+            yield from self._reasoning()
+        yield from self._answer()
+
+    def _opened(self) -> Reading[bool]:
+        text = self._text
+        with text.kept():
+            start = text.position
+            yield from text.space()
+            for opening in self._style.openings:
+                if (yield from text.take(opening)):
+                    return True
+            if not self._inside:
+                text.rewind(start)
+        return self._inside
+
+    def _reasoning(self) -> Reading[None]:
+        text = self._text
+        yield from text.space()
+        while True:
+            found = self._closing.search(text.text, text.at)
+            end = found.start() if found else text.open_end(self._style.closings)
+            space = text.before_space(end)
+            said = text.text[text.at : space if found or not text.final else end]
+            if said:
+                self._out.append(Reasoning(said))
+            if found:
+                text.at = found.end()
+                yield from text.space()
+                return
+            text.at += len(said)
+            if text.final:
+                return
+            yield
+
+    def _answer(self) -> Reading[None]:
+        text = self._text
+        while True:
+            rest, text.at = text.text[text.at :], len(text.text)
+            self._out += self._inner.feed(rest, text.final)
+            if text.final:
+                return
+            yield

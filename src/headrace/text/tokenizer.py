@@ -1,0 +1,426 @@
+"""Text to token ids and back: `Tokenizer`, and `DetokenizeStream` for text that grows token by token.
+
+Decoding goes by bytes: every token stands for some bytes, which depend only on whether it is the first; the text is
+all bytes together read as UTF-8, ill-formed ones as U+FFFD. So what a stream has said is always a head of what
+`decode` gives for all tokens. Owns stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes
+and by the offline faces. How tokenizers lie in files is `tokenizer_files`' matter.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, processors
+
+from headrace import hub
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text.tokenizer_files import TokenizerFile
+
+# From so many characters on, a text is encoded as a batch of one: of the two calls only that one gives the interpreter
+# free meanwhile, so a thread that tokenises a megabyte stops nobody else.
+LONG_TEXT = 4096
+MAX_GAPS = 2**20
+"""Ids that no token has, between those that tokens have; each takes eight bytes."""
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer, with the ids of its special tokens and its chat templates.
+
+    `special_tokens` maps bos_token, eos_token ... to their text, as templates want them. `chat_templates` has the
+    default one under "default"; some models bring a second, "tool_use".
+    """
+
+    def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
+        """`config` is what tokenizer_config.json holds; its word goes above that of the tokenizer's own file."""
+        self._tokenizer = file.tokenizer
+        self.chat_templates = chat_templates
+        said = {role: _content(config.get(role)) for role in _ROLES}
+        said["bos_token"] = said["bos_token"] or file.bos_token
+        said["eos_token"] = said["eos_token"] or file.eos_token
+        self.special_tokens: dict[str, str] = {role: text for role, text in said.items() if text}
+        self._add_tokens(config)
+        self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
+            self._role_id(role) for role in _ROLES[:4]
+        )
+        self._set_ends(file, config)
+        self._added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        if self.vocab_size > len(vocab) + MAX_GAPS:
+            raise CheckpointError(
+                f"a token has the id {self.vocab_size - 1}; {len(vocab)} tokens leave at most {MAX_GAPS} ids unused"
+            )
+        decoder = self._tokenizer.decoder
+        self._bytes_of = _bytes_of(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._inner: list[bytes | None] = [None] * self.vocab_size
+
+    @classmethod
+    def load(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of a model's directory, or in a file.
+
+        Raises `CheckpointError` where there is none, where it is not understood, or where it is larger than 64 MiB (a
+        GGUF file may be: the tokenizer is but a part of it).
+        """
+        path = Path(path)
+        if path.suffix == ".gguf" and path.is_file():
+            return tokenizer_files.guarded(lambda file: cls(*tokenizer_gguf.read(file)), path)
+        directory = path if path.is_dir() else path.parent
+        file = tokenizer_files.read(path)
+        config = _json(directory / "tokenizer_config.json")
+        for role, text in _json(directory / "special_tokens_map.json").items():
+            config.setdefault(role, text)
+        return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
+
+    @classmethod
+    def load_if_present(cls, path: Path | str) -> Tokenizer | None:
+        """`load`, or None for a model's directory without a tokenizer: it can be fed token ids."""
+        return cls.load(path) if tokenizer_files.present(Path(path)) else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, a Jinja source; None if the model has none."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` the model's begin (and end) of text around them.
+
+        Raises `RequestError` for text with lone surrogates, which no tokenizer takes, and for text that this one has no
+        tokens for.
+        """
+        try:
+            if len(text) < LONG_TEXT:
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = encoding.ids
+        except (UnicodeEncodeError, TypeError):
+            raise RequestError("text", text, "Unicode text without lone surrogates") from None
+        except Exception as error:
+            # `tokenizers` raises bare ones, such as for a word of which a vocabulary without an unknown token has none.
+            if type(error) is not Exception:
+                raise
+            raise RequestError("text", text, f"text that the model has tokens for ({error})") from error
+        return ids
+
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """The text of `token_ids` from the start of a text on. Ids that the tokenizer does not have are nothing."""
+        reader = TokenBytes(self, skip_special_tokens, spaces_between_special_tokens)
+        return b"".join(map(reader.read, token_ids)).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> tuple[str, list[int]]:
+        """What one token adds inside a text, for lists of log-probabilities: its text, and its exact bytes.
+
+        A token that is part of a character has U+FFFD in its text.
+        """
+        data = self.token_bytes(token_id)
+        return data.decode("utf-8", "replace"), list(data)
+
+    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
+        """The bytes that a token stands for, inside a text or as its `first` token."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        if not first and (known := self._inner[token_id]) is not None:
+            return known
+        token = self._tokenizer.id_to_token(token_id)
+        data = b"" if token is None else self._bytes_of(token, first, token_id in self._added)
+        if not first:
+            self._inner[token_id] = data
+        return data
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it, or None."""
+        token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves this token out."""
+        return token_id in self._special
+
+    def added_token(self, token_id: int) -> str | None:
+        """The text of a token that was added to the vocabulary (special ones are), else None."""
+        return self._added.get(token_id)
+
+    def to_json(self) -> str:
+        """All of it but the roles and templates, as tokenizer.json would have it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    def _role_id(self, role: str) -> int | None:
+        text = self.special_tokens.get(role)
+        return None if text is None else self.token_to_id(text)
+
+    def _add_tokens(self, config: dict[str, Any]) -> None:
+        """Add what tokenizer_config.json lists beyond the tokenizer's own file, at the ids it says."""
+        listed = config.get("added_tokens_decoder") or {}
+        if not isinstance(listed, dict):
+            raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not an object")
+        have = self._tokenizer.get_added_tokens_decoder()
+        for token_id, entry in sorted((int(key), value) for key, value in listed.items()):
+            flags = {key: entry.get(key, False) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            if token_id in have:
+                continue
+            self._tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
+            if flags["special"]:
+                self._tokenizer.add_special_tokens([AddedToken(entry["content"], **flags)])
+            if self.token_to_id(entry["content"]) != token_id:
+                raise CheckpointError(
+                    f"tokenizer_config.json puts {entry['content']!r} at {token_id}, "
+                    f"but the tokenizer has it at {self.token_to_id(entry['content'])}"
+                )
+
+    def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
+        """Make `encode` add begin and end of text as tokenizer_config.json says, else as the file does."""
+        now = self._tokenizer.encode("", add_special_tokens=True).ids
+        adds_bos = bool(now and now[0] == self.bos_token_id) or file.adds_bos
+        adds_eos = len(now) > 0 and now[-1] == self.eos_token_id and (len(now) > 1 or not adds_bos)
+        want_bos = config.get("add_bos_token", adds_bos) and self.bos_token_id is not None
+        want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
+        if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
+            return
+        ends: list[tuple[str, int]] = []
+        single = ["$A"]
+        if want_bos and self.bos_token_id is not None:
+            single.insert(0, self.special_tokens["bos_token"])
+            ends.append((self.special_tokens["bos_token"], self.bos_token_id))
+        if want_eos and self.eos_token_id is not None:
+            single.append(self.special_tokens["eos_token"])
+            ends.append((self.special_tokens["eos_token"], self.eos_token_id))
+        self._tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(set(ends)))
+
+
+class DetokenizeStream:
+    """One sequence's text, told in pieces that never have to be taken back.
+
+    Held back are bytes that do not end a character yet, and characters that may still become a stop string. The
+    pieces together are `Tokenizer.decode` of all tokens, cut where a stop string was found. With `prompt_token_ids`
+    the text is read as going on from them, so a leading space is kept.
+
+    A stop string is found where it ends first (of several that end there, the longest), in text of a token beyond
+    the first `min_tokens`. Then `stop_reason` is it, `num_tokens` counts the tokens up to the one that ended it, and
+    later tokens are no longer text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
+        self.stop_reason: str | None = None
+        self.num_tokens = 0
+        self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._reader = TokenBytes(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = [_Stop(stop) for stop in (params.stop or ())]
+        self._held = ""
+        self._ended = False
+        # A character is four bytes at most: what four tokens leave open is all that may go on.
+        for token_id in prompt_token_ids[-4:]:
+            self._utf8.decode(self._reader.read(token_id))
+        self._reader.first = self._reader.first and not prompt_token_ids
+
+    def push(self, token_ids: Sequence[int], final: bool = False, stopped: bool = False) -> str:
+        """The text that is certain now and was not before. `final`: no more tokens come, so nothing is held back.
+
+        `stopped` says that the engine ended on the last of `token_ids` (end of text or a stop token): it is text
+        only under `include_stop_str_in_output`.
+        """
+        if self._ended:
+            raise ValueError("tokens were pushed to a stream that has ended")
+        if stopped and not self._include:
+            token_ids = token_ids[:-1]
+        said = []
+        for token_id in token_ids:
+            if self.stop_reason is not None:
+                break
+            self.num_tokens += 1
+            text = self._utf8.decode(self._reader.read(token_id))
+            if text:
+                said.append(self._scan(text))
+        if final:
+            self._ended = True
+            if self.stop_reason is None:
+                said.append(self._scan(self._utf8.decode(b"", True)))
+                said.append(self._held)
+                self._held = ""
+        return "".join(said)
+
+    def _scan(self, text: str) -> str:
+        if not self._stops or not text or self.stop_reason is not None:
+            return text if self.stop_reason is None else ""
+        found: tuple[int, int, str] | None = None
+        exempt = self.num_tokens <= self._min_tokens
+        for stop in self._stops:
+            end = stop.find(text, exempt)
+            if end >= 0 and (found is None or (end, -len(stop.text)) < found[:2]):
+                found = (end, -len(stop.text), stop.text)
+        if found:
+            end, _, self.stop_reason = found
+            whole = self._held + text[:end]
+            self._held = ""
+            return whole if self._include else whole[: len(whole) - len(self.stop_reason)]
+        whole = self._held + text
+        # What comes before a stop string is certain; with the stop string itself in the output, so is that.
+        hold = 0 if self._include else max(stop.num_matched for stop in self._stops)
+        self._held = whole[len(whole) - hold :]
+        return whole[: len(whole) - hold]
+
+
+class _Stop:
+    """Looks for one stop string in a text that comes in pieces (Knuth, Morris, Pratt 1977): linear in the text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        # borders[i]: length of the longest proper head of text[:i + 1] that is also its tail.
+        self._borders = [0] * len(text)
+        length = 0
+        for i in range(1, len(text)):
+            while length and text[i] != text[length]:
+                length = self._borders[length - 1]
+            length += text[i] == text[length]
+            self._borders[i] = length
+
+    def find(self, text: str, exempt: bool) -> int:
+        """Where in `text`, which goes on from earlier ones, the stop string ends; -1 if it does not.
+
+        Matches that end in an `exempt` text do not count.
+        """
+        stop, borders, state = self.text, self._borders, self.num_matched
+        if not state and stop[0] not in text:
+            return -1
+        for i, letter in enumerate(text):
+            while state and stop[state] != letter:
+                state = borders[state - 1]
+            if stop[state] == letter:
+                state += 1
+                if state == len(stop):
+                    if not exempt:
+                        return i + 1
+                    state = borders[-1]
+        self.num_matched = state
+        return -1
+
+
+class TokenBytes:
+    """Reads a sequence's tokens one by one as bytes, remembering what a token's bytes depend on."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces_between: bool) -> None:
+        self.first = True
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        # As vLLM: the switch is of use only where special tokens are shown at all.
+        self._spaces_between = spaces_between or skip_special
+        self._after_added = False
+
+    def read(self, token_id: int) -> bytes:
+        tokenizer = self._tokenizer
+        if self._skip_special and tokenizer.is_special(token_id):
+            return b""
+        if not self._spaces_between:
+            added = tokenizer.added_token(token_id)
+            joined = self._after_added and added is not None
+            self._after_added = added is not None
+            if joined and added is not None:
+                return added.encode()
+        data = tokenizer.token_bytes(token_id, self.first)
+        if self.first and tokenizer.token_bytes(token_id):
+            self.first = False
+        return data
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# `tokenizers`' WordPiece cleanup, which it applies to every token by itself.
+_CLEANUP = [(" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m")]
+_CLEANUP += [(" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")]
+
+
+def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]:
+    """From a tokenizer.json's "decoder" the function (token, is it the first, was it added) -> its bytes.
+
+    Of all the decoders' steps only those at the start of a text look beyond one token. `tokenizers` itself differs
+    in one point: it turns a whole run of byte tokens into U+FFFD where a part of it is ill-formed.
+    """
+    steps: list[dict[str, Any]] = []
+
+    def flatten(step: dict[str, Any]) -> None:
+        if step["type"] == "Sequence":
+            for inner in step["decoders"]:
+                flatten(inner)
+        else:
+            steps.append(step)
+
+    if spec is not None:
+        flatten(spec)
+    kinds = [step["type"] for step in steps]
+    known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "ByteLevel", "WordPiece"}
+    if not known.issuperset(kinds) or any(s["type"] == "Replace" and "String" not in s["pattern"] for s in steps):
+        raise CheckpointError(f"tokenizer.json: a decoder of {', '.join(kinds)} is not supported")
+    letters = {letter: byte for byte, letter in enumerate(tokenizer_files.byte_letters())}
+
+    def bytes_of(token: str, first: bool, added: bool) -> bytes:
+        if spec is None:
+            return (token if first else " " + token).encode()
+        data: bytes | None = None
+        strip = b""
+        for step in steps:
+            kind = step["type"]
+            if kind == "Replace":
+                token = token.replace(step["pattern"]["String"], step["content"])
+            elif kind == "ByteFallback":
+                match = _BYTE.fullmatch(token)
+                data = bytes([int(match[1], 16)]) if match else None
+            elif kind == "Strip" and first:
+                strip = step["content"].encode() * step["start"]
+            elif kind == "Metaspace":
+                drop = first and step.get("prepend_scheme", "always") != "never"
+                token = token.replace(step["replacement"], "" if drop else " ")
+            elif kind == "ByteLevel" and not added and all(letter in letters for letter in token):
+                data = bytes(letters[letter] for letter in token)
+            elif kind == "WordPiece":
+                token = token if first else _joined(token, step["prefix"])
+                for long, short in _CLEANUP if step["cleanup"] else ():
+                    token = token.replace(long, short)
+        return (token.encode() if data is None else data).removeprefix(strip)
+
+    return bytes_of
+
+
+def _joined(token: str, prefix: str) -> str:
+    return token.removeprefix(prefix) if token.startswith(prefix) else " " + token
+
+
+def _content(token: object) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return hub.read_json(path) if path.is_file() else {}
+
+
+def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name, from where they have been kept over the years; chat_template.jinja has the last word."""
+    templates: dict[str, str] = {}
+    for source in (config.get("chat_template"), _json(directory / "chat_template.json").get("chat_template")):
+        if isinstance(source, str):
+            templates["default"] = source
+        elif isinstance(source, list):
+            templates.update((entry["name"], entry["template"]) for entry in source)
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    single = directory / "chat_template.jinja"
+    if single.is_file():
+        templates["default"] = single.read_text(encoding="utf-8")
+    return templates

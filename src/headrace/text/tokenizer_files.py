@@ -1,0 +1,346 @@
+"""Reads the files in which tokenizers come, and makes of each a `tokenizers.Tokenizer`.
+
+Known: tokenizer.json; SentencePiece models (BPE and unigram); GPT-2's vocab.json + merges.txt under either pair of
+names; tiktoken's rank files; llama2.c's tokenizer.bin. Where a format does not say how text is split before merging,
+config.json's model_type or the vocabulary's size decides. Knows nothing of chats, streams or requests; called by
+`text.Tokenizer.load`. Raises `CheckpointError` for a file it does not understand.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from headrace.protocol.errors import CheckpointError
+
+MAX_BYTES = 64 * 2**20
+"""Largest tokenizer file that is read."""
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
+"""How byte-level BPE cuts text before merging, by model_type. None is GPT-2's rule, which `tokenizers` has built in."""
+
+Read = TypeVar("Read")
+
+
+@dataclass
+class TokenizerFile:
+    """A tokenizer and what its file says of the ends of a text (None: nothing)."""
+
+    tokenizer: tokenizers.Tokenizer
+    bos_token: str | None = None
+    eos_token: str | None = None
+    adds_bos: bool = False
+
+
+def present(path: Path) -> bool:
+    """Whether `path` is a file, or a directory with a tokenizer in it."""
+    return path.is_file() or any((path / name).is_file() for name in _READERS)
+
+
+def read(path: Path) -> TokenizerFile:
+    """The tokenizer in `path`, a model's directory or a file."""
+    if path.is_dir():
+        for name, reader in _READERS.items():
+            if (path / name).is_file():
+                return _guarded(reader, path / name)
+        raise CheckpointError(f"{path} has no tokenizer (looked for {', '.join(_READERS)})")
+    if not path.is_file():
+        raise CheckpointError(f"no tokenizer at {path}")
+    if path.name in _READERS:
+        return _guarded(_READERS[path.name], path)
+    if ".model" in path.name:
+        return _guarded(_read_dot_model, path)
+    by_suffix = {".json": _read_json, ".bin": _read_llama2c, ".tiktoken": _read_tiktoken}
+    if path.suffix not in by_suffix:
+        raise CheckpointError(f"{path.name} is not a kind of tokenizer file that is known")
+    return _guarded(by_suffix[path.suffix], path)
+
+
+def _guarded(reader: Callable[[Path], TokenizerFile], path: Path) -> TokenizerFile:
+    if path.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
+    return guarded(reader, path)
+
+
+def guarded(reader: Callable[[Path], Read], path: Path) -> Read:
+    """`reader(path)`, whatever it raises told as a `CheckpointError`."""
+    try:
+        return reader(path)
+    except (CheckpointError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        # `tokenizers` raises bare Exceptions, and where its Rust code panics a BaseException of a private type.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{path.name} can not be read as a tokenizer: {error}") from error
+
+
+def _read_json(path: Path) -> TokenizerFile:
+    tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return TokenizerFile(tokenizer)
+
+
+# Byte-level BPE
+
+
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], model_type: str | None) -> TokenizerFile:
+    """Byte-level BPE (Radford et al. 2019) with the splitting rule of `model_type`."""
+    if model_type not in SPLITS:
+        # Without a word from config.json: vocabularies above 100,000 came after GPT-2's rule.
+        model_type = "llama" if len(vocab) > 100_000 else "gpt2"
+    pattern = SPLITS[model_type]
+    newer = pattern is not None
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=newer))
+    if model_type == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    if pattern is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    end = "<|endoftext|>" if "<|endoftext|>" in vocab else None
+    if end:
+        tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    return TokenizerFile(tokenizer, bos_token=end, eos_token=end)
+
+
+def _read_vocab_and_merges(path: Path) -> TokenizerFile:
+    name = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}[path.name]
+    if not path.with_name(name).is_file():
+        raise CheckpointError(f"{path.name} needs {name} beside it")
+    vocab = json.loads(path.read_text(encoding="utf-8"))
+    lines = path.with_name(name).read_text(encoding="utf-8").split("\n")
+    merges = [
+        (left, right)
+        for number, (left, _, right) in enumerate(line.partition(" ") for line in lines)
+        if right and not (number == 0 and left == "#version:")
+    ]
+    return byte_level(vocab, merges, _model_type(path.parent))
+
+
+def _read_tiktoken(path: Path) -> TokenizerFile:
+    """Lines of a base64 token and its rank. A token's merge is the pair that merging by lower ranks ends with."""
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
+    letters = byte_letters()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
+            best, at = min(pairs)
+            if best >= rank:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append((spell(parts[0]), spell(parts[1])))
+    return byte_level({spell(token): rank for token, rank in ranks.items()}, merges, _model_type(path.parent))
+
+
+def byte_letters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _model_type(directory: Path) -> str | None:
+    config = directory / "config.json"
+    if not config.is_file():
+        return None
+    value = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    return value if isinstance(value, str) else None
+
+
+# SentencePiece
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool = True) -> tokenizers.Tokenizer:
+    """BPE whose merges are ordered by the scores of what they make (Kudo and Richardson 2018), with byte fallback.
+
+    `pieces` are (text, score, kind). The dummy prefix, a space, goes before every text between special tokens: so
+    SentencePiece's own users, who encode those texts one by one, have trained their models.
+    """
+    vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
+    if len(vocab) != len(pieces):
+        raise CheckpointError("the vocabulary has a piece twice")
+    usable = {piece: score for piece, score, kind in pieces if kind == NORMAL}
+    found = [
+        (-score, vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
+        for piece, score in usable.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in usable and piece[cut:] in usable
+    ]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[(left, right) for _, _, _, left, right in sorted(found)],
+            unk_token=pieces[unk_id][0],
+            fuse_unk=True,
+            byte_fallback=any(kind == BYTE for _, _, kind in pieces),
+        )
+    )
+    _add_metaspace(tokenizer, dummy_prefix)
+    return tokenizer
+
+
+def _add_metaspace(tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: Iterable[Any] = ()) -> None:
+    prefix = [normalizers.Prepend(" ")] if dummy_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*before, *prefix, normalizers.Replace(" ", "▁")])
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps)
+
+
+def _add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, int]]) -> None:
+    """Control pieces become special tokens; user-defined ones are found in text before anything else."""
+    for piece, _, kind in pieces:
+        if kind in (UNKNOWN, CONTROL):
+            tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            # Runs of spaces, as Gemma has them, are looked for where spaces have become "▁" already.
+            tokenizer.add_tokens([AddedToken(piece, special=False, normalized="▁" in piece)])
+
+
+def _read_dot_model(path: Path) -> TokenizerFile:
+    """A .model file is SentencePiece's protobuf, or, in Llama 3's own release, tiktoken's lines."""
+    data = path.read_bytes()
+    if data[:1] != b"\n":
+        return _read_tiktoken(path)
+    trainer: dict[int, list[Any]] = {}
+    normalizer: dict[int, list[Any]] = {}
+    pieces: list[tuple[str, float, int]] = []
+    for number, value in _fields(data):
+        if number == 1:
+            piece = _message(value)
+            score = struct.unpack("<f", piece[2][0])[0] if 2 in piece else 0.0
+            pieces.append((piece[1][0].decode("utf-8"), score, piece.get(3, [NORMAL])[0]))
+        elif number == 2:
+            trainer = _message(value)
+        elif number == 3:
+            normalizer = _message(value)
+    unk_id, bos_id, eos_id = (_id(trainer.get(number, [i])[0]) for i, number in enumerate((40, 41, 42)))
+    dummy_prefix = bool(normalizer.get(3, [1])[0])
+    kind = trainer.get(3, [1])[0]
+    if kind == 2:
+        tokenizer = scored(pieces, unk_id, dummy_prefix)
+    elif kind == 1:
+        byte_fallback = any(kind == BYTE for _, _, kind in pieces)
+        tokenizer = tokenizers.Tokenizer(models.Unigram([(p, s) for p, s, _ in pieces], unk_id, byte_fallback))
+    else:
+        raise CheckpointError(f"SentencePiece models of type {kind} are not supported; BPE and unigram are")
+    before: list[Any] = []
+    if normalizer.get(2, [b""])[0]:
+        before.append(normalizers.Precompiled(normalizer[2][0]))
+    if normalizer.get(4, [1])[0]:
+        before += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    spaced = [piece for piece, _, kind in pieces if kind == USER_DEFINED and "▁" in piece]
+    if spaced and dummy_prefix:
+        raise CheckpointError(f"the user-defined piece {spaced[0]!r} beside a dummy prefix is not supported")
+    _add_metaspace(tokenizer, dummy_prefix, before)
+    _add_pieces(tokenizer, pieces)
+
+    def name(token_id: int) -> str | None:
+        return pieces[token_id][0] if 0 <= token_id < len(pieces) else None
+
+    return TokenizerFile(tokenizer, name(bos_id), name(eos_id), adds_bos=bos_id >= 0)
+
+
+def _id(value: int) -> int:
+    # Protobuf writes a negative int32 as a 64-bit two's complement.
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _message(data: bytes) -> dict[int, list[Any]]:
+    fields: dict[int, list[Any]] = {}
+    for number, value in _fields(data):
+        fields.setdefault(number, []).append(value)
+    return fields
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value) pairs of one protobuf message: ints for varints, bytes for all else."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise CheckpointError("a varint of the protobuf is too long")
+
+    while at < len(data):
+        key = varint()
+        wire = key & 7
+        if wire == 0:
+            yield key >> 3, varint()
+            continue
+        if wire not in (1, 2, 5):
+            raise CheckpointError(f"wire type {wire} in the protobuf")
+        size = {1: 8, 5: 4}.get(wire) or varint()
+        if at + size > len(data):
+            raise CheckpointError("the protobuf ends inside a field")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _read_llama2c(path: Path) -> TokenizerFile:
+    """llama2.c's tokenizer.bin: int32 longest, then (float32 score, int32 length, bytes) for every id.
+
+    Ids 0, 1, 2 are unknown, begin and end; 3 to 258 the bytes; spaces in pieces are literal.
+    """
+    data = path.read_bytes()
+    at = 4
+    pieces: list[tuple[str, float, int]] = []
+    while at < len(data):
+        score, size = struct.unpack_from("<fi", data, at)
+        at += 8
+        if size < 0 or at + size > len(data):
+            raise CheckpointError(f"piece {len(pieces)} reaches beyond the end of {path.name}")
+        text = data[at : at + size].decode("utf-8")
+        at += size
+        i = len(pieces)
+        kind = UNKNOWN if i == 0 else CONTROL if i < 3 else BYTE if i < 259 else NORMAL
+        pieces.append((("<unk>", "<s>", "</s>")[i] if i < 3 else text.replace(" ", "▁"), score, kind))
+    if len(pieces) < 259:
+        raise CheckpointError(f"{path.name} holds {len(pieces)} pieces; llama2.c's tokenizers have 259 at least")
+    tokenizer = scored(pieces, 0)
+    _add_pieces(tokenizer, pieces)
+    return TokenizerFile(tokenizer, "<s>", "</s>", adds_bos=True)
+
+
+_READERS: dict[str, Callable[[Path], TokenizerFile]] = {
+    "tokenizer.json": _read_json,
+    "tokenizer.model": _read_dot_model,
+    "vocab.json": _read_vocab_and_merges,
+    "encoder.json": _read_vocab_and_merges,
+    "tokenizer.bin": _read_llama2c,
+}

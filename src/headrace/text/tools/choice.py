@@ -1,0 +1,100 @@
+"""What a chat's `tools`, `tool_choice` and `parallel_tool_calls` ask for, checked. Errors name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, NamedTuple
+
+from headrace.protocol import bounds
+from headrace.protocol.errors import RequestError
+
+# Whatever the format, a name must not look like a part of it.
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+
+Mode = Literal["none", "auto", "required"]
+
+
+class ToolUse(NamedTuple):
+    """`tools` as the template is to show them, and the schemas of their parameters by name. With `mode` "required" the
+    answer is one call or more, of one of `schemas`; without `parallel` it is one at most."""
+
+    tools: list[dict[str, Any]]
+    schemas: dict[str, dict[str, Any]]
+    mode: Mode
+    parallel: bool
+
+    @classmethod
+    def of(cls, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool) -> ToolUse:
+        """Raises `RequestError`."""
+        bounds.check("tools", tools or [])
+        read = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or [])]
+        schemas: dict[str, dict[str, Any]] = {}
+        for place, tool in enumerate(read):
+            name = tool["function"]["name"]
+            if name in schemas:
+                raise RequestError(f"tools[{place}].function.name", name, "a name that no other tool has")
+            schemas[name] = tool["function"]["parameters"]
+        mode, named = _choice(choice, schemas)
+        if mode == "required" and not schemas:
+            raise RequestError("tools", [], "given, for tool_choice asks for a call")
+        if named is not None and mode == "required":
+            schemas = {name: schemas[name] for name in named}
+        if mode == "none":
+            return cls([], {}, mode, parallel)
+        if isinstance(choice, dict) and "allowed_tools" in choice:
+            read = [tool for tool in read if named is None or tool["function"]["name"] in named]
+        single = isinstance(choice, dict) and choice.get("type") == "function"
+        return cls(read, schemas, mode, parallel and not single)
+
+
+def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise RequestError(f"{field}.type", tool.get("type"), "function: there are no other tools here")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"{field}.function", function, "an object with name, description and parameters")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(f"{field}.function.name", name, "1 to 256 letters, digits or any of _ . : / -")
+    if not isinstance(function.get("description", ""), str | None):
+        raise RequestError(f"{field}.function.description", function["description"], "a string")
+    if not isinstance(function.get("strict", False), bool | None):
+        raise RequestError(f"{field}.function.strict", function["strict"], "true or false")
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise RequestError(f"{field}.function.parameters", parameters, "a JSON schema: an object")
+    if parameters.get("type", "object") != "object":
+        raise RequestError(f"{field}.function.parameters.type", parameters["type"], "object: arguments have names")
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise RequestError(f"{field}.function.parameters.properties", parameters["properties"], "an object")
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _choice(choice: str | dict[str, Any] | None, schemas: dict[str, dict[str, Any]]) -> tuple[Mode, list[str] | None]:
+    """The mode, and the tools that are chosen from, if not all."""
+    match choice:
+        case None:
+            return "auto" if schemas else "none", None
+        case "none" | "auto" | "required":
+            return choice if schemas or choice == "required" else "none", None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "required", [_known(name, schemas, "tool_choice.function.name")]
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            names = []
+            for place, tool in enumerate(tools):
+                function = tool.get("function") if isinstance(tool, dict) else None
+                named = function.get("name") if isinstance(function, dict) else None
+                names.append(_known(named, schemas, f"tool_choice.allowed_tools.tools[{place}].function.name"))
+            if not names:
+                raise RequestError("tool_choice.allowed_tools.tools", tools, "at least one tool")
+            return mode, names
+    allowed = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+    raise RequestError("tool_choice", choice, allowed)
+
+
+def _known(name: object, schemas: dict[str, dict[str, Any]], field: str) -> str:
+    if not isinstance(name, str) or name not in schemas:
+        raise RequestError(field, name, "the name of one of tools")
+    return name

@@ -1,0 +1,77 @@
+"""From what the engine pooled to the vector that is told: the same for `LLM.embed` and for the server's routes.
+
+Pure functions of numbers, in float64 until the last rounding. Knows no requests and no HTTP.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Pooling
+
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
+
+
+class EmbeddingOutput(msgspec.Struct):
+    """A vector, as vLLM gives it."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+class EmbeddingRequestOutput(msgspec.Struct):
+    """The vector of one prompt, as vLLM gives it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+def finished(
+    pooled: Sequence[float], kind: str, num_tokens: int, dimensions: int | None = None, normalize: bool = True
+) -> list[float]:
+    """What the engine pooled, as the vector that is told: the mean taken, cut to `dimensions`, made one long, rounded
+    to float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
+    divisor = num_tokens if kind == "mean" else 1
+    vector = [x / divisor for x in pooled[:dimensions]]
+    if normalize:
+        norm = math.sqrt(math.fsum(x * x for x in vector))
+        vector = [x / norm for x in vector] if norm else vector
+    return array("f", vector).tolist()
+
+
+def check_form(pooling: str | None, dimensions: int | None, hidden_size: int) -> Pooling:
+    """The kind of pooling; "last" if none is given. Raises `RequestError`."""
+    if pooling not in (None, *POOLINGS):
+        raise RequestError("pooling", pooling, "last or mean")
+    if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        raise RequestError("dimensions", dimensions, f"from 1 to {hidden_size}, the model's own")
+    return "mean" if pooling == "mean" else "last"
+
+
+def packed(vector: Sequence[float]) -> str:
+    """Base64 of little-endian float32."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def likeness(a: Sequence[float], b: Sequence[float]) -> float:
+    """The cosine between two vectors of length one."""
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
