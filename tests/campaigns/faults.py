@@ -137,7 +137,7 @@ class Campaign:
                 self.problems.append(f"gauges: {[gauge(self.served.url, name) for name in names]}")
                 break
             time.sleep(0.05)
-        engines = [p for p in psutil.Process(self.served.pid).children() if "executor.process" in " ".join(p.cmdline())]
+        engines = [p for p in psutil.Process(self.served.pid).children() if "engine.child" in " ".join(p.cmdline())]
         if len(engines) != 1:
             self.problems.append(f"{len(engines)} engines are left")
 

@@ -21,5 +21,5 @@ if __name__ == "__main__":
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")
-    app = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
-    sys.exit(app.run(app, server))
+    application = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    sys.exit(app.run(application, server))

@@ -101,10 +101,11 @@ def test_garbage_bytes_harm_nobody(live: Live) -> None:
     for piece in pieces:
         with socket.create_connection(("127.0.0.1", live.port), timeout=30) as client:
             client.sendall(piece)
-            client.shutdown(socket.SHUT_WR)
             try:
+                # The server may have closed the connection by now.
+                client.shutdown(socket.SHUT_WR)
                 reply = client.recv(65536)
-            except ConnectionResetError:
+            except OSError:
                 reply = b""
             assert not reply or reply.startswith(b"HTTP/1.1 4"), (piece[:80], reply[:200])
     assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200

@@ -20,7 +20,7 @@ from headrace.text.tokenizer import Tokenizer
 # The engine's process as it is, but for the model.
 SCRIPT = """
 import sys, time
-from headrace import compose
+from headrace.engine import build as compose
 from headrace.engine.child import main
 from tests.server import fake
 

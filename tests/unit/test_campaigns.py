@@ -156,7 +156,7 @@ def test_C_2_machines_agree_with_their_models(machine: Any) -> None:
 def test_C_6_a_slice_of_the_parsers(name: str, tmp_path: Any) -> None:
     made = {
         "bodies": parsers.bodies,
-        "frames": parsers.frames,
+        "frames": parsers.wire_frames,
         "safetensors": lambda: parsers.safetensors(tmp_path),
         "configs": lambda: parsers.configs(tmp_path),
         "tokenizers": lambda: parsers.tokenizers(tmp_path),

@@ -186,7 +186,7 @@ def test_names_of_stacked_layers() -> None:
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from headrace.runner import loader
+from headrace.checkpoint import loader
 from tests.unit.packing import load
 directory, small = Path(sys.argv[1]), Path(sys.argv[2])
 def resident():

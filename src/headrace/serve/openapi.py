@@ -108,7 +108,7 @@ class _Forms:
 
 def _short(name: str) -> str:
     """Structs of one name are told apart by the module that they are in."""
-    return name.removeprefix("headrace.server.")
+    return re.sub(r"headrace\.serve\.apis\.(\w+)\.(\w+\.)*", r"\1.", name)
 
 
 def _tidy(struct: str, form: Any) -> Any:
