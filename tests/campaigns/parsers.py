@@ -31,8 +31,8 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Abort, Add, Finish, Request, StepOutput, TokenLogprob
-from headrace.serve.apis.anthropic import messages as anthropic
-from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.anthropic import request as anthropic
+from headrace.serve.apis.ollama import request as ollama
 from headrace.serve.apis.openai import responses
 from headrace.serve.call import schema
 from headrace.serve.gates.limits import parse_json

@@ -75,7 +75,7 @@ def test_a_circle_is_reported() -> None:
         ("insight.metrics", "from headrace.quantize import driver"),
         ("quant.base", "from headrace.sampling import noise"),
         ("serve.gates.auth", "from headrace.serve import app"),
-        ("serve.apis.ollama.routes", "from headrace.serve.apis.anthropic import messages"),
+        ("serve.apis.ollama.paths", "from headrace.serve.apis.anthropic import request"),
         ("core.blocks", "from . import prefix"),
         ("newcomer", "x = 1"),
     ],

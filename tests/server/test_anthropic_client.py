@@ -14,7 +14,8 @@ import pytest
 from tests.server.conftest import HTTP, Live, brittle, inproc
 
 from headrace.protocol.config import ServerConfig
-from headrace.serve.apis.anthropic.messages import MessagesAnswer, MessagesRequest
+from headrace.serve.apis.anthropic.reply import MessagesAnswer
+from headrace.serve.apis.anthropic.request import MessagesRequest
 from headrace.serve.call.parsing import convert
 from headrace.text.parts import Content, Part, Reasoning, ToolCall
 from headrace.text.tokenizer import Tokenizer

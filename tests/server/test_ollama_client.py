@@ -12,7 +12,7 @@ from tests.server.conftest import HTTP, Live, brittle, inproc
 
 from headrace import __version__
 from headrace.protocol.config import ServerConfig
-from headrace.serve.apis.ollama.replies import Calls
+from headrace.serve.apis.ollama.reply import Calls
 from headrace.text.parts import ToolCall
 from headrace.text.tokenizer import Tokenizer
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from tests.server.conftest import Live
 
-from headrace.serve.apis.anthropic import messages
-from headrace.serve.apis.llama_server import routes as llama_server
-from headrace.serve.apis.ollama import replies as ollama_replies
-from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.anthropic import request as anthropic_request
+from headrace.serve.apis.llama_server import request as llama_request
+from headrace.serve.apis.ollama import options as ollama_options
+from headrace.serve.apis.ollama import request as ollama_request
+from headrace.serve.apis.ollama import service as ollama_service
 from headrace.serve.call import schema
 
 SAMPLING: dict[str, Any] = {
@@ -57,9 +58,9 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Any]]] = {
     "/v1/messages": (
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
         SAMPLING | {"container": "c", "speed": "fast", "inference_geo": "eu", "diagnostics": {}, "mcp_servers": []},
-        messages.MessagesRequest,
+        anthropic_request.MessagesRequest,
     ),
-    "/completion": ({"prompt": "hi", "n_predict": 3}, SAMPLING, llama_server.LlamaCompletionRequest),
+    "/completion": ({"prompt": "hi", "n_predict": 3}, SAMPLING, llama_request.LlamaCompletionRequest),
     "/api/chat": (
         {
             "model": "fake",
@@ -68,7 +69,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Any]]] = {
             "options": {"num_predict": 3},
         },
         SAMPLING | {"keep_alive": "5m", "truncate": True, "shift": True},
-        ollama.ChatRequest,
+        ollama_request.ChatRequest,
     ),
 }
 CASES = [(path, name) for path, (_, values, _) in ROUTES.items() for name in values]
@@ -96,11 +97,11 @@ def test_a_parameter_works_is_told_or_is_refused(live: Live, path: str, name: st
 
 def test_options_of_ollama_work_or_are_told(live: Live) -> None:
     options = {"num_ctx": 9, "num_keep": 4, "tfs_z": 0.5, "penalize_newline": False, "unheard_of": 1}
-    options |= dict.fromkeys(ollama.LOADING, 1)
+    options |= dict.fromkeys(ollama_service.LOADING, 1)
     body = {"model": "fake", "prompt": "x", "stream": False, "options": options | {"num_predict": 2}}
     told = {line.partition(": ")[0] for line in live.post("/api/generate", body).json()["warnings"]}
     assert told == {f"options.{name}" for name in options}
-    assert not set(ollama_replies.Options.__struct_fields__) & set(ollama.LOADING)
+    assert not set(ollama_options.Options.__struct_fields__) & set(ollama_service.LOADING)
 
 
 def test_control_a_parameter_that_is_dropped_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

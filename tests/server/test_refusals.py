@@ -20,9 +20,10 @@ from tests.server import fake
 from tests.server.conftest import HTTP, Live
 
 from headrace.protocol.bounds import BOUNDS
-from headrace.serve.apis.anthropic import messages
-from headrace.serve.apis.llama_server import routes as llama_server
-from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.anthropic import request as anthropic_request
+from headrace.serve.apis.llama_server import errors as llama_errors
+from headrace.serve.apis.llama_server import request as llama_request
+from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import embeddings, responses_input
 from headrace.serve.call import parsing, schema
 from headrace.serve.gates import limits
@@ -36,26 +37,32 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/tokenize": (schema.TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [1]}),
     "/v1/messages": (
-        messages.MessagesRequest,
+        anthropic_request.MessagesRequest,
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     ),
     "/v1/messages/count_tokens": (
-        messages.CountTokensRequest,
+        anthropic_request.CountTokensRequest,
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}]},
     ),
-    "/api/generate": (ollama.GenerateRequest, {"model": "fake", "prompt": "hi", "logprobs": True, "stream": False}),
+    "/api/generate": (
+        ollama_request.GenerateRequest,
+        {"model": "fake", "prompt": "hi", "logprobs": True, "stream": False},
+    ),
     "/api/chat": (
-        ollama.ChatRequest,
+        ollama_request.ChatRequest,
         {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "stream": False},
     ),
-    "/api/show": (ollama.ShowRequest, {"model": "fake"}),
-    "/api/pull": (ollama.ShowRequest, {"model": "fake", "stream": False}),
+    "/api/show": (ollama_request.ShowRequest, {"model": "fake"}),
+    "/api/pull": (ollama_request.ShowRequest, {"model": "fake", "stream": False}),
 }
-BODIES["/completion"] = BODIES["/completions"] = (llama_server.LlamaCompletionRequest, {"prompt": "hi", "n_predict": 2})
-BODIES["/embedding"] = BODIES["/embeddings"] = (llama_server.EmbeddingRequest, {"content": "hi"})
-BODIES["/api/embed"] = (ollama.EmbedRequest, {"model": "fake", "input": "hi"})
-BODIES["/api/embeddings"] = (ollama.EmbedRequest, {"model": "fake", "prompt": "hi"})
-BODIES["/apply-template"] = (llama_server.TemplateRequest, {"messages": [{"role": "user", "content": "hi"}]})
+BODIES["/completion"] = BODIES["/completions"] = (
+    llama_request.LlamaCompletionRequest,
+    {"prompt": "hi", "n_predict": 2},
+)
+BODIES["/embedding"] = BODIES["/embeddings"] = (llama_request.EmbeddingRequest, {"content": "hi"})
+BODIES["/api/embed"] = (ollama_request.EmbedRequest, {"model": "fake", "input": "hi"})
+BODIES["/api/embeddings"] = (ollama_request.EmbedRequest, {"model": "fake", "prompt": "hi"})
+BODIES["/apply-template"] = (llama_request.TemplateRequest, {"messages": [{"role": "user", "content": "hi"}]})
 BODIES["/v1/responses"] = (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 2, "store": False})
 BODIES["/v1/embeddings"] = (embeddings.EmbeddingRequest, {"input": "hi"})
 for path in ("/score", "/v1/score"):
@@ -104,7 +111,7 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     path = reply.request.url.path
     if path.startswith("/api/"):
         assert isinstance(error, str)
-    elif path.startswith(llama_server.UNDER):
+    elif path.startswith(llama_errors.UNDER):
         assert (error["code"], set(error)) == (status, {"message", "type", "code"})
     elif path.startswith("/v1/messages"):
         assert (body["type"], set(error)) == ("error", {"type", "message"})

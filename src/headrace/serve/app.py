@@ -34,10 +34,13 @@ from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, HeadraceError, RequestError
 from headrace.serve import openapi, routing
-from headrace.serve.apis.anthropic import messages
-from headrace.serve.apis.llama_server import routes as llama_server
-from headrace.serve.apis.ollama import replies as ollama_replies
-from headrace.serve.apis.ollama import routes as ollama
+from headrace.serve.apis.anthropic import errors as anthropic_errors
+from headrace.serve.apis.anthropic import paths as anthropic_paths
+from headrace.serve.apis.llama_server import errors as llama_errors
+from headrace.serve.apis.llama_server import paths as llama_paths
+from headrace.serve.apis.llama_server.service import tokenize as llama_tokenize
+from headrace.serve.apis.ollama import errors as ollama_errors
+from headrace.serve.apis.ollama import paths as ollama_paths
 from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
@@ -57,8 +60,8 @@ from headrace.text.tokenizer import Tokenizer
 logger = logging.getLogger("headrace.server")
 
 # Whose clients look for errors in another shape than OpenAI's.
-REFUSALS = {"/v1/messages": messages.refuse, "/api/": ollama_replies.refuse}
-REFUSALS |= dict.fromkeys(llama_server.UNDER, llama_server.refuse)
+REFUSALS = {"/v1/messages": anthropic_errors.refuse, "/api/": ollama_errors.refuse}
+REFUSALS |= dict.fromkeys(llama_errors.UNDER, llama_errors.refuse)
 # What a client gets to read the error that ends its stream when the time for draining is over.
 LAST_WORDS_S = 5.0
 
@@ -113,9 +116,9 @@ def create_app(
     app.state.life = life
     app.state.client = client
     _add_api(app, api, audits)
-    messages.add_routes(app, api)
-    ollama.add_routes(app, api)
-    llama_server.add_routes(app, api)
+    anthropic_paths.add_routes(app, api)
+    ollama_paths.add_routes(app, api)
+    llama_paths.add_routes(app, api)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
     openapi.add_routes(app, model, bool(ring))
@@ -175,7 +178,7 @@ def _add_api(app: FastAPI, api: OpenAI, audits: Sequence[dict[str, Any]]) -> Non
         """Text, or messages, to token ids."""
         body = await routing.body(request)
         if body.get("content") is not None:
-            return json_response(await llama_server.tokenize(api, schema.parse(schema.TokenizeRequest, body)))
+            return json_response(await llama_tokenize(api, schema.parse(schema.TokenizeRequest, body)))
         return json_response(await api.tokenize(body))
 
     async def detokenize(request: Request) -> Response:

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.protocol.bounds import BOUNDS
 from headrace.serve import routing
-from headrace.serve.apis.anthropic import messages
-from headrace.serve.apis.llama_server import routes as llama_server
-from headrace.serve.apis.ollama import replies as ollama_replies
+from headrace.serve.apis.anthropic import errors as anthropic_errors
+from headrace.serve.apis.llama_server import errors as llama_errors
+from headrace.serve.apis.ollama import errors as ollama_errors
 from headrace.serve.call import reply_forms, schema
 from headrace.serve.errors import error_response, json_response
 
@@ -41,9 +41,9 @@ STATUSES = {
 }
 ERRORS: Mapping[routing.Refusal, type[msgspec.Struct]] = {
     error_response: reply_forms.Error,
-    messages.refuse: reply_forms.AnthropicError,
-    ollama_replies.refuse: reply_forms.OllamaError,
-    llama_server.refuse: reply_forms.LlamaError,
+    anthropic_errors.refuse: reply_forms.AnthropicError,
+    ollama_errors.refuse: reply_forms.OllamaError,
+    llama_errors.refuse: reply_forms.LlamaError,
 }
 # Which row of the bounds table holds for a number, where the names differ.
 ROWS = schema.ROWS | {"repeat_penalty": "repetition_penalty", "n_probs": "logprobs", "max_output_tokens": "max_tokens"}

@@ -1,8 +1,7 @@
-"""llama-server's own routes: `/completion`, `/props`, `/slots`, `/apply-template`; OpenAI's it shares with everybody.
+"""llama-server's API without HTTP.
 
-A completion becomes one of `serve.apis.openai.completions`'s. There are no slots here: the batch has `max_num_seqs`
-places, and every prompt finds its prefix in the cache wherever it runs, so `/slots` shows places and no request can ask
-for one. `serve.app` adds the routes.
+There are no slots here: the batch has `max_num_seqs` places, and every prompt finds its prefix in the cache
+wherever it runs, so `/slots` shows places and no request can name one.
 """
 
 from __future__ import annotations
@@ -11,128 +10,28 @@ import secrets
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from starlette.responses import Response
 
 from headrace import __version__
-from headrace.protocol.errors import HeadraceError, QueueFullError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve import routing
-from headrace.serve.apis.llama_server.replies import Results, settings
+from headrace.serve.apis.llama_server.errors import NoSlotError
+from headrace.serve.apis.llama_server.reply import Results, settings
+from headrace.serve.apis.llama_server.request import (
+    FORMS,
+    IGNORED,
+    MAX_PIECES,
+    EmbeddingRequest,
+    LlamaCompletionRequest,
+    TemplateRequest,
+    _are_many,
+)
 from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.apis.openai.embeddings import Embeddings
-from headrace.serve.call import reply_forms, translation
-from headrace.serve.call.parsing import Body, convert
+from headrace.serve.call import translation
+from headrace.serve.call.parsing import convert
 from headrace.serve.call.schema import TokenizeRequest
-from headrace.serve.errors import error_body, json_response
-from headrace.serve.gates.streams import until_gone
 from headrace.text.inputs import max_context
 from headrace.text.tokenizer import Tokenizer
-
-IGNORED = {
-    "id_slot": "there are no slots; a prefix is found wherever it was computed",
-    "n_keep": "an answer ends where the context does; nothing is shifted out",
-    "n_discard": "an answer ends where the context does; nothing is shifted out",
-    "n_indent": "answers are not made to indent",
-    "min_keep": "filters keep at least one token, and no other number",
-    "t_max_predict_ms": "the same request must give the same answer at every speed; use n_predict",
-    "n_cache_reuse": "prefixes are reused token by token without being asked",
-    "return_progress": "prompts are computed beside other requests; there is no share to tell",
-    "lora": "no adapters are loaded",
-    "grammar_lazy": "a grammar holds from the first token",
-    "grammar_triggers": "a grammar holds from the first token",
-    "preserved_tokens": "special tokens are told by skip_special_tokens",
-    "backend_sampling": "sampling is where it is",
-    "penalize_nl": "penalties know no newline",
-}
-# What forms an answer, under either name of this server's.
-FORMS = {"structured_outputs.grammar": "grammar", "structured_outputs.json": "json_schema"}
-MAX_PIECES = 64
-UNDER = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding")
-
-
-class UnservedError(HeadraceError):
-    """Something of llama-server's that this server does not do."""
-
-    status = 501
-    code = "not_supported_error"
-
-
-class NoSlotError(HeadraceError):
-    """All places of the batch are taken (HTTP 503)."""
-
-    status = 503
-    code = "unavailable_error"
-
-
-class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /completion."""
-
-    prompt: str | list[Any]
-    model: str | None = None
-    n_predict: int | None = None
-    # The same under OpenAI's name.
-    max_tokens: int | None = None
-    stream: bool | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    samplers: list[str] | None = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: list[list[Any]] | dict[str, Any] | None = None
-    n_probs: int | None = None
-    post_sampling_probs: bool | None = None
-    cache_prompt: bool | None = None
-    return_tokens: bool | None = None
-    timings_per_token: bool | None = None
-    response_fields: list[str] | None = None
-
-
-class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /apply-template: what of a chat shapes its prompt."""
-
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-
-class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /embedding."""
-
-    content: str | list[Any]
-    model: str | None = None
-    embd_normalize: int | None = None
 
 
 class LlamaServer:
@@ -273,11 +172,6 @@ class LlamaServer:
         ]
 
 
-def _are_many(prompt: str | list[Any]) -> bool:
-    """A list is one prompt if it has a token id in it, and else a list of prompts."""
-    return isinstance(prompt, list) and not any(isinstance(piece, int) for piece in prompt)
-
-
 async def tokenize(api: OpenAI, asked: TokenizeRequest) -> dict[str, Any]:
     """POST /tokenize as llama-server has it: `content` to token ids, with their texts if `with_pieces`."""
     text = {"model": asked.model, "prompt": asked.content, "add_special_tokens": bool(asked.add_special)}
@@ -298,59 +192,3 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
-
-
-def refuse(error: BaseException) -> Response:
-    """The reply that tells `error`: OpenAI's shape, but the code is the status."""
-    status, body = error_body(error)
-    told = body["error"]
-    kind = told["code"] if isinstance(error, (UnservedError, NoSlotError)) else told["type"]
-    if told["code"] == "context_length_exceeded":
-        kind = "exceed_context_size_error"
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return json_response({"error": {"code": status, "message": told["message"], "type": kind}}, status, headers)
-
-
-def add_routes(app: FastAPI, api: OpenAI) -> None:
-    """Add llama-server's own routes."""
-    llama = LlamaServer(api)
-
-    async def completion(request: Request) -> Any:
-        """llama-server's completion."""
-        return await routing.deliver(request, await llama.completion(await routing.body(request)))
-
-    async def embedding(request: Request) -> Any:
-        """Vectors of texts."""
-        work = llama.embedding(await routing.body(request))
-        return json_response(await until_gone(request.receive, work))
-
-    async def apply_template(request: Request) -> Response:
-        """The prompt that a chat becomes."""
-        return json_response(await llama.apply_template(await routing.body(request)))
-
-    async def props(request: Request) -> Response:
-        """What is served, and with which defaults."""
-        return json_response(llama.props())
-
-    async def slots(request: Request) -> Response:
-        """The places of the batch."""
-        return json_response(llama.slots(request.query_params.get("fail_on_no_slot", "0") not in ("", "0")))
-
-    async def unserved(request: Request) -> Response:
-        """Not done by this server."""
-        raise UnservedError(f"{request.url.path}: not done here")
-
-    either = reply_forms.LlamaResult | list[reply_forms.LlamaResult]
-    for path in ("/completion", "/completions"):
-        routing.post(
-            app, path, completion, refuse, takes=LlamaCompletionRequest, gives=either, streams="text/event-stream"
-        )
-    for path in ("/embedding", "/embeddings"):
-        vectors = list[reply_forms.LlamaVector]
-        routing.post(app, path, embedding, refuse, takes=EmbeddingRequest, gives=vectors)
-    routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest, gives=reply_forms.LlamaPrompt)
-    routing.get(app, "/props", props, refuse, gives=reply_forms.LlamaProps)
-    routing.get(app, "/slots", slots, refuse, gives=list[reply_forms.LlamaSlot], query=("fail_on_no_slot",))
-    routing.post(app, "/props", unserved, refuse, unserved=True)
-    routing.post(app, "/slots/{slot_id}", unserved, refuse, unserved=True)
-    routing.post(app, "/infill", unserved, refuse, unserved=True)

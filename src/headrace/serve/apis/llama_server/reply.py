@@ -1,7 +1,4 @@
-"""Completions as llama-server tells them: results with their settings, token by token probabilities and timings.
-
-`llama_server` makes them of the calls that it opens. Knows no route.
-"""
+"""Answers as llama-server gives them, whole or as a stream of events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Ollama's API: `/api/generate` and `/api/chat` as lines of JSON, and what tells of the one model that is served.
+"""Ollama's API without HTTP: generate, chat, embed, and what describes the one model that is served.
 
-Requests become chats or completions of `serve.apis.openai.completions`'s; options that belong to loading a model are
-told in `warnings`, for here the command line sets them. `serve.app` adds the routes.
+Options that belong to loading a model are listed in `warnings`: here the command line sets them.
 """
 
 from __future__ import annotations
@@ -11,22 +10,16 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-from fastapi import FastAPI, Request
-from starlette.responses import Response
-
-from headrace import __version__
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve import routing
-from headrace.serve.apis.ollama.replies import Asked, Lines, Options, failure, line, now, refuse
+from headrace.serve.apis.ollama.options import Asked, Options
+from headrace.serve.apis.ollama.reply import Lines, now
+from headrace.serve.apis.ollama.request import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest, chat_message
 from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.apis.openai.embeddings import Embeddings
-from headrace.serve.call import reply_forms, translation
-from headrace.serve.call.parsing import Body, convert
-from headrace.serve.errors import json_response
-from headrace.serve.gates.streams import until_gone
+from headrace.serve.call import translation
+from headrace.serve.call.parsing import convert
 from headrace.text.inputs import max_context
 
 NDJSON = "application/x-ndjson"
@@ -53,68 +46,6 @@ class UnservedError(HeadraceError):
     code = "not_implemented"
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    arguments: dict[str, Any] = {}
-    index: int | None = None
-    description: str | None = None
-
-
-class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    function: Function
-    id: str | None = None
-    type: str | None = None
-
-
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    role: str
-    content: str | None = None
-    thinking: str | None = None
-    images: list[Any] | None = None
-    tool_calls: list[Call] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-
-class ChatRequest(Asked, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/chat."""
-
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
-
-
-class GenerateRequest(Asked, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/generate."""
-
-    prompt: str | None = None
-    suffix: str | None = None
-    system: str | None = None
-    images: list[Any] | None = None
-    context: list[int] | None = None
-    raw: bool | None = None
-
-
-class EmbedRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/embed, and under its older name /api/embeddings, which has one `prompt`."""
-
-    model: str
-    input: str | list[str] | None = None
-    prompt: str | None = None
-    truncate: bool | None = None
-    dimensions: int | None = None
-    options: dict[str, Any] | None = None
-
-
-class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/show and /api/pull; `name` is the older word for `model`."""
-
-    model: str | None = None
-    name: str | None = None
-    verbose: bool | None = None
-    insecure: bool | None = None
-    stream: bool | None = None
-
-
 class Ollama:
     """The routes without HTTP."""
 
@@ -127,7 +58,7 @@ class Ollama:
         asked = self._asked(ChatRequest, body)
         if not asked.messages:
             return self._loaded(asked, {"message": {"role": "assistant", "content": ""}})
-        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)]
+        messages = [chat_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)]
         made = self._common(asked) | {"messages": messages}
         if asked.tools:
             made["tools"] = asked.tools
@@ -304,101 +235,3 @@ class Ollama:
         elif asked.format:
             raise RequestError("format", asked.format, 'left out, "json", or a JSON schema')
         return made
-
-
-def _message(message: Message, field: str) -> dict[str, Any]:
-    if message.images:
-        raise RequestError(f"{field}.images", "images", "left out: the models served here read text")
-    made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    if message.thinking:
-        made["reasoning_content"] = message.thinking
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {
-                "id": call.id or f"call_{index}",
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for index, call in enumerate(message.tool_calls)
-        ]
-    if message.tool_name:
-        made["name"] = message.tool_name
-    if message.tool_call_id:
-        made["tool_call_id"] = message.tool_call_id
-    return made
-
-
-def add_routes(app: FastAPI, api: OpenAI) -> None:
-    """Add `/` and `/api/...`."""
-    ollama = Ollama(api)
-
-    async def send(request: Request, made: Lines | dict[str, Any]) -> Any:
-        if isinstance(made, dict):
-            return json_response(made)
-        return await routing.deliver(request, made, NDJSON, lambda error: line(failure(error)))
-
-    async def root(request: Request) -> Response:
-        """Something answers here."""
-        return Response("headrace is running\n", media_type="text/plain")
-
-    async def chat(request: Request) -> Any:
-        """Ollama's chat."""
-        return await send(request, await ollama.chat(await routing.body(request)))
-
-    async def generate(request: Request) -> Any:
-        """Ollama's completion of one prompt."""
-        return await send(request, await ollama.generate(await routing.body(request)))
-
-    async def embed(request: Request) -> Any:
-        """Vectors of texts."""
-        work = ollama.embed(await routing.body(request), older=False)
-        return json_response(await until_gone(request.receive, work))
-
-    async def embeddings(request: Request) -> Any:
-        """The vector of one text."""
-        work = ollama.embed(await routing.body(request), older=True)
-        return json_response(await until_gone(request.receive, work))
-
-    async def tags(request: Request) -> Response:
-        """The models that are there."""
-        return json_response(ollama.tags())
-
-    async def ps(request: Request) -> Response:
-        """The models that are loaded."""
-        return json_response(ollama.ps())
-
-    async def version(request: Request) -> Response:
-        """headrace's version."""
-        return json_response({"version": __version__})
-
-    async def show(request: Request) -> Response:
-        """One model."""
-        return json_response(ollama.show(await routing.body(request)))
-
-    async def pull(request: Request) -> Response:
-        """Nothing to do for the model that is served; others can not be had."""
-        asked = convert(ShowRequest, await routing.body(request))
-        ollama.known(asked)
-        done = {"status": "success"} | translation.warnings(asked)
-        return json_response(done) if asked.stream is False else Response(line(done), media_type=NDJSON)
-
-    async def unserved(request: Request) -> Response:
-        """Not done by this server, whose one model is named when it starts."""
-        raise UnservedError(f"{request.url.path}: not done here; the model is named when the server starts")
-
-    # HEAD on the root is how Ollama's own client asks whether somebody is there.
-    routing.get(app, "/", root, refuse, media_type="text/plain")
-    routing.post(app, "/api/chat", chat, refuse, takes=ChatRequest, gives=reply_forms.OllamaSaid, streams=NDJSON)
-    routing.post(
-        app, "/api/generate", generate, refuse, takes=GenerateRequest, gives=reply_forms.OllamaGenerated, streams=NDJSON
-    )
-    routing.post(app, "/api/embed", embed, refuse, takes=EmbedRequest, gives=reply_forms.OllamaEmbedded)
-    routing.post(app, "/api/embeddings", embeddings, refuse, takes=EmbedRequest, gives=reply_forms.OllamaVector)
-    routing.post(app, "/api/show", show, refuse, takes=ShowRequest, gives=reply_forms.OllamaShown)
-    routing.post(app, "/api/pull", pull, refuse, takes=ShowRequest, gives=reply_forms.OllamaPulled, streams=NDJSON)
-    routing.get(app, "/api/tags", tags, refuse, gives=reply_forms.OllamaModels)
-    routing.get(app, "/api/ps", ps, refuse, gives=reply_forms.OllamaModels)
-    routing.get(app, "/api/version", version, refuse, gives=reply_forms.Version)
-    for name in ("push", "create", "copy"):
-        routing.post(app, f"/api/{name}", unserved, refuse, unserved=True)
-    routing.add(app, "/api/delete", unserved, ("DELETE",), refuse, unserved=True)

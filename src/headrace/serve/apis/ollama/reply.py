@@ -1,58 +1,17 @@
-"""Answers as Ollama tells them: one object, or lines of JSON, tool calls whole, times in nanoseconds.
-
-`ollama` makes them of the calls that it opens. Knows no route and no request's fields but those that shape a reply.
-"""
+"""Answers as Ollama gives them: lines of JSON, or one object."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
-from headrace.protocol.errors import QueueFullError
+from headrace.serve.apis.ollama.options import Asked
 from headrace.serve.call import replies, translation
 from headrace.serve.call.answers import Answer
-from headrace.serve.call.parsing import Body
-from headrace.serve.errors import error_body, json_response
 from headrace.text.parts import Content, Reasoning, ToolCall
-
-
-class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What shapes an answer. Others are known and told to be of no effect."""
-
-    num_predict: int | None = None
-    num_ctx: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repeat_last_n: int | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    tfs_z: float | None = None
-    penalize_newline: bool | None = None
-
-
-class Asked(Body, forbid_unknown_fields=True, kw_only=True):
-    """What both ways to ask have."""
-
-    model: str
-    stream: bool | None = None
-    format: str | dict[str, Any] | None = None
-    options: Options | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
 
 
 class Lines:
@@ -188,15 +147,3 @@ def now() -> str:
 def line(body: dict[str, Any]) -> bytes:
     """One line of a stream."""
     return msgspec.json.encode(body) + b"\n"
-
-
-def failure(error: BaseException) -> dict[str, Any]:
-    """An error in Ollama's shape."""
-    return {"error": error_body(error)[1]["error"]["message"]}
-
-
-def refuse(error: BaseException) -> Response:
-    """The reply that tells `error`."""
-    status, body = error_body(error)
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return json_response({"error": body["error"]["message"]}, status, headers)

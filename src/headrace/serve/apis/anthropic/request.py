@@ -1,28 +1,16 @@
-"""Anthropic's Messages API: `/v1/messages`, whole or as its stream of events, and `/v1/messages/count_tokens`.
+"""The bodies of Anthropic's requests, and how they become a chat.
 
-A request is translated into a chat of `serve.apis.openai.completions`'s, and the parts of its answer into content
-blocks; sampling, templates, tools and admission are those of every chat. Whatever the API has and headrace has not is
-refused or told in `warnings`. `serve.app` adds the routes.
+What the API has and headrace has not is refused or listed in `warnings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Request
-from starlette.responses import Response
 
-from headrace.protocol.errors import QueueFullError, RequestError
-from headrace.serve import routing
-from headrace.serve.apis.openai.completions import OpenAI
-from headrace.serve.call.chat_answer import ChatAnswer
-from headrace.serve.call.parsing import Body, add_warning, convert, renamed
-from headrace.serve.call.reply_forms import MessageReply, TokenCount
-from headrace.serve.call.translation import arguments_object
-from headrace.serve.errors import error_body, json_response
-from headrace.text.parts import Content, Part, Reasoning
+from headrace.protocol.errors import RequestError
+from headrace.serve.call.parsing import Body
 
 IGNORED = {
     "service_tier": "there is one tier",
@@ -37,18 +25,6 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config",
     "reasoning_effort": "output_config.effort",
-}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
 }
 
 
@@ -302,174 +278,10 @@ def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
     return body
 
 
-def _marks_cache(request: CountTokensRequest) -> bool:
+def marks_cache(request: CountTokensRequest) -> bool:
     """Whether any part of the request carries `cache_control`."""
     blocks: list[Any] = [request, *(request.tools or [])]
     blocks += request.system if isinstance(request.system, list) else []
     for message in request.messages:
         blocks += message.content if isinstance(message.content, list) else []
     return any(block.cache_control is not None for block in blocks)
-
-
-class MessagesAnswer:
-    """A chat's answer as Anthropic tells it. Read it once, by `whole` or by `events`."""
-
-    def __init__(self, answer: ChatAnswer, request: MessagesRequest, block_size: int) -> None:
-        self._answer = answer
-        self._request = request
-        self._block_size = block_size
-        self._state = answer.generation.states[0]
-        self.id = "msg_" + answer.id.partition("-")[2].replace("-", "")
-        self.stream = bool(request.stream)
-
-    def close(self) -> None:
-        self._answer.close()
-
-    async def whole(self) -> dict[str, Any]:
-        """The message. Raises what the engine failed with."""
-        await self._answer.collect()
-        message = self._answer.message(0)
-        content: list[dict[str, Any]] = []
-        if message["reasoning_content"]:
-            content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
-        if message["content"]:
-            content.append({"type": "text", "text": message["content"]})
-        for call in message["tool_calls"]:
-            function = call["function"]
-            content.append(
-                {
-                    "type": "tool_use",
-                    "id": call["id"],
-                    "name": function["name"],
-                    "input": arguments_object(function["arguments"]),
-                }
-            )
-        return self._head(content) | self._ending() | {"usage": self._usage()}
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """message_start, the blocks one after the other, message_delta, message_stop. Raises what the engine failed
-        with."""
-        begun = False
-        index, kind = -1, ""
-        async for _, parts in self._answer.parts():
-            if not begun:
-                begun = True
-                head = self._head([]) | {"stop_reason": None, "stop_sequence": None}
-                yield event(
-                    {"type": "message_start", "message": head | {"usage": self._usage() | {"output_tokens": 0}}}
-                )
-                yield event({"type": "ping"})
-            for part in parts:
-                opening = _opening(part)
-                # A call's first part has its name, and begins a block even after another call.
-                if opening["type"] != kind or (opening["type"] == "tool_use" and opening["name"] is not None):
-                    if kind:
-                        yield event({"type": "content_block_stop", "index": index})
-                    index, kind = index + 1, opening["type"]
-                    yield event({"type": "content_block_start", "index": index, "content_block": opening})
-                delta = _delta(part)
-                if delta is not None:
-                    yield event({"type": "content_block_delta", "index": index, "delta": delta})
-        if kind:
-            yield event({"type": "content_block_stop", "index": index})
-        yield event({"type": "message_delta", "delta": self._ending(), "usage": self._usage()})
-        yield event({"type": "message_stop"})
-
-    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._request.model}
-        warnings = [*self._request.warnings]
-        for told in self._answer.request.warnings:
-            field, _, why = told.partition(": ")
-            add_warning(warnings, NAMES.get(field, field), why)
-        return head | {"content": content} | ({"warnings": warnings} if warnings else {})
-
-    def _ending(self) -> dict[str, Any]:
-        finish = self._state.finish
-        stop = finish.stop_reason if finish is not None else None
-        if isinstance(stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        reason = self._answer.finish_reason(0) or ""
-        return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
-
-    def _usage(self) -> dict[str, Any]:
-        """Three kinds of prompt tokens that add up: read from the cache, written to it (told if `cache_control` is
-        in the request; whole blocks are), and others."""
-        num_prompt, num_read = len(self._state.request.prompt_token_ids), self._state.num_cached_tokens
-        written = 0
-        if _marks_cache(self._request):
-            written = max(num_prompt // self._block_size * self._block_size - num_read, 0)
-        return {
-            "input_tokens": num_prompt - num_read - written,
-            "cache_creation_input_tokens": written,
-            "cache_read_input_tokens": num_read,
-            "output_tokens": len(self._state.token_ids),
-        }
-
-
-def _opening(part: Part) -> dict[str, Any]:
-    if isinstance(part, Content):
-        return {"type": "text", "text": ""}
-    if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-
-
-def _delta(part: Part) -> dict[str, Any] | None:
-    if isinstance(part, Content):
-        return {"type": "text_delta", "text": part.text}
-    if isinstance(part, Reasoning):
-        return {"type": "thinking_delta", "thinking": part.text}
-    return {"type": "input_json_delta", "partial_json": part.arguments} if part.arguments else None
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event, named after its type."""
-    return b"event: " + str(body["type"]).encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def failure(error: BaseException) -> dict[str, Any]:
-    """An error in Anthropic's shape."""
-    return _told(*error_body(error))
-
-
-def refuse(error: BaseException) -> Response:
-    """The reply that tells `error`."""
-    status, body = error_body(error)
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return json_response(_told(status, body), status, headers)
-
-
-def _told(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
-
-
-def add_routes(app: FastAPI, api: OpenAI) -> None:
-    """Add `/v1/messages` and `/v1/messages/count_tokens`."""
-
-    async def messages(request: Request) -> Any:
-        """Anthropic's Messages."""
-        asked = convert(MessagesRequest, await routing.body(request), IGNORED)
-        try:
-            answer = await api.chat(chat_body(asked))
-        except RequestError as error:
-            raise renamed(error, NAMES) from error
-        made = MessagesAnswer(answer, asked, api.front.info.block_size)
-        headers = {"request-id": made.id}
-        return await routing.deliver(request, made, failure=lambda error: event(failure(error)), headers=headers)
-
-    async def count_tokens(request: Request) -> Response:
-        """How many tokens a message's prompt has."""
-        asked = convert(CountTokensRequest, await routing.body(request), IGNORED)
-        try:
-            _, token_ids = await api.chat_prompt(chat_body(asked))
-        except RequestError as error:
-            raise renamed(error, NAMES) from error
-        return json_response(
-            {"input_tokens": len(token_ids)} | ({"warnings": asked.warnings} if asked.warnings else {})
-        )
-
-    routing.post(
-        app, "/v1/messages", messages, refuse, takes=MessagesRequest, gives=MessageReply, streams="text/event-stream"
-    )
-    routing.post(app, "/v1/messages/count_tokens", count_tokens, refuse, takes=CountTokensRequest, gives=TokenCount)

@@ -1,0 +1,102 @@
+"""The bodies of llama-server's requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.serve.call.parsing import Body
+
+IGNORED = {
+    "id_slot": "there are no slots; a prefix is found wherever it was computed",
+    "n_keep": "an answer ends where the context does; nothing is shifted out",
+    "n_discard": "an answer ends where the context does; nothing is shifted out",
+    "n_indent": "answers are not made to indent",
+    "min_keep": "filters keep at least one token, and no other number",
+    "t_max_predict_ms": "the same request must give the same answer at every speed; use n_predict",
+    "n_cache_reuse": "prefixes are reused token by token without being asked",
+    "return_progress": "prompts are computed beside other requests; there is no share to tell",
+    "lora": "no adapters are loaded",
+    "grammar_lazy": "a grammar holds from the first token",
+    "grammar_triggers": "a grammar holds from the first token",
+    "preserved_tokens": "special tokens are told by skip_special_tokens",
+    "backend_sampling": "sampling is where it is",
+    "penalize_nl": "penalties know no newline",
+}
+# What forms an answer, under either name of this server's.
+FORMS = {"structured_outputs.grammar": "grammar", "structured_outputs.json": "json_schema"}
+MAX_PIECES = 64
+
+
+class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /completion."""
+
+    prompt: str | list[Any]
+    model: str | None = None
+    n_predict: int | None = None
+    # The same under OpenAI's name.
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    samplers: list[str] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: list[list[Any]] | dict[str, Any] | None = None
+    n_probs: int | None = None
+    post_sampling_probs: bool | None = None
+    cache_prompt: bool | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    response_fields: list[str] | None = None
+
+
+class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /apply-template: what of a chat shapes its prompt."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /embedding."""
+
+    content: str | list[Any]
+    model: str | None = None
+    embd_normalize: int | None = None
+
+
+def _are_many(prompt: str | list[Any]) -> bool:
+    """A list is one prompt if it has a token id in it, and else a list of prompts."""
+    return isinstance(prompt, list) and not any(isinstance(piece, int) for piece in prompt)

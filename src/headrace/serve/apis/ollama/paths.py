@@ -1,0 +1,96 @@
+"""The routes of Ollama's API: `/` and `/api/...`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headrace import __version__
+from headrace.serve import routing
+from headrace.serve.apis.ollama.errors import failure, refuse
+from headrace.serve.apis.ollama.reply import Lines, line
+from headrace.serve.apis.ollama.request import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
+from headrace.serve.apis.ollama.service import NDJSON, Ollama, UnservedError
+from headrace.serve.apis.openai.completions import OpenAI
+from headrace.serve.call import reply_forms, translation
+from headrace.serve.call.parsing import convert
+from headrace.serve.errors import json_response
+from headrace.serve.gates.streams import until_gone
+
+
+def add_routes(app: FastAPI, api: OpenAI) -> None:
+    """Add `/` and `/api/...`."""
+    ollama = Ollama(api)
+
+    async def send(request: Request, made: Lines | dict[str, Any]) -> Any:
+        if isinstance(made, dict):
+            return json_response(made)
+        return await routing.deliver(request, made, NDJSON, lambda error: line(failure(error)))
+
+    async def root(request: Request) -> Response:
+        """Something answers here."""
+        return Response("headrace is running\n", media_type="text/plain")
+
+    async def chat(request: Request) -> Any:
+        """Ollama's chat."""
+        return await send(request, await ollama.chat(await routing.body(request)))
+
+    async def generate(request: Request) -> Any:
+        """Ollama's completion of one prompt."""
+        return await send(request, await ollama.generate(await routing.body(request)))
+
+    async def embed(request: Request) -> Any:
+        """Vectors of texts."""
+        work = ollama.embed(await routing.body(request), older=False)
+        return json_response(await until_gone(request.receive, work))
+
+    async def embeddings(request: Request) -> Any:
+        """The vector of one text."""
+        work = ollama.embed(await routing.body(request), older=True)
+        return json_response(await until_gone(request.receive, work))
+
+    async def tags(request: Request) -> Response:
+        """The models that are there."""
+        return json_response(ollama.tags())
+
+    async def ps(request: Request) -> Response:
+        """The models that are loaded."""
+        return json_response(ollama.ps())
+
+    async def version(request: Request) -> Response:
+        """headrace's version."""
+        return json_response({"version": __version__})
+
+    async def show(request: Request) -> Response:
+        """One model."""
+        return json_response(ollama.show(await routing.body(request)))
+
+    async def pull(request: Request) -> Response:
+        """Nothing to do for the model that is served; others can not be had."""
+        asked = convert(ShowRequest, await routing.body(request))
+        ollama.known(asked)
+        done = {"status": "success"} | translation.warnings(asked)
+        return json_response(done) if asked.stream is False else Response(line(done), media_type=NDJSON)
+
+    async def unserved(request: Request) -> Response:
+        """Not done by this server, whose one model is named when it starts."""
+        raise UnservedError(f"{request.url.path}: not done here; the model is named when the server starts")
+
+    # HEAD on the root is how Ollama's own client asks whether somebody is there.
+    routing.get(app, "/", root, refuse, media_type="text/plain")
+    routing.post(app, "/api/chat", chat, refuse, takes=ChatRequest, gives=reply_forms.OllamaSaid, streams=NDJSON)
+    routing.post(
+        app, "/api/generate", generate, refuse, takes=GenerateRequest, gives=reply_forms.OllamaGenerated, streams=NDJSON
+    )
+    routing.post(app, "/api/embed", embed, refuse, takes=EmbedRequest, gives=reply_forms.OllamaEmbedded)
+    routing.post(app, "/api/embeddings", embeddings, refuse, takes=EmbedRequest, gives=reply_forms.OllamaVector)
+    routing.post(app, "/api/show", show, refuse, takes=ShowRequest, gives=reply_forms.OllamaShown)
+    routing.post(app, "/api/pull", pull, refuse, takes=ShowRequest, gives=reply_forms.OllamaPulled, streams=NDJSON)
+    routing.get(app, "/api/tags", tags, refuse, gives=reply_forms.OllamaModels)
+    routing.get(app, "/api/ps", ps, refuse, gives=reply_forms.OllamaModels)
+    routing.get(app, "/api/version", version, refuse, gives=reply_forms.Version)
+    for name in ("push", "create", "copy"):
+        routing.post(app, f"/api/{name}", unserved, refuse, unserved=True)
+    routing.add(app, "/api/delete", unserved, ("DELETE",), refuse, unserved=True)
