@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import record
-from bench.compare import plan, report
+from bench.compare import figures, plan, report
 from bench.compare.conductor import Conductor, Journal
 from bench.compare.environments import PEERS, ROOT, SetupError, Workshop
 from bench.compare.plan import WORKS, Contender
@@ -27,46 +27,51 @@ from bench.compare.shapes import SHAPES
 from headrace import doctor
 
 QUICK_MINUTES = 9.0
+NUM_TRIES = 3
 
 
 def names(text: str, known: Iterable[str], what: str) -> list[str]:
     """A comma list of known names. Raises SystemExit for another."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
     listed = list(known)
-    if bad := [name for name in found if name not in listed]:
+    if bad := [name for name in chosen if name not in listed]:
         raise SystemExit(f"{what}: {bad[0]!r} is none of {', '.join(listed)}")
-    return found or listed
+    return chosen or listed
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
-    made.add_argument("--work", type=Path, default=Path("~/.cache/headrace/compare"), help="work folder, some 30 GB")
-    made.add_argument("--peers", default="", help=f"comma list of {', '.join(PEERS)} (default: all)")
-    made.add_argument("--models", default="", help=f"comma list of {', '.join(SHAPES)} (default: all)")
-    made.add_argument("--works", default="", help=f"comma list of {', '.join(WORKS)} (default: all)")
-    made.add_argument("--rounds", type=int, help="rounds of each work (default: 3; quick: 1 to 3)")
-    made.add_argument("--quick", action="store_true", help="the fastest peers of earlier runs alone, within 10 minutes")
-    made.add_argument(
+    options = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
+    options.add_argument("--work", type=Path, default=Path("~/.cache/headrace/compare"), help="work folder, some 30 GB")
+    options.add_argument("--peers", default="", help=f"comma list of {', '.join(PEERS)} (default: all)")
+    options.add_argument("--models", default="", help=f"comma list of {', '.join(SHAPES)} (default: all)")
+    options.add_argument("--works", default="", help=f"comma list of {', '.join(WORKS)} (default: all)")
+    options.add_argument("--rounds", type=int, help="rounds of each work (default: 3; quick: 1 to 3)")
+    options.add_argument(
+        "--quick", action="store_true", help="the fastest peers of earlier runs alone, within 10 minutes"
+    )
+    options.add_argument(
         "--fastest", action="store_true", help="every row, beside the fastest peers of earlier runs alone"
     )
-    made.add_argument("--minutes", type=float, help=f"stop measuring after so long (quick: {QUICK_MINUTES})")
-    made.add_argument("--setup-only", action="store_true", help="make environments and models, measure nothing")
-    made.add_argument("--resume", action="store_true", help="go on with the last run, if it was of this commit")
-    made.add_argument("--report", action="store_true", help="measure nothing: table, plot and JSON of the last run")
-    made.add_argument("--no-save", action="store_true", help="print the table alone, write nothing into the repository")
-    return made
+    options.add_argument("--minutes", type=float, help=f"stop measuring after so long (quick: {QUICK_MINUTES})")
+    options.add_argument("--setup-only", action="store_true", help="make environments and models, measure nothing")
+    options.add_argument("--resume", action="store_true", help="go on with the last run, if it was of this commit")
+    options.add_argument("--report", action="store_true", help="measure nothing: table, plot and JSON of the last run")
+    options.add_argument(
+        "--no-save", action="store_true", help="print the table alone, write nothing into the repository"
+    )
+    return options
 
 
 def set_up(
     workshop: Workshop, who: Mapping[tuple[str, str], Sequence[Contender]], say: Any
 ) -> dict[tuple[str, str, str], str]:
-    """Make what the contenders need, each once. What failed, by (peer, shape, quant), with its reason."""
+    """Make environments and models of the contenders, each once. Returns the failures by (peer, shape, quant)."""
     failed: dict[tuple[str, str, str], str] = {}
     broken: dict[str, str] = {}
-    wanted = dict.fromkeys((c.peer, shape, c.quant) for (shape, _), own in who.items() for c in own)
-    for shape in dict.fromkeys(shape for _, shape, _ in wanted):
+    models = dict.fromkeys((c.peer, shape, c.quant) for (shape, _), listed in who.items() for c in listed)
+    for shape in dict.fromkeys(shape for _, shape, _ in models):
         workshop.source(SHAPES[shape])
-    for peer, shape, quant in wanted:
+    for peer, shape, quant in models:
         try:
             if peer in broken:
                 raise SetupError(broken[peer])
@@ -83,10 +88,10 @@ def set_up(
 
 
 def latest(workshop: Workshop) -> Path:
-    found = sorted((workshop.folder / "results").glob("*.jsonl"))
-    if not found:
+    journals = sorted((workshop.folder / "results").glob("*.jsonl"))
+    if not journals:
         raise SystemExit("there is no earlier run")
-    return found[-1]
+    return journals[-1]
 
 
 def head() -> dict[str, Any]:
@@ -125,11 +130,11 @@ def measure(args: argparse.Namespace, workshop: Workshop, say: Any) -> Journal:
     if args.setup_only:
         raise SystemExit(1 if failed else 0)
     journal = opened(args, workshop)
-    for (peer, shape, quant), why in failed.items():
-        journal.add({"shape": shape, "work": "setup", "peer": peer, "quant": quant, "round": 0, "error": why})
+    for (peer, shape, quant), reason in failed.items():
+        journal.add({"shape": shape, "work": "setup", "peer": peer, "quant": quant, "round": 0, "error": reason})
     able = {
-        (shape, work): tuple(c for c in own if (c.peer, shape, c.quant) not in failed)
-        for (shape, work), own in who.items()
+        (shape, work): tuple(c for c in listed if (c.peer, shape, c.quant) not in failed)
+        for (shape, work), listed in who.items()
     }
     minutes = args.minutes if args.minutes is not None else QUICK_MINUTES if args.quick else None
     conductor = Conductor(
@@ -137,7 +142,7 @@ def measure(args: argparse.Namespace, workshop: Workshop, say: Any) -> Journal:
         journal,
         say,
         measure_seconds=120.0 if args.quick else 600.0,
-        tries=2 if args.quick or args.fastest else 3,
+        num_tries=NUM_TRIES,
         quiet_seconds=3.0 if args.quick or args.fastest else 60.0,
         budget_seconds=None if minutes is None else minutes * 60,
     )
@@ -162,13 +167,13 @@ def main() -> None:
     cpu = about["host"]["cpu"]
     where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {about['commit']}, {about['date']}"
     for shape in SHAPES.values():
-        if not any(sample.get("shape") == shape.name and sample.get("kept") for sample in journal.samples):
+        if not figures.tallies(journal.samples, shape.name):
             continue
         report.show(console, shape, journal.samples, where)
         if args.no_save:
             continue
-        kept = report.as_json(shape, journal.samples, about)
-        say(f"{report.save(record.RESULTS, shape, kept).relative_to(ROOT)}")
+        result = report.as_json(shape, journal.samples, about)
+        say(f"{report.save(record.RESULTS, shape, result).relative_to(ROOT)}")
         path = ROOT / "docs" / "figures" / f"compare-{shape.name}.svg"
         if report.plot(shape, journal.samples, where, path):
             say(f"{path.relative_to(ROOT)}")

@@ -1,7 +1,7 @@
-"""Takes the turns of a plan: starts and stops the processes, measures, and writes every sample down as it comes.
+"""Run the turns of a plan: start and stop the processes, measure, and write each sample to the journal.
 
-The journal is JSON lines, so a run that was cut short can go on (`done`). Memory is shared out by what is free: when a
-process is to start and there is no room, the one that is needed last goes.
+The journal is JSON lines, so a run that was cut short can go on (`done`). When a process is to start and memory is
+short, the process that is needed last is closed. A disturbed sample is measured again, for every contender alike.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from bench.compare import figures, limits, serve
+from bench.compare.disturbance import is_disturbed, until_undisturbed
 from bench.compare.environments import OURS, PEERS, Workshop
-from bench.compare.figures import FOREIGN_LIMIT
 from bench.compare.plan import WORKS, Contender, Turn, hopeless, next_use
 from bench.compare.shapes import SHAPES, Shape
 from bench.compare.workers import Watch, Worker, WorkerError, first_token, wait_until_quiet
@@ -24,7 +24,7 @@ from bench.peers.protocol import NUM_CONTEXT, NUM_DEEP
 
 LOAD_SECONDS = 300.0
 RESERVE_BYTES = 3 * 2**30
-# What a kind of process is asked for beside the defaults of `Job`.
+# Fields of `Job` by kind of process, where they are not the defaults.
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "memory": {"kv_tokens": figures.MEMORY_KV_TOKENS, "max_len": figures.MEMORY_KV_TOKENS},
     "prefix": {"prefix_caching": True},
@@ -49,27 +49,29 @@ class Journal:
             self.samples = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
     def add(self, sample: Mapping[str, Any]) -> None:
-        kept = {**sample, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        self.samples.append(kept)
+        entry = {**sample, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        self.samples.append(entry)
         with self.path.open("a") as file:
-            print(json.dumps(kept), file=file)
+            print(json.dumps(entry), file=file)
 
     def done(self) -> set[tuple[int, str, str, str, str]]:
-        """(round, shape, work, peer, quant) of every turn taken, failed ones too."""
+        """(round, shape, work, peer, quant) of every turn that failed or has an undisturbed sample."""
         return {
             (s["round"], s["shape"], s["work"], s["peer"], s["quant"])
             for s in self.samples
-            if "peer" in s and (s.get("kept") or "error" in s)
+            if "peer" in s and ("error" in s or not is_disturbed(s))
         }
 
 
 class Conductor:
-    """Args:
-    say: is told one line for each turn.
-    measure_seconds: a measurement that takes longer is given up.
-    tries: measurements of a turn at most, while others disturb it.
-    quiet_seconds: how long to wait for a quiet moment before each.
-    budget_seconds: for the whole run; None has no end.
+    """Runs the turns of a plan on one machine.
+
+    Args:
+        say: takes one line for each turn.
+        measure_seconds: the longest measurement; a longer one fails.
+        num_tries: measurements of a turn at most, while each is disturbed; the same for peers and for ours.
+        quiet_seconds: the longest wait for a quiet moment before each measurement.
+        budget_seconds: for the whole run; None has no end.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Conductor:
         say: Callable[[str], None],
         *,
         measure_seconds: float,
-        tries: int,
+        num_tries: int,
         quiet_seconds: float,
         budget_seconds: float | None,
     ) -> None:
@@ -87,7 +89,7 @@ class Conductor:
         self._journal = journal
         self._say = say
         self._measure_seconds = measure_seconds
-        self._tries = tries
+        self._num_tries = num_tries
         self._quiet_seconds = quiet_seconds
         self._start = time.monotonic()
         self._budget = budget_seconds
@@ -136,30 +138,31 @@ class Conductor:
         expected = self._taken.get((turn.shape, turn.work, turn.contender), 5.0)
         if expected > self._left():
             return "left out, no time is left"
-        found = figures.figures(self._journal.samples, turn.shape, turn.work)
-        own = next((f for f in found if f.contender == turn.contender), None)
-        best = next((f for f in found if not f.contender.ours), None)
-        if own is None or best is None or turn.contender.ours:
+        listed = figures.figures(self._journal.samples, turn.shape, turn.work)
+        if figures.compared_by_bits(turn.shape, turn.work):
+            listed = [f for f in listed if f.contender.bits == turn.contender.bits]
+        figure = next((f for f in listed if f.contender == turn.contender), None)
+        best = next((f for f in listed if not f.contender.ours), None)
+        if figure is None or best is None or turn.contender.ours:
             return ""
-        if hopeless(own.value, best.value, expected, WORKS[turn.work].higher):
-            return f"left out, {own.value:.1f} is far from the best"
+        if hopeless(figure.value, best.value, expected, WORKS[turn.work].higher):
+            return f"left out, {figure.value:.1f} is far from the best"
         return ""
 
     def _limits(self) -> None:
-        for _ in range(self._tries):
-            wait_until_quiet(self._quiet_seconds)
-            watch = Watch()
-            found = limits.probe(self._workshop.environment(PEERS[OURS]), seconds=0.4)
-            foreign = watch.share()
-            self._journal.add({"work": "limits", **found, "foreign": round(foreign, 4)})
-            if foreign <= FOREIGN_LIMIT:
-                break
-        told = ", ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{v}" for name, v in found.items())
-        self._say(f"limits: {told} (others {foreign:.1%})")
+        for sample in until_undisturbed(self._probe, self._num_tries):
+            self._journal.add(sample)
+        rates = ", ".join(f"{name} {sample[name]:.3g}" for name in ("bandwidth", "int8") if name in sample)
+        self._say(f"limits: {rates or sample['error']} (others {sample['foreign']:.1%})")
+
+    def _probe(self) -> dict[str, Any]:
+        wait_until_quiet(self._quiet_seconds)
+        watch = Watch()
+        rates = limits.probe(self._workshop.environment(PEERS[OURS]), seconds=0.4)
+        return {"work": "limits", **rates, "foreign": round(watch.share(), 4)}
 
     def _turn(self, turn: Turn, coming: Sequence[Turn]) -> str:
-        """Measure until it was undisturbed, keep the least disturbed sample, and say what came of it."""
-        shape = SHAPES[turn.shape]
+        """Measure until a sample is undisturbed, write every sample to the journal, and return the line to say."""
         base = {
             "shape": turn.shape,
             "work": turn.work,
@@ -168,29 +171,26 @@ class Conductor:
             "round": turn.round,
         }
         start = time.monotonic()
-        found: list[dict[str, Any]] = []
+        samples: list[dict[str, Any]] = []
         try:
-            for _ in range(self._tries):
-                begin = time.monotonic()
-                found.append(self._measure(turn, shape, coming))
-                took = time.monotonic() - begin
-                dear = self._budget is not None and took > min(0.03 * self._budget, self._left())
-                if found[-1]["foreign"] <= FOREIGN_LIMIT or dear:
+            for sample in until_undisturbed(lambda: self._measure(turn, SHAPES[turn.shape], coming), self._num_tries):
+                samples.append({**base, **sample})
+                self._journal.add(samples[-1])
+                if (time.monotonic() - start) / len(samples) > self._left():
                     break
         except WorkerError as error:
-            if not found and self._left() <= 0:
+            if self._left() <= 0:
                 return "left out, time is over"
-            if not found:
-                self._broken.setdefault((*turn.worker, turn.work), str(error))
-                self._journal.add({**base, "error": str(error)})
-                return f"failed: {error}"
+            self._broken.setdefault((*turn.worker, turn.work), str(error))
+            self._journal.add({**base, "error": str(error)})
+            return f"failed: {error}"
         finally:
-            self._taken[turn.shape, turn.work, turn.contender] = (time.monotonic() - start) / max(1, len(found))
-        best = min(found, key=lambda sample: float(sample["foreign"]))
-        for sample in found:
-            self._journal.add({**base, **sample, "kept": sample is best})
-        disturbed = f", others took {best['foreign']:.0%}" if best["foreign"] > FOREIGN_LIMIT else ""
-        return f"{best['value']:.4g} {WORKS[turn.work].unit}{disturbed}"
+            self._taken[turn.shape, turn.work, turn.contender] = (time.monotonic() - start) / max(1, len(samples))
+        last = samples[-1]
+        if is_disturbed(last):
+            return f"disturbed {len(samples)} times, no figure: others took {last['foreign']:.0%}"
+        again = f" ({len(samples) - 1} disturbed before)" if len(samples) > 1 else ""
+        return f"{last['value']:.4g} {WORKS[turn.work].unit}{again}"
 
     def _measure(self, turn: Turn, shape: Shape, coming: Sequence[Turn]) -> dict[str, Any]:
         kind = WORKS[turn.work].kind
@@ -217,8 +217,8 @@ class Conductor:
         self._peaks[turn.worker] = max(self._peaks.get(turn.worker, 0.0), reply["peak_rss_mib"] * 2.0**20)
         if kind == "memory":
             self._close(turn.worker)
-        told = {name: worker.ready.get(name) for name in ("weight_bytes", "load_s")}
-        return {**told, **reply, "foreign": round(foreign, 4)}
+        details = {name: worker.ready.get(name) for name in ("weight_bytes", "load_s")}
+        return {**details, **reply, "foreign": round(foreign, 4)}
 
     def _first_token(self, turn: Turn, shape: Shape, seconds: float) -> dict[str, Any]:
         peer = PEERS[turn.contender.peer]
@@ -251,9 +251,9 @@ class Conductor:
         self._workers[key] = worker
         return worker
 
-    def _make_room(self, wanted: float, coming: Sequence[Turn]) -> None:
-        """Close whoever is needed last until so many bytes are free, and some beside them."""
-        while self._workers and psutil.virtual_memory().available < wanted + RESERVE_BYTES:
+    def _make_room(self, num_bytes: float, coming: Sequence[Turn]) -> None:
+        """Close the worker that is needed last, until so many bytes and a reserve are free."""
+        while self._workers and psutil.virtual_memory().available < num_bytes + RESERVE_BYTES:
             self._close(max(self._workers, key=lambda key: next_use(key, coming)))
 
     def _close(self, key: WorkerKey) -> None:

@@ -1,30 +1,32 @@
 """From samples to the rows of the table: medians, the best peer, ratios, shares of the limit. Pure.
 
-A sample is a JSON object as the journal has it: shape, work, peer, quant, round, value, kept, and what it was made of.
+A sample is a JSON object as the journal has it: shape, work, peer, quant, round, value, foreign, and its details. A
+disturbed sample (`bench.compare.disturbance`) is counted and shown as such, and is part of no figure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+from bench.compare.disturbance import Sample, is_disturbed
 from bench.compare.plan import WORKS, Contender
 from bench.compare.shapes import Shape
 from bench.peers.protocol import NUM_CONTEXT, NUM_DEEP, NUM_NEW, NUM_PROMPT
 
-Sample = Mapping[str, Any]
-FOREIGN_LIMIT = 0.04
 MEMORY_KV_TOKENS = 1024
 MEMORY_ALLOWANCE = 350_000_000
-GROUP, HEAD_GROUP = 64, 32  # of our int4 weights, where nobody tells their bytes
+GROUP, HEAD_GROUP = 64, 32  # of our int4 weights, where a sample has no bytes of weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A row of the table. `ratio`: our figure over the best peer's, wanted at least. `share`: of the limit, wanted at
-    least. `bound`: our figure itself, wanted at most (or at least, where higher is better)."""
+    """A row of the table, and the aims of the project for it.
+
+    `ratio` is the least ratio of our figure to the best peer's, `share` the least share of the limit, `bound` the most
+    that our figure may be (the least, where higher is better). `bits` limits the row to contenders of so many bits.
+    """
 
     work: str
     label: str
@@ -61,78 +63,125 @@ GOALS: dict[str, tuple[Goal, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """The median of a contender's kept samples at a work. `others`: the largest share of the CPU that others took."""
+    """The median of a contender's undisturbed samples at a work, of which there are `count`."""
 
     contender: Contender
     value: float
     count: int
     low: float
     high: float
-    others: float
     weight_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
+class Tally:
+    """How many samples of a contender at a work there are, and how many of them were disturbed."""
+
+    contender: Contender
+    work: str
+    num_samples: int
+    num_disturbed: int
+
+    @property
+    def only_disturbed(self) -> bool:
+        return self.num_disturbed == self.num_samples
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
-    """A goal and what came of it; `met` is None where nothing is asked or measured. `share` is of `limit`."""
+    """A goal and its result.
+
+    `ratio` is the median of `num_pairs` ratios of samples of one round; where no round has both samples, `num_pairs` is
+    0 and the ratio is that of the medians. `share` is the share of `limit`. `disturbed` names the contenders of the row
+    that have disturbed samples alone. `met` is None where the goal has no bound or where a figure is missing: a
+    disturbed peer may be faster than the best one, so a ratio is enough only if no peer is disturbed.
+    """
 
     goal: Goal
     unit: str
     peer: Figure | None
     ours: Figure | None
     ratio: float | None
+    num_pairs: int
     share: float | None
     limit: str
     met: bool | None
+    disturbed: tuple[Contender, ...] = ()
     note: str = ""
 
 
-def kept(samples: Iterable[Sample]) -> list[Sample]:
-    return [sample for sample in samples if sample.get("kept") and "value" in sample]
+def undisturbed(samples: Iterable[Sample]) -> list[Sample]:
+    """The samples that count."""
+    return [sample for sample in samples if "value" in sample and not is_disturbed(sample)]
+
+
+def tallies(samples: Iterable[Sample], shape: str) -> list[Tally]:
+    """One for each contender and work of the shape that has samples, failed measurements left out."""
+    groups: dict[tuple[Contender, str], list[bool]] = {}
+    for sample in samples:
+        if sample.get("shape") == shape and "value" in sample:
+            place = (Contender(sample["peer"], sample["quant"]), sample["work"])
+            groups.setdefault(place, []).append(is_disturbed(sample))
+    return [Tally(*place, len(flags), sum(flags)) for place, flags in groups.items()]
+
+
+def compared_by_bits(shape: str, work: str) -> bool:
+    """Whether contenders at the work are compared among those of as many bits only."""
+    return any(goal.work == work and goal.bits for goal in GOALS[shape])
+
+
+def paired(
+    samples: Iterable[Sample], shape: str, ours: tuple[str, Contender], theirs: tuple[str, Contender]
+) -> list[float]:
+    """The ratio, above 1 where ours is better, of each round with an undisturbed sample of both (work, contender)."""
+    values: dict[tuple[str, Contender], dict[int, float]] = {}
+    for sample in undisturbed(samples):
+        if sample["shape"] == shape:
+            place = (sample["work"], Contender(sample["peer"], sample["quant"]))
+            values.setdefault(place, {})[sample["round"]] = float(sample["value"])
+    mine, others = values.get(ours, {}), values.get(theirs, {})
+    ratios = [mine[number] / others[number] for number in sorted(mine.keys() & others.keys())]
+    return ratios if WORKS[ours[0]].higher else [1 / ratio for ratio in ratios]
 
 
 def figures(samples: Iterable[Sample], shape: str, work: str) -> list[Figure]:
-    """One for each contender that has a figure, the best first."""
-    by: dict[Contender, list[Sample]] = {}
-    for sample in kept(samples):
+    """One for each contender that has an undisturbed sample, the best first."""
+    groups: dict[Contender, list[Sample]] = {}
+    for sample in undisturbed(samples):
         if (sample["shape"], sample["work"]) == (shape, work):
-            by.setdefault(Contender(sample["peer"], sample["quant"]), []).append(sample)
-    found = []
-    for contender, own in by.items():
-        values = [float(sample["value"]) for sample in own]
-        told = [sample["weight_bytes"] for sample in own if sample.get("weight_bytes")]
-        found.append(
-            Figure(
-                contender, statistics.median(values), len(values), min(values), max(values),
-                max(float(sample.get("foreign", 0.0)) for sample in own), int(told[-1]) if told else None,
-            )
-        )  # fmt: skip
-    # Of the prefix work and of bounds alike, `higher` tells which end is the good one.
-    return sorted(found, key=lambda figure: figure.value, reverse=WORKS[work].higher)
+            groups.setdefault(Contender(sample["peer"], sample["quant"]), []).append(sample)
+    medians = []
+    for contender, group in groups.items():
+        values = [float(sample["value"]) for sample in group]
+        sizes = [int(sample["weight_bytes"]) for sample in group if sample.get("weight_bytes")]
+        median = statistics.median(values)
+        medians.append(Figure(contender, median, len(values), min(values), max(values), sizes[-1] if sizes else None))
+    return sorted(medians, key=lambda figure: figure.value, reverse=WORKS[work].higher)
 
 
 def failures(samples: Iterable[Sample], shape: str) -> list[tuple[str, str, str]]:
-    """(contender, work, reason) of what failed and never came good."""
+    """(contender, work, reason) of each work at which a contender failed and has no sample."""
     listed = list(samples)
-    good = {(s["shape"], s["work"], s["peer"], s["quant"]) for s in kept(listed)}
-    found = {}
+    measured = {(tally.contender, tally.work) for tally in tallies(listed, shape)}
+    reasons = {}
     for sample in listed:
-        place = (sample.get("shape"), sample.get("work"), sample.get("peer"), sample.get("quant"))
-        if "error" in sample and sample.get("shape") == shape and place not in good and sample.get("peer"):
-            found[f"{sample['peer']} {sample['quant']}", str(sample["work"])] = str(sample["error"])
-    return [(who, work, why) for (who, work), why in found.items()]
+        if "error" in sample and sample.get("shape") == shape and sample.get("peer"):
+            place = (Contender(sample["peer"], sample["quant"]), str(sample["work"]))
+            if place not in measured:
+                reasons[place] = str(sample["error"])
+    return [(str(contender), work, reason) for (contender, work), reason in reasons.items()]
 
 
 def limit(samples: Iterable[Sample], name: str) -> float | None:
     """Median of a limit over the run: "bandwidth" in GB/s, "int8" in TOPS. Where others disturbed every measurement,
     the highest: a low limit would flatter us."""
-    found = [s for s in samples if s.get("work") == "limits" and name in s]
-    calm = [float(s[name]) for s in found if float(s.get("foreign", 0.0)) <= FOREIGN_LIMIT]
-    return statistics.median(calm) if calm else max((float(s[name]) for s in found), default=None)
+    probes = [sample for sample in samples if sample.get("work") == "limits" and name in sample]
+    calm = [float(sample[name]) for sample in probes if not is_disturbed(sample)]
+    return statistics.median(calm) if calm else max((float(sample[name]) for sample in probes), default=None)
 
 
 def weight_bytes(shape: Shape, figure: Figure) -> int:
-    """Bytes of weights that a decoded token reads: as the contender told, else by shape and bits."""
+    """Bytes of weights that a decoded token reads: the contender's own count, else by shape and bits."""
     if figure.weight_bytes:
         return figure.weight_bytes
     if figure.contender.peer == "vllm":
@@ -142,7 +191,7 @@ def weight_bytes(shape: Shape, figure: Figure) -> int:
 
 
 def load_on(shape: Shape, work: str, figure: Figure) -> tuple[str, float] | None:
-    """(limit, what of it is used) at the figure's speed: GB/s or TOPS, end to end; None where no limit is compared."""
+    """(limit, the use of it) at the figure's speed: GB/s or TOPS, end to end; None where no limit is compared."""
     if work == "decode":
         return "bandwidth", weight_bytes(shape, figure) * figure.value / 1e9
     if work == "context":
@@ -165,46 +214,67 @@ def memory_bound(shape: Shape, figure: Figure) -> float:
 
 def row(goal: Goal, shape: Shape, samples: Sequence[Sample]) -> Row:
     work = WORKS[goal.work]
-    found = [f for f in figures(samples, shape.name, goal.work) if goal.bits in (0, f.contender.bits)]
-    ours = next((f for f in found if f.contender.ours), None)
-    peer = next((f for f in found if not f.contender.ours), None)
+    listed = [f for f in figures(samples, shape.name, goal.work) if goal.bits in (0, f.contender.bits)]
+    ours = next((f for f in listed if f.contender.ours), None)
+    peer = next((f for f in listed if not f.contender.ours), None)
+    disturbed = tuple(
+        tally.contender
+        for tally in tallies(samples, shape.name)
+        if tally.only_disturbed and tally.work == goal.work and goal.bits in (0, tally.contender.bits)
+    )
     ratio = share = None
+    num_pairs = 0
     against = note = ""
     if ours and peer:
-        ratio = ours.value / peer.value if work.higher else peer.value / ours.value
-    if ours and (used := load_on(shape, goal.work, ours)):
-        against = used[0]
+        ratio, num_pairs = ratio_of(samples, shape.name, (goal.work, ours), (goal.work, peer))
+    if ours and (use := load_on(shape, goal.work, ours)):
+        against = use[0]
         most = limit(samples, against)
-        share = used[1] / most if most else None
+        share = use[1] / most if most else None
     if goal.bits and ours and peer:
         mine, theirs = weight_bytes(shape, ours), weight_bytes(shape, peer)
         note = f"{mine / 2**20:.0f} MiB of weights; the peer's file has {theirs / 2**20:.0f}"
     met = judged(goal, ours, ratio, share)
+    if met and goal.ratio is not None and any(not contender.ours for contender in disturbed):
+        met = None
     if goal.work == "memory" and ours:
         most = memory_bound(shape, ours)
         met, note = ours.value <= most, f"at most {most:.0f} MiB: weights, cache and 350 MB"
     if goal.work == "serve":
-        offline = {f.contender: f.value for f in figures(samples, shape.name, "batch32")}
-        ratio = met = None
-        if ours and ours.contender in offline:
-            ratio = ours.value / offline[ours.contender]
-            met, note = ratio >= (goal.bound or 0), f"offline {offline[ours.contender]:.1f}"
-    return Row(goal, work.unit, peer, ours, ratio, share, against, met, note)
+        ratio, num_pairs, met = None, 0, None
+        offline = next(
+            (f for f in figures(samples, shape.name, "batch32") if ours and f.contender == ours.contender), None
+        )
+        if ours and offline:
+            ratio, num_pairs = ratio_of(samples, shape.name, ("serve", ours), ("batch32", offline))
+            met, note = ratio >= (goal.bound or 0), f"offline {offline.value:.1f}"
+    return Row(goal, work.unit, peer, ours, ratio, num_pairs, share, against, met, disturbed, note)
+
+
+def ratio_of(
+    samples: Sequence[Sample], shape: str, ours: tuple[str, Figure], theirs: tuple[str, Figure]
+) -> tuple[float, int]:
+    """(ratio, number of pairs): the median over the rounds that have both, else the ratio of the medians and 0."""
+    ratios = paired(samples, shape, (ours[0], ours[1].contender), (theirs[0], theirs[1].contender))
+    if ratios:
+        return statistics.median(ratios), len(ratios)
+    ratio = ours[1].value / theirs[1].value
+    return (ratio if WORKS[ours[0]].higher else 1 / ratio), 0
 
 
 def judged(goal: Goal, ours: Figure | None, ratio: float | None, share: float | None) -> bool | None:
-    """Whether all that the goal asks for was reached; None if something of it was not measured or nothing is asked."""
-    told: list[bool | None] = []
+    """Whether every bound of the goal is kept; None if a figure for one is missing, or the goal has no bound."""
+    verdicts: list[bool | None] = []
     if goal.ratio is not None:
-        told.append(None if ratio is None else ratio >= goal.ratio)
+        verdicts.append(None if ratio is None else ratio >= goal.ratio)
     if goal.share is not None:
-        told.append(None if share is None else share >= goal.share)
+        verdicts.append(None if share is None else share >= goal.share)
     if goal.bound is not None:
         higher = WORKS[goal.work].higher
-        told.append(None if ours is None else ours.value >= goal.bound if higher else ours.value <= goal.bound)
-    if False in told:
+        verdicts.append(None if ours is None else ours.value >= goal.bound if higher else ours.value <= goal.bound)
+    if False in verdicts:
         return False
-    return None if None in told or not told else True
+    return None if None in verdicts or not verdicts else True
 
 
 def rows(shape: Shape, samples: Sequence[Sample]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The comparison as a table for people, as JSON for bench/results, and as pictures for docs/figures."""
+"""The comparison as a table for readers, as JSON for bench/results, and as pictures for docs/figures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.compare import figures
+from bench.compare.disturbance import FOREIGN_LIMIT, Sample
 from bench.compare.environments import OURS
-from bench.compare.figures import Figure, Row, Sample
-from bench.compare.plan import WORKS, Contender
+from bench.compare.figures import Figure, Row
+from bench.compare.plan import WORKS
 from bench.compare.shapes import Shape
 
 LIMITS = {"bandwidth": "GB/s read", "int8": "TOPS int8"}
@@ -22,20 +23,21 @@ PLOTTED = ("decode", "prefill512", "prefill2048", "batch8", "batch16", "batch32"
 
 
 def number(value: float, unit: str) -> str:
-    """A figure as people write it: three digits that count, and its unit."""
+    """A figure with three significant digits and its unit."""
     if unit == "MiB":
         return f"{value:,.0f} MiB"
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
 
 
-def told(figure: Figure | None, unit: str) -> str:
+def labelled(figure: Figure | None, unit: str, disturbed: bool) -> str:
+    """The contender and its figure; "disturbed" where a contender has disturbed samples alone, and "–" without any."""
     if figure is None:
-        return "–"
+        return "disturbed" if disturbed else "–"
     return f"{figure.contender} {number(figure.value, unit)}"
 
 
-def wanted(row: Row) -> str:
-    """What the goal asks for, in words."""
+def aim(row: Row) -> str:
+    """The bounds of the goal, in words."""
     parts = []
     if row.goal.ratio is not None:
         parts.append(f"≥ {row.goal.ratio:g}×")
@@ -50,46 +52,52 @@ def wanted(row: Row) -> str:
 
 
 def verdict(row: Row) -> str:
-    if row.ours is None:
+    """Whether the goal is reached; "disturbed" where a missing figure could change the answer."""
+    if row.met is not None:
+        return "yes" if row.met else "no"
+    if row.ours is None and not any(contender.ours for contender in row.disturbed):
         return "not measured"
-    return {True: "yes", False: "no", None: ""}[row.met]
+    return "disturbed" if row.disturbed and aim(row) else ""
 
 
 def table(shape: Shape, rows: Sequence[Row], title: str) -> Table:
-    made = Table(title=f"{shape.name} ({shape.stands_for}): {title}", title_justify="left")
-    for name in ("work", "best peer", "headrace", "ratio", "wanted", "reached", "share of the limit", ""):
-        made.add_column(name, justify="right" if name in ("ratio", "share of the limit") else "left")
+    grid = Table(title=f"{shape.name} ({shape.stands_for}): {title}", title_justify="left")
+    for name in ("work", "best peer", "headrace", "ratio", "aim", "reached", "share of the limit", ""):
+        grid.add_column(name, justify="right" if name in ("ratio", "share of the limit") else "left")
     for row in rows:
         share = "" if row.share is None else f"{row.share:.0%} {row.limit}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}×"
-        peer = told(row.peer, row.unit) if row.peer or row.goal.ratio else ""
-        made.add_row(
-            row.goal.label, peer, told(row.ours, row.unit).removeprefix(f"{OURS} "), ratio, wanted(row), verdict(row),
-            share, row.note,
-        )  # fmt: skip
-    return made
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}× ({row.num_pairs} pairs)"
+        peers = [contender for contender in row.disturbed if not contender.ours]
+        peer = labelled(row.peer, row.unit, bool(peers)) if row.peer or row.goal.ratio or peers else ""
+        ours = labelled(row.ours, row.unit, len(peers) < len(row.disturbed)).removeprefix(f"{OURS} ")
+        notes = [row.note] if row.note else []
+        notes += [f"disturbed: {', '.join(map(str, row.disturbed))}"] if row.disturbed else []
+        grid.add_row(row.goal.label, peer, ours, ratio, aim(row), verdict(row), share, "; ".join(notes))
+    return grid
 
 
 def everybody(shape: Shape, samples: Sequence[Sample]) -> Table:
-    """Medians of all contenders at all works."""
-    works = [work for work in WORKS if figures.figures(samples, shape.name, work)]
-    cells: dict[Contender, dict[str, str]] = {}
+    """Medians of all contenders at all works, and how many of each one's samples were disturbed."""
+    counts = figures.tallies(samples, shape.name)
+    works = [work for work in WORKS if any(tally.work == work for tally in counts)]
+    cells = {(tally.contender, tally.work): "disturbed" for tally in counts}
     for work in works:
         for figure in figures.figures(samples, shape.name, work):
             text = number(figure.value, WORKS[work].unit).removesuffix(" tok/s")
-            cells.setdefault(figure.contender, {})[work] = text + (f" (n={figure.count})" if figure.count < 3 else "")
-            if figure.others > figures.FOREIGN_LIMIT:
-                cells[figure.contender][work] += "*"
-    made = Table(
-        title=f"{shape.name}: medians (tok/s unless said; *: others took over {figures.FOREIGN_LIMIT:.0%} of the CPU)",
+            cells[figure.contender, work] = text + (f" (n={figure.count})" if figure.count < 3 else "")
+    grid = Table(
+        title=f"{shape.name}: medians (tok/s unless said). Disturbed: samples in which others took over "
+        f"{FOREIGN_LIMIT:.0%} of the CPU; no median has them",
         title_justify="left",
     )
-    made.add_column("")
-    for work in works:
-        made.add_column(work, justify="right")
-    for contender in sorted(cells):
-        made.add_row(str(contender), *(cells[contender].get(work, "–") for work in works))
-    return made
+    grid.add_column("")
+    for heading in (*works, "disturbed"):
+        grid.add_column(heading, justify="right")
+    for contender in sorted({tally.contender for tally in counts}):
+        mine = [tally for tally in counts if tally.contender == contender]
+        share = f"{sum(tally.num_disturbed for tally in mine)} of {sum(tally.num_samples for tally in mine)}"
+        grid.add_row(str(contender), *(cells.get((contender, work), "–") for work in works), share)
+    return grid
 
 
 def show(console: Console, shape: Shape, samples: Sequence[Sample], title: str) -> None:
@@ -97,31 +105,36 @@ def show(console: Console, shape: Shape, samples: Sequence[Sample], title: str) 
     console.print(everybody(shape, samples))
     for name, unit in LIMITS.items():
         most = figures.limit(samples, name)
-        said = next((str(s["error"]) for s in samples if s.get("work") == "limits" and "error" in s), "not measured")
-        console.print(f"limit, {name}: " + (said if most is None else f"{most:.3g} {unit}"))
-    for who, work, why in figures.failures(samples, shape.name):
-        console.print(f"failed: {who} at {work}: {why}", markup=False)
+        reason = next((str(s["error"]) for s in samples if s.get("work") == "limits" and "error" in s), "not measured")
+        console.print(f"limit, {name}: " + (reason if most is None else f"{most:.3g} {unit}"))
+    for contender, work, reason in figures.failures(samples, shape.name):
+        console.print(f"failed: {contender} at {work}: {reason}", markup=False)
 
 
 def as_json(shape: Shape, samples: Sequence[Sample], head: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a run, one shape of it."""
-    own = [sample for sample in samples if sample.get("shape") in (None, shape.name) and sample.get("work") != "run"]
+    """The record of a run, for one shape."""
+    listed = [sample for sample in samples if sample.get("shape") in (None, shape.name) and sample.get("work") != "run"]
     return {
         **head,
         "model": dataclasses.asdict(shape),
         "limits": {name: figures.limit(samples, name) for name in LIMITS},
         "rows": [_row_json(row) for row in figures.rows(shape, samples)],
+        "disturbed": [
+            {**dataclasses.asdict(tally), "contender": str(tally.contender)}
+            for tally in figures.tallies(samples, shape.name)
+        ],
         "failures": figures.failures(samples, shape.name),
-        "samples": own,
+        "samples": listed,
     }
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    kept = {**dataclasses.asdict(row), "work": row.goal.label, "wanted": wanted(row)}
-    for who in ("peer", "ours"):
-        figure = getattr(row, who)
-        kept[who] = figure and {**dataclasses.asdict(figure), "contender": str(figure.contender)}
-    return kept
+    record = {**dataclasses.asdict(row), "work": row.goal.label, "aim": aim(row)}
+    record["disturbed"] = [str(contender) for contender in row.disturbed]
+    for side in ("peer", "ours"):
+        figure = getattr(row, side)
+        record[side] = figure and {**dataclasses.asdict(figure), "contender": str(figure.contender)}
+    return record
 
 
 def plot(shape: Shape, samples: Sequence[Sample], where: str, path: Path) -> bool:
@@ -156,22 +169,22 @@ def plot(shape: Shape, samples: Sequence[Sample], where: str, path: Path) -> boo
 
 
 def _panel(axes: Any, shape: Shape, samples: Sequence[Sample], work: str) -> None:
-    found = figures.figures(samples, shape.name, work)[::-1]
-    values = [figure.value for figure in found]
-    colours = ["tab:orange" if figure.contender.ours else "tab:blue" for figure in found]
-    bars = axes.barh([str(figure.contender) for figure in found], values, color=colours)
+    listed = figures.figures(samples, shape.name, work)[::-1]
+    values = [figure.value for figure in listed]
+    colours = ["tab:orange" if figure.contender.ours else "tab:blue" for figure in listed]
+    bars = axes.barh([str(figure.contender) for figure in listed], values, color=colours)
     axes.bar_label(bars, labels=[f"{value:.3g}" for value in values], label_type="center", color="white", fontsize=7)
     axes.set_title(WORKS[work].meaning, fontsize=9)
     axes.tick_params(labelsize=7)
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)
-    for place, figure in enumerate(found):
+    for place, figure in enumerate(listed):
         load = figures.load_on(shape, work, figure)
         most = figures.limit(samples, load[0]) if load else None
         if load is None or most is None:
             continue
         speed = most / load[1] * figure.value
-        if load[0] == "bandwidth":  # everybody's weights have another size, so everybody has a limit of their own
+        if load[0] == "bandwidth":  # contenders have weights of different sizes, so each has a limit of its own
             axes.plot([speed, speed], [place - 0.4, place + 0.4], color="grey", linewidth=1.5)
             label = "grey: what its bytes allow at the read bandwidth"
         else:
@@ -182,8 +195,8 @@ def _panel(axes: Any, shape: Shape, samples: Sequence[Sample], work: str) -> Non
             axes.set_xlabel(f"{label}", fontsize=7, color="grey", loc="right")
 
 
-def save(folder: Path, shape: Shape, kept: Mapping[str, Any]) -> Path:
+def save(folder: Path, shape: Shape, record: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"compare-{shape.name}.json"
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
     return path

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
+from bench.compare.disturbance import FOREIGN_LIMIT
 from bench.compare.environments import ROOT, last_words
-from bench.compare.figures import FOREIGN_LIMIT
 
 
 class WorkerError(Exception):

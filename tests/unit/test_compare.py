@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ PEER4, PEER8 = Contender("onnxruntime-genai", "int4"), Contender("openvino-genai
 def sample(contender: Contender, work: str, value: float, **more: Any) -> dict[str, Any]:
     return {
         "shape": "l1b", "work": work, "peer": contender.peer, "quant": contender.quant, "round": 0, "value": value,
-        "kept": True, "foreign": 0.01, **more,
+        "foreign": 0.01, **more,
     }  # fmt: skip
 
 
-LIMITS = {"work": "limits", "bandwidth": 24.0, "int8": 1.2}
+LIMITS = {"work": "limits", "bandwidth": 24.0, "int8": 1.2, "foreign": 0.0}
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------
@@ -167,17 +168,70 @@ def test_hopeless_is_slow_and_long() -> None:
 # -- figures -----------------------------------------------------------------------------------------------------
 
 
-def test_medians_best_first_and_what_was_not_kept_left_out() -> None:
+def test_medians_are_of_undisturbed_samples_the_best_first() -> None:
     samples = [
-        *(sample(PEER4, "decode", value) for value in (18.0, 20.0, 19.0)),
-        sample(PEER4, "decode", 90.0, kept=False),
+        *(sample(PEER4, "decode", value, round=i) for i, value in enumerate((18.0, 20.0, 19.0))),
+        sample(PEER4, "decode", 90.0, foreign=0.05),
         sample(OURS4, "decode", 29.0, foreign=0.03),
         sample(OURS4, "batch8", 500.0),
     ]
     best, second = figures.figures(samples, "l1b", "decode")
-    assert (best.contender, best.value, best.count, best.others) == (OURS4, 29.0, 1, 0.03)
+    assert (best.contender, best.value, best.count) == (OURS4, 29.0, 1)
     assert (second.value, second.count, second.low, second.high) == (19.0, 3, 18.0, 20.0)
     assert figures.figures(samples, "q06", "decode") == []
+    peer, ours, _ = figures.tallies(samples, "l1b")
+    assert (peer.num_samples, peer.num_disturbed, ours.num_disturbed) == (4, 1, 0)
+    samples[3]["foreign"] = 0.04
+    assert figures.figures(samples, "l1b", "decode")[0].value == 29.0
+    assert figures.figures(samples, "l1b", "decode")[1].value == 19.5, "undisturbed, the same sample counts"
+
+
+@pytest.mark.parametrize("contender", [PEER4, OURS4])
+def test_a_contender_with_disturbed_samples_alone_has_no_figure(contender: Contender) -> None:
+    samples = [LIMITS, sample(PEER4, "decode", 20.0), sample(OURS4, "decode", 40.0, weight_bytes=700_000_000)]
+    assert rows_of(samples)["decode, one stream, int4"].met is True
+    for entry in samples[1:]:
+        entry["foreign"] = 0.5 if entry["peer"] == contender.peer else 0.0
+    row = rows_of(samples)["decode, one stream, int4"]
+    assert (row.peer is None, row.ours is None) == (contender is PEER4, contender is OURS4)
+    assert (row.ratio, row.met, row.disturbed) == (None, None, (contender,))
+    assert report.verdict(row) == "disturbed"
+
+
+def test_a_disturbed_peer_may_be_the_best_one() -> None:
+    """The ratio to another peer is then no success, but it can be a failure: a faster peer only lowers it."""
+    other = Contender("llama-cpp-python", "Q4_0")
+    samples = [
+        LIMITS,
+        sample(PEER4, "batch8", 20.0),
+        sample(other, "batch8", 1.0, foreign=0.3),
+        sample(OURS4, "batch8", 50.0),
+    ]
+    row = rows_of(samples)["8 streams of 128 + 128"]
+    assert (row.ratio, row.met, row.disturbed) == (2.5, None, (other,))
+    samples[-1]["value"] = 30.0
+    row = rows_of(samples)["8 streams of 128 + 128"]
+    assert (row.ratio, row.met) == (1.5, False)
+
+
+def test_ratios_are_those_of_pairs_within_a_round() -> None:
+    """The machine is 2 times as fast in the second round and 3 times in the third; one sample is disturbed."""
+    samples = [sample(OURS4, "batch8", 2.0 * speed, round=i) for i, speed in enumerate((10, 20, 30))]
+    samples += [sample(PEER4, "batch8", 1.0 * speed, round=i) for i, speed in enumerate((10, 20, 30))]
+    samples[3]["foreign"] = 0.5
+    assert figures.paired(samples, "l1b", ("batch8", OURS4), ("batch8", PEER4)) == [2.0, 2.0]
+    row = rows_of(samples)["8 streams of 128 + 128"]
+    assert (row.ratio, row.num_pairs) == (2.0, 2)
+    assert row.ours is not None
+    assert row.peer is not None
+    assert row.ours.value / row.peer.value == 20 * 2 / 25, "the ratio of the medians is another"
+    slow = [sample(OURS4, "first_token", 1.0, round=0), sample(PEER4, "first_token", 2.0, round=0)]
+    assert figures.paired(slow, "l1b", ("first_token", OURS4), ("first_token", PEER4)) == [2.0], (
+        "seconds: less is better"
+    )
+    apart = [sample(OURS4, "batch8", 30.0, round=0), sample(PEER4, "batch8", 20.0, round=1)]
+    row = rows_of(apart)["8 streams of 128 + 128"]
+    assert (row.ratio, row.num_pairs) == (1.5, 0)
 
 
 def rows_of(samples: list[dict[str, Any]]) -> dict[str, figures.Row]:
@@ -305,7 +359,9 @@ def test_the_table_tells_figures_ratios_and_failures() -> None:
     samples = [
         LIMITS,
         sample(PEER4, "decode", 20.0),
-        sample(OURS4, "decode", 30.0, foreign=0.2),
+        sample(OURS4, "decode", 30.0),
+        sample(OURS4, "decode", 10.0, foreign=0.2),
+        sample(PEER8, "decode", 11.0, foreign=0.2),
         {"shape": "l1b", "work": "decode", "peer": "vllm", "quant": "w8a8", "error": "no [wheel]"},
     ]
     text = printed(samples)
@@ -316,7 +372,17 @@ def test_the_table_tells_figures_ratios_and_failures() -> None:
     assert "failed: vllm w8a8 at decode: no [wheel]" in text
     assert "limit, bandwidth: 24 GB/s read" in text
     assert "20.0 (n=1) " in text
-    assert "30.0 (n=1)*" in text, "disturbed"
+    assert "30.0 (n=1) " in text
+    counts = {
+        line.split("│")[1].strip(): line.split("│")[-2].strip()
+        for line in text.splitlines()
+        if re.search(r"\d of \d+ │$", line)
+    }
+    assert counts["headrace int4"] == "1 of 2"
+    assert counts["openvino-genai int8"] == "1 of 1"
+    [line] = [line for line in text.splitlines() if "decode, one stream, int8" in line]
+    assert "disturbed: openvino-genai int8" in line
+    assert "11.0" not in text, "a disturbed sample is no figure"
 
 
 def test_numbers_keep_three_digits() -> None:
@@ -329,12 +395,23 @@ def test_numbers_keep_three_digits() -> None:
 def test_json_keeps_rows_and_the_samples_of_its_shape() -> None:
     other = {**sample(OURS4, "decode", 60.0), "shape": "q06"}
     kept = report.as_json(
-        L1B, [{"work": "run", "head": {}}, LIMITS, sample(OURS4, "decode", 30.0), other], {"commit": "c"}
+        L1B,
+        [
+            {"work": "run", "head": {}},
+            LIMITS,
+            sample(OURS4, "decode", 30.0),
+            sample(OURS4, "decode", 1.0, foreign=1),
+            other,
+        ],
+        {"commit": "c"},
     )
     again = json.loads(json.dumps(kept))
     assert again["commit"] == "c"
     assert again["limits"] == {"bandwidth": 24.0, "int8": 1.2}
-    assert [s["work"] for s in again["samples"]] == ["limits", "decode"]
+    assert [s["work"] for s in again["samples"]] == ["limits", "decode", "decode"]
+    assert again["disturbed"] == [
+        {"contender": "headrace int4", "work": "decode", "num_samples": 2, "num_disturbed": 1}
+    ]
     assert again["rows"][0]["ours"]["contender"] == "headrace int4"
     assert again["rows"][0]["peer"] is None
     assert len(again["rows"]) == len(figures.GOALS["l1b"])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from bench.compare import __main__ as command
-from bench.compare import conductor, serve, workers
+from bench.compare import conductor, figures, plan, serve, workers
 from bench.compare.environments import OURS, PEERS, ROOT, SetupError, Workshop, last_words
 from bench.compare.shapes import SHAPES, Shape, write_checkpoint
 from bench.peers import headrace_, llama_cpp_, protocol
@@ -170,15 +171,132 @@ def test_own_time_is_not_foreign() -> None:
 
 def test_a_journal_is_read_again_without_its_torn_end(tmp_path: Path) -> None:
     journal = conductor.Journal(tmp_path / "j.jsonl")
-    mine = {"shape": "l1b", "work": "decode", "peer": OURS, "quant": "int4", "round": 0, "value": 1.0, "kept": True}
+    mine = {"shape": "l1b", "work": "decode", "peer": OURS, "quant": "int4", "round": 0, "value": 1.0, "foreign": 0.0}
     journal.add(mine)
-    journal.add({**mine, "peer": "vllm", "kept": False})
+    journal.add({**mine, "peer": "vllm", "foreign": 0.5})
     journal.add({"shape": "l1b", "work": "batch8", "peer": "vllm", "quant": "w8a8", "round": 1, "error": "no"})
     with journal.path.open("a") as file:
         file.write('{"shape": "l1b", "wo')
     again = conductor.Journal(journal.path)
     assert len(again.samples) == 3
     assert again.done() == {(0, "l1b", "decode", OURS, "int4"), (1, "l1b", "batch8", "vllm", "w8a8")}
+
+
+# -- disturbed samples -------------------------------------------------------------------------------------------
+
+
+class FakeMachine:
+    """Clock, workers and other processes of a machine: each measurement takes `seconds`, `noise` says what others do.
+
+    noise: the shares of the CPU that others take during the samples of a peer, in order; 0 after the last.
+    """
+
+    def __init__(self, noise: dict[str, list[float]], seconds: float = 30.0) -> None:
+        self.now = 0.0
+        self.noise, self.seconds = {peer: list(shares) for peer, shares in noise.items()}, seconds
+        self.share = 0.0
+
+    # The faces of `Worker`, `Watch` and `Workshop` that the conductor uses.
+
+    def worker(self, command: Sequence[str], environment: Any, log: Any, seconds: float) -> Any:
+        return FakeWorker(self, command[0])
+
+    def watch(self, pid: int | None = None) -> Any:
+        return types.SimpleNamespace(share=lambda: self.share)
+
+    def workshop(self) -> Any:
+        return types.SimpleNamespace(
+            environment=lambda peer: {},
+            job=lambda *words: {},
+            command=lambda peer, job: [peer.name],
+            log=lambda *words: None,
+        )
+
+
+class FakeWorker:
+    def __init__(self, machine: FakeMachine, peer: str) -> None:
+        self.machine, self.peer = machine, peer
+        self.ready: dict[str, Any] = {"load_s": 1.0}
+        self.warm: set[str] = set()
+        self.process = types.SimpleNamespace(pid=1, poll=lambda: None)
+
+    def ask(self, seconds: float, **words: Any) -> dict[str, Any]:
+        if words.get("warm"):
+            return {}
+        shares = self.machine.noise.get(self.peer, [])
+        self.machine.share = shares.pop(0) if shares else 0.0
+        self.machine.now += self.machine.seconds
+        return {"value": 100.0 * (1 - self.machine.share), "peak_rss_mib": 1.0}
+
+    def close(self) -> None: ...
+
+
+def conducted(
+    machine: FakeMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: float | None = None
+) -> list[dict[str, Any]]:
+    """The samples of two rounds of decode with a peer and with us."""
+    monkeypatch.setattr(conductor, "Worker", machine.worker)
+    monkeypatch.setattr(conductor, "Watch", machine.watch)
+    monkeypatch.setattr(conductor, "wait_until_quiet", lambda seconds: True)
+    monkeypatch.setattr(conductor.limits, "probe", lambda environment, seconds: {"bandwidth": 24.0, "int8": 1.2})
+    monkeypatch.setattr(conductor.time, "monotonic", lambda: machine.now)
+    journal = conductor.Journal(tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl")
+    one = conductor.Conductor(
+        machine.workshop(), journal, lambda line: None,
+        measure_seconds=600.0, num_tries=3, quiet_seconds=0.0, budget_seconds=budget,
+    )  # fmt: skip
+    who = {("l1b", "decode"): (plan.Contender("onnxruntime-genai", "int4"), plan.OURS4)}
+    one.run(plan.turns(who, lambda work: 2, shapes_apart=True))
+    return [sample for sample in journal.samples if sample["work"] == "decode"]
+
+
+@pytest.mark.parametrize("peer", ["onnxruntime-genai", OURS])
+def test_a_disturbed_sample_is_measured_again_whoever_it_is(
+    peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = conducted(FakeMachine({peer: [0.5, 0.05]}), tmp_path, monkeypatch)
+    assert [s["foreign"] for s in samples if s["peer"] == peer] == [0.5, 0.05, 0.0, 0.0]
+    both = figures.figures(samples, "l1b", "decode")
+    assert [(figure.value, figure.count) for figure in both] == [(100.0, 2), (100.0, 2)]
+    for sample in samples:  # the control: had nobody looked at the disturbance, this median would be another
+        sample["foreign"] = 0.0
+    assert {figure.value for figure in figures.figures(samples, "l1b", "decode")} == {100.0, 97.5}
+
+
+def test_a_slow_peer_is_repeated_as_often_as_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part of the budget a measurement takes, as long as there is time for another."""
+    samples = conducted(FakeMachine({"onnxruntime-genai": [0.5, 0.5]}, 100.0), tmp_path, monkeypatch, budget=1000.0)
+    assert [s["foreign"] for s in samples if s["peer"] == "onnxruntime-genai"] == [0.5, 0.5, 0.0, 0.0]
+    samples = conducted(FakeMachine({"onnxruntime-genai": [0.5, 0.5]}, 100.0), tmp_path, monkeypatch, budget=150.0)
+    mine = [s for s in samples if s["peer"] == "onnxruntime-genai"]
+    assert [s["foreign"] for s in mine] == [0.5], "no time is left for a second one"
+    assert not figures.figures(mine, "l1b", "decode")
+
+
+@pytest.mark.parametrize("peer", ["onnxruntime-genai", OURS])
+def test_who_was_disturbed_each_time_has_no_figure(peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = conducted(FakeMachine({peer: [0.5] * 6}), tmp_path, monkeypatch)
+    assert [figure.contender.peer == peer for figure in figures.figures(samples, "l1b", "decode")] == [False]
+    [tally] = [tally for tally in figures.tallies(samples, "l1b") if tally.contender.peer == peer]
+    assert (tally.num_samples, tally.num_disturbed, tally.only_disturbed) == (6, 6, True)
+
+
+def test_a_peer_is_measured_on_unless_it_is_far_behind_peers_of_as_many_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = {"shape": "l1b", "work": "decode", "round": 0, "foreign": 0.0, "value": 30.0}
+    journal = conductor.Journal(tmp_path / "j.jsonl")
+    one = conductor.Conductor(
+        FakeMachine({}).workshop(), journal, lambda line: None,
+        measure_seconds=600.0, num_tries=3, quiet_seconds=0.0, budget_seconds=None,
+    )  # fmt: skip
+    turn = plan.Turn(1, "l1b", "decode", plan.CTRANSLATE8)
+    one._taken[turn.shape, turn.work, turn.contender] = 60.0
+    journal.add({**entry, "peer": "ctranslate2", "quant": "int8", "value": 8.0})
+    journal.add({**entry, "peer": "onnxruntime-genai", "quant": "int4"})
+    assert one._why_not(turn) == "", "four bits are faster than eight"
+    journal.add({**entry, "peer": "openvino-genai", "quant": "int8"})
+    assert "far from the best" in one._why_not(turn)
 
 
 # -- what is made ------------------------------------------------------------------------------------------------
