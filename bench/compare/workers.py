@@ -1,7 +1,7 @@
 """The measured processes, and how much of the machine others took meanwhile.
 
 A worker holds one loaded model (`bench.peers.protocol`) and is stopped by SIGSTOP between its turns: thread pools that
-spin while idle would take the CPU from whoever is measured.
+spin while idle would take the CPU from the one that is measured.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One process that answers. Raises `WorkerError` from everything; after that it is gone."""
+    """One process that answers commands. Every method raises `WorkerError` if it fails; the process is then gone."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float, folder: Path = ROOT
+    ) -> None:
         self._log = log
         with log.open("a") as file:
             print("$", *command, file=file, flush=True)
@@ -42,7 +44,7 @@ class Worker:
                 text=True,
                 bufsize=1,
                 env=dict(environment),
-                cwd=ROOT,
+                cwd=folder,
                 start_new_session=True,
             )
         self.warm: set[str] = set()
@@ -50,7 +52,7 @@ class Worker:
         self.pause()
 
     def ask(self, seconds: float, **command: Any) -> dict[str, Any]:
-        """Wake it, let it do one command, stop it again. A reply with an error keeps the worker."""
+        """Wake the process, run one command, stop the process again. It goes on after a reply with an error."""
         self._signal(signal.SIGCONT)
         stdin = self.process.stdin
         if stdin is None or self.process.poll() is not None:
@@ -112,7 +114,7 @@ class Worker:
 
 
 def first_token(command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> dict[str, Any]:
-    """Seconds from the start of a process to the line that tells of its first token, as "value"."""
+    """Measure the seconds from the start of a process to the line of its first token, as "value"."""
     with log.open("a") as file:
         start = time.perf_counter()
         process = subprocess.Popen(
@@ -123,13 +125,13 @@ def first_token(command: Sequence[str], environment: Mapping[str, str], log: Pat
         clock.start()
         try:
             line = process.stdout.readline() if process.stdout else ""
-            taken = time.perf_counter() - start
+            seconds_to_line = time.perf_counter() - start
             process.communicate()
         finally:
             clock.cancel()
     if not line:
         raise WorkerError(f"ended with status {process.returncode}: {last_words(log)}")
-    return dict(json.loads(line)) | {"value": taken, "seconds": taken}
+    return dict(json.loads(line)) | {"value": seconds_to_line, "seconds": seconds_to_line}
 
 
 def family(pid: int) -> Iterator[psutil.Process]:
@@ -140,35 +142,38 @@ def family(pid: int) -> Iterator[psutil.Process]:
 
 
 class Watch:
-    """Counts what the machine did beside us: `share()` is the part of all cores' time, since it was made, that went to
-    anybody but this process, its finished children and the family of `pid`; a hypervisor's steal counts as theirs."""
+    """Counts the CPU time that others take.
+
+    `share()` is their part of the time of all cores since the start: of everything but this process, its finished
+    children and the family of `pid`. A hypervisor's steal counts as theirs.
+    """
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._cores = psutil.cpu_count() or 1
-        self._start = (time.monotonic(), self._busy(), self._own())
+        self._start = (time.monotonic(), self._busy(), self._ours())
 
     def share(self) -> float:
-        start, busy, own = self._start
+        start, busy, ours = self._start
         wall = max(time.monotonic() - start, 1e-3)
-        return max(0.0, (self._busy() - busy) - (self._own() - own)) / (self._cores * wall)
+        return max(0.0, (self._busy() - busy) - (self._ours() - ours)) / (self._cores * wall)
 
     @staticmethod
     def _busy() -> float:
         now = psutil.cpu_times()
         return float(now.user + now.nice + now.system + now.irq + now.softirq + now.steal)
 
-    def _own(self) -> float:
+    def _ours(self) -> float:
         now = os.times()
-        own = now.user + now.system + now.children_user + now.children_system
+        seconds = now.user + now.system + now.children_user + now.children_system
         for process in family(self._pid) if self._pid else ():
             with contextlib.suppress(psutil.NoSuchProcess):
-                own += sum(process.cpu_times()[:2])
-        return own
+                seconds += sum(process.cpu_times()[:2])
+        return seconds
 
 
 def wait_until_quiet(seconds: float) -> bool:
-    """Wait, `seconds` at most, for half a second in which others leave the machine alone; whether it came."""
+    """Wait, `seconds` at most, for half a second in which others leave the machine alone; True if there was one."""
     end = time.monotonic() + seconds
     while True:
         watch = Watch()

@@ -158,15 +158,15 @@ def test_foreign_time_is_that_of_nobody_of_ours(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(workers.psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(workers.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(workers.Watch, "_busy", staticmethod(lambda: next(busy)))
-    monkeypatch.setattr(workers.Watch, "_own", lambda self: next(own))
+    monkeypatch.setattr(workers.Watch, "_ours", lambda self: next(own))
     assert workers.Watch().share() == pytest.approx((3 - 1) / (2 * 4))
 
 
 def test_own_time_is_not_foreign() -> None:
     """Real clocks: a busy loop of ours must not look like somebody else's, even on a busy machine."""
-    own = workers.Watch._own(workers.Watch())
+    before = workers.Watch._ours(workers.Watch())
     sum(i * i for i in range(3_000_000))
-    assert workers.Watch._own(workers.Watch()) > own
+    assert workers.Watch._ours(workers.Watch()) > before
 
 
 def test_a_journal_is_read_again_without_its_torn_end(tmp_path: Path) -> None:
