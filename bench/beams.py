@@ -26,15 +26,15 @@ def measure(llm: LLM, width: int, prompt: list[int], max_tokens: int, repeats: i
     for _ in range(repeats):
         llm.reset_prefix_cache()
         before, start = llm.get_metrics().num_steps, time.perf_counter()
-        (found,) = llm.beam_search([prompt], params)
+        (output,) = llm.beam_search([prompt], params)
         seconds.append(time.perf_counter() - start)
         steps = llm.get_metrics().num_steps - before
     return {
         "width": width,
         "num_prompt_tokens": len(prompt),
         "num_tokens": max_tokens,
-        "num_blocks": found.num_blocks,
-        "num_blocks_unshared": found.num_blocks_unshared,
+        "num_blocks": output.num_blocks,
+        "num_blocks_unshared": output.num_blocks_unshared,
         "num_steps": steps,
         "seconds": min(seconds),
     }

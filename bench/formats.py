@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import made, quality
+from bench import quality, recipes
 from bench.compare.shapes import SHAPES, Shape, write_checkpoint
 from bench.record import RESULTS, commit
 from headrace import doctor
@@ -78,7 +78,7 @@ class Tiled(gguf_writer.Source):
 
 def checkpoint(shape: Shape) -> Path:
     """The shape's random directory, made if it is not there."""
-    folder = made.FOLDER.with_name("formats") / shape.name
+    folder = recipes.FOLDER.with_name("formats") / shape.name
     if not (folder / "model.safetensors").is_file():
         print("making", folder, file=sys.stderr, flush=True)
         write_checkpoint(shape, folder)
@@ -106,8 +106,8 @@ def forms(shape: Shape) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def bandwidth() -> float:
     """Bytes a second that all cores read."""
-    told = require_native().limits(quality.THREADS, PROBE_SECONDS)
-    return float(max(row["rate"] for row in told if row["what"] == "read"))
+    rates = require_native().limits(quality.THREADS, PROBE_SECONDS)
+    return float(max(row["rate"] for row in rates if row["what"] == "read"))
 
 
 def measure(shape: Shape, name: str, fields: dict[str, Any], num_tokens: int) -> Row:
@@ -122,13 +122,17 @@ def measure(shape: Shape, name: str, fields: dict[str, Any], num_tokens: int) ->
         limits = [bandwidth()]
         speed = decode_speed(program_of(llm), num_tokens)
         limits.append(bandwidth())
-        told = sizes(program_of(llm), model)
+        sizes_of_model = sizes(program_of(llm), model)
     if level:
         model.unlink()  # all of them are ten gigabytes
-    bits = told["held_bits_per_weight"]
-    row = {"name": name, "bits_per_weight": bits, "stored_bits_per_weight": told.get("stored_bits_per_weight", bits)}
-    row |= {"memory_bytes": told["memory_bytes"], "load_s": loaded, "decode_tokens_per_s": speed}
-    return row | {"bandwidth": limits, "bandwidth_share": speed * told["memory_bytes"] / max(limits)}
+    bits = sizes_of_model["held_bits_per_weight"]
+    row = {
+        "name": name,
+        "bits_per_weight": bits,
+        "stored_bits_per_weight": sizes_of_model.get("stored_bits_per_weight", bits),
+    }
+    row |= {"memory_bytes": sizes_of_model["memory_bytes"], "load_s": loaded, "decode_tokens_per_s": speed}
+    return row | {"bandwidth": limits, "bandwidth_share": speed * sizes_of_model["memory_bytes"] / max(limits)}
 
 
 def table(rows: list[Row]) -> str:
@@ -152,12 +156,13 @@ def table(rows: list[Row]) -> str:
 
 def section(name: str) -> str:
     """What stands between the marks of `name` in the page."""
-    kept = json.loads((RESULTS / f"{name}.json").read_text())
-    cpu, read = kept["host"]["cpu"], sorted(max(row["bandwidth"]) for row in kept["result"])
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    cpu, read = record["host"]["cpu"], sorted(max(row["bandwidth"]) for row in record["result"])
     return (
-        f"`{kept['command']}`: {cpu['name']}, {cpu['cores_allowed']} cores, commit {kept['commit']}, {kept['date']}; "
-        f"load before: {kept['load_before']}, memory read at {read[0] / 1e9:.0f} to {read[-1] / 1e9:.0f} GB/s.\n\n"
-        f"{table(kept['result'])}"
+        f"`{record['command']}`: {cpu['name']}, {cpu['cores_allowed']} cores, commit {record['commit']}, "
+        f"{record['date']}; "
+        f"load before: {record['load_before']}, memory read at {read[0] / 1e9:.0f} to {read[-1] / 1e9:.0f} GB/s.\n\n"
+        f"{table(record['result'])}"
     )
 
 
@@ -177,7 +182,7 @@ def main() -> None:
                 rows.append(measure(shape, form, fields, args.num_tokens))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         machine = doctor.examine()
-        kept = {
+        record = {
             "command": shlex.join(["python", "-m", "bench.formats", *sys.argv[1:]]),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "commit": commit(),
@@ -185,7 +190,7 @@ def main() -> None:
             "load_before": round(load, 2),
             "result": rows,
         }
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n")
     page = quality.PAGE.read_text(encoding="utf-8")
     quality.PAGE.write_text(quality.marked(page, name, section(name)), encoding="utf-8")
     print(table(json.loads(path.read_text())["result"]))

@@ -99,7 +99,7 @@ def speed(shape: Shape, dtype: str, contexts: list[int]) -> Row:
 
 
 def loss(args: argparse.Namespace, dtypes: list[str]) -> dict[str, Row]:
-    told = {}
+    losses = {}
     with closing(opened(EngineConfig(model=args.model, dtype="float32", backend="cpu"))) as reference:
         window = min(args.window, reference.core.info.max_model_len - 1)
         if args.text:
@@ -109,23 +109,23 @@ def loss(args: argparse.Namespace, dtypes: list[str]) -> dict[str, Row]:
         for dtype in dtypes:
             print("loss", dtype, file=sys.stderr, flush=True)
             config = EngineConfig(model=args.model, dtype="bfloat16", backend="cpu", kv_cache_dtype=dtype)
-            with closing(opened(config)) as own:
-                judged = judge(own, reference, text)
-            told[dtype] = {name: value for name, value in judged.items() if name != "layers"}
-    return told
+            with closing(opened(config)) as llm:
+                judged = judge(llm, reference, text)
+            losses[dtype] = {name: value for name, value in judged.items() if name != "layers"}
+    return losses
 
 
 def table(rows: dict[str, Row]) -> str:
     contexts: list[Row] = next((row["speed"] for row in rows.values() if "speed" in row), [])
     headings = ["cache", "bits a number", "tokens a GiB"]
-    headings += [f"{own['context']:,} tokens [tok/s]" for own in contexts] + ["of bandwidth"] * bool(contexts)
+    headings += [f"{context['context']:,} tokens [tok/s]" for context in contexts] + ["of bandwidth"] * bool(contexts)
     headings += ["KL [mnats]", "perplexity", "top-1 flips"]
     lines = ["| " + " | ".join(headings) + " |", "|---|" + "--:|" * (len(headings) - 1)]
     for name, row in rows.items():
         cells = [name, f"{row['bits_per_number']:.2f}", f"{row['tokens_per_gib']:,}"]
-        cells += [f"{own['tokens_per_s']:.1f}" for own in row.get("speed", ())] or [""] * len(contexts)
+        cells += [f"{context['tokens_per_s']:.1f}" for context in row.get("speed", ())] or [""] * len(contexts)
         if contexts:
-            cells.append(", ".join(f"{own['bandwidth_share']:.0%}" for own in row.get("speed", ())))
+            cells.append(", ".join(f"{context['bandwidth_share']:.0%}" for context in row.get("speed", ())))
         judged = row.get("loss")
         if judged:
             cells.append(f"{1e3 * judged['mean_kl']:.3f} ± {1e3 * judged['mean_kl_stderr']:.3f}")
@@ -137,11 +137,11 @@ def table(rows: dict[str, Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def section(kept: Row) -> str:
+def section(record: Row) -> str:
     """What stands between the marks of the page."""
-    lines = [f"{part}: `{told['command']}`, {told['cpu']}, commit {told['commit']}, {told['date']}, load before "
-             f"{told['load_before']}" for part, told in kept["parts"].items()]  # fmt: skip
-    return f"{'; '.join(lines)}.\n\n{table(kept['rows'])}\n![Loss against bits, speed](figures/kv_cache.svg)\n"
+    lines = [f"{part}: `{about['command']}`, {about['cpu']}, commit {about['commit']}, {about['date']}, load before "
+             f"{about['load_before']}" for part, about in record["parts"].items()]  # fmt: skip
+    return f"{'; '.join(lines)}.\n\n{table(record['rows'])}\n![Loss against bits, speed](figures/kv_cache.svg)\n"
 
 
 def plot(rows: dict[str, Row]) -> None:
@@ -157,10 +157,13 @@ def plot(rows: dict[str, Row]) -> None:
             left.annotate(name, (row["bits_per_number"], row["loss"]["mean_kl"]), fontsize=7)
     left.set(yscale="log", xlabel="bits a number, scales included", ylabel="mean KL from float32 [nats]")
     timed = {name: row["speed"] for name, row in rows.items() if "speed" in row}
-    for i, own in enumerate(next(iter(timed.values()), [])):
+    for i, context in enumerate(next(iter(timed.values()), [])):
         places = [at + 0.38 * i for at in range(len(timed))]
         right.bar(
-            places, [told[i]["tokens_per_s"] for told in timed.values()], 0.36, label=f"{own['context']:,} tokens"
+            places,
+            [speeds[i]["tokens_per_s"] for speeds in timed.values()],
+            0.36,
+            label=f"{context['context']:,} tokens",
         )
     right.set_xticks([at + 0.19 for at in range(len(timed))], labels=list(timed), fontsize=7, rotation=30)
     right.set(ylabel="decode [tokens/s]")
@@ -186,12 +189,12 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--render", action="store_true", help="measure nothing: page and plot from what is kept")
     args = parser.parse_args()
-    kept: Row = json.loads(PATH.read_text()) if PATH.is_file() else {"parts": {}, "rows": {}}
+    record: Row = json.loads(PATH.read_text()) if PATH.is_file() else {"parts": {}, "rows": {}}
     for part in () if args.render else args.parts:
         load, shape = round(os.getloadavg()[0], 2), SHAPES[args.shape]
         judged = loss(args, args.dtypes) if part == "loss" else {}
         for dtype in args.dtypes:
-            row = kept["rows"].setdefault(dtype, {})
+            row = record["rows"].setdefault(dtype, {})
             if part == "capacity":
                 row |= capacity(shape, dtype)
             elif part == "speed":
@@ -199,19 +202,19 @@ def main() -> None:
                 print(dtype, json.dumps(row["speed"]), file=sys.stderr, flush=True)
             else:
                 row["loss"] = judged[dtype]
-        kept["parts"][part] = {
+        record["parts"][part] = {
             "command": shlex.join(["python", "-m", "bench.kv_cache", *(Path(a).name for a in sys.argv[1:])]),
             "cpu": f"{doctor.examine()['cpu']['name']}, {doctor.examine()['cpu']['cores_allowed']} cores",
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "commit": commit(),
             "load_before": load,
         }
-        kept["rows"] = {name: kept["rows"][name] for name in TYPE_CODES if name in kept["rows"]}
-        PATH.write_text(json.dumps(kept, indent=1) + "\n")
-    plot(kept["rows"])
+        record["rows"] = {name: record["rows"][name] for name in TYPE_CODES if name in record["rows"]}
+        PATH.write_text(json.dumps(record, indent=1) + "\n")
+    plot(record["rows"])
     page = quality.PAGE.read_text(encoding="utf-8")
-    quality.PAGE.write_text(quality.marked(page, "kv_cache", section(kept)), encoding="utf-8")
-    print(table(kept["rows"]))
+    quality.PAGE.write_text(quality.marked(page, "kv_cache", section(record)), encoding="utf-8")
+    print(table(record["rows"]))
 
 
 if __name__ == "__main__":

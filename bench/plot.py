@@ -25,17 +25,17 @@ BUDGET_US = 300
 
 def load(name: str) -> tuple[Any, str]:
     """A result, and one line that tells where it was measured."""
-    kept = json.loads((RESULTS / f"{name}.json").read_text())
-    cpu = kept["host"]["cpu"]
-    return kept["result"], f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {kept['commit']}, {kept['date']}"
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    cpu = record["host"]["cpu"]
+    return record["result"], f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {record['commit']}, {record['date']}"
 
 
 def scheduler() -> None:
     rows, where = load("scheduler")
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for mixed, label in ((False, "decode"), (True, "decode beside a long prompt")):
-        own = [row for row in rows if row["mixed"] is mixed]
-        axes.plot([r["num_seqs"] for r in own], [r["median_us"] for r in own], marker="o", label=f"{label}, median")
+        group = [row for row in rows if row["mixed"] is mixed]
+        axes.plot([r["num_seqs"] for r in group], [r["median_us"] for r in group], marker="o", label=f"{label}, median")
     axes.axhline(BUDGET_US, color="grey", linestyle=":", label=f"budget: {BUDGET_US} µs at 256")
     axes.set(xscale="log", yscale="log", xlabel="running sequences", ylabel="schedule() + commit() [µs a step]")
     axes.set_xticks([1, 16, 64, 256, 1024], labels=["1", "16", "64", "256", "1,024"])
@@ -55,8 +55,8 @@ def batches() -> None:
 
 def speculation() -> None:
     """Guesses kept by position; tokens a pass beside the formula; coupled beside rejection sampling."""
-    kept, where = load(NAME)
-    rows = kept["rows"]
+    record, where = load(NAME)
+    rows = record["rows"]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     names = list(dict.fromkeys(row["texts"] for row in rows))
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(14, 4.8), layout="constrained")
@@ -67,15 +67,15 @@ def speculation() -> None:
         left.plot(range(1, len(share) + 1), share, "o-", color=colour, label=method)
         left.plot(range(1, len(share) + 1), [share[0] ** i for i in range(1, len(share) + 1)], ":", color=colour)
         for mark, name in zip("os^D", names, strict=False):
-            own = [
+            group = [
                 each for row in rows if (row["method"], row["texts"]) == (method, name) for each in row["acceptance"]
             ]
-            points = [(each["formula"], each["mean_accepted_length"]) for each in own if each["mode"] == "coupled"]
+            points = [(each["formula"], each["mean_accepted_length"]) for each in group if each["mode"] == "coupled"]
             middle.plot(*zip(*points, strict=True), mark, color=colour, markersize=5)
         for mode, line in (("coupled", "o-"), ("rejection", "s--")):
-            told = [pooled(rows, method, mode, t) for t in TEMPERATURES]
-            if None not in told:
-                right.plot(TEMPERATURES, told, line, color=colour, markersize=4)
+            lengths = [pooled(rows, method, mode, t) for t in TEMPERATURES]
+            if None not in lengths:
+                right.plot(TEMPERATURES, lengths, line, color=colour, markersize=4)
     left.plot([], [], ":", color="grey", label="the first one's power")
     left.set(xlabel="position in the draft", ylabel="share of drafts kept up to here", ylim=(0, 1))
     left.set_title("temperature 0, all texts", fontsize=10)
@@ -100,12 +100,12 @@ def speculation() -> None:
 
 def pooled_position(rows: list[dict[str, Any]], method: str, place: int) -> float | None:
     """Share of drafts whose guesses up to `place` were kept, at temperature 0; None past the deepest draft."""
-    own = [row["acceptance"][0] for row in rows if row["method"] == method]
-    depth = max(len(each["acceptance_per_position"]) for each in own)
-    drafts = sum(each["num_drafts"] for each in own)
+    group = [row["acceptance"][0] for row in rows if row["method"] == method]
+    depth = max(len(each["acceptance_per_position"]) for each in group)
+    drafts = sum(each["num_drafts"] for each in group)
     if place >= depth or not drafts:
         return None
-    shares = [(each["acceptance_per_position"] + [0.0] * depth)[place] * each["num_drafts"] for each in own]
+    shares = [(each["acceptance_per_position"] + [0.0] * depth)[place] * each["num_drafts"] for each in group]
     return float(sum(shares) / drafts)
 
 

@@ -5,7 +5,7 @@ same model quantised already (a directory of `headrace quantize` or of others, o
 MODEL in float32, on the same tokens: those of `--text`, or what MODEL itself writes. The rows go to
 bench/results/quality-NAME.json, a plot of loss against bits with its Pareto line to docs/figures/quality-NAME.svg, and
 the table into docs/quantisation.md, between its marks. `--made` makes the checkpoints itself: one of every way that
-`headrace quantize` has (`bench.made`). `--only-speed` times the rows that are kept anew and leaves what they lose.
+`headrace quantize` has (`bench.recipes`). `--only-speed` times the rows that are kept anew and leaves what they lose.
 `--render` draws plot and table anew from what is kept.
 """
 
@@ -23,7 +23,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from bench import made
+from bench import recipes
 from bench.record import RESULTS, commit
 from headrace import doctor
 from headrace.backends.cpu.native import require_native
@@ -66,8 +66,8 @@ def told_forms(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
     for path in args.checkpoints:
         yield short_name(path, args.model), {"model": path}
     if args.made:
-        for name, own in made.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms):
-            yield name, {"model": str(own)}
+        for name, path in recipes.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms):
+            yield name, {"model": str(path)}
 
 
 def config(args: argparse.Namespace, fields: dict[str, Any]) -> EngineConfig:
@@ -77,8 +77,8 @@ def config(args: argparse.Namespace, fields: dict[str, Any]) -> EngineConfig:
 def measure(args: argparse.Namespace, partial: Path) -> list[Row]:
     """All rows; `partial` keeps those that are done, so that the same command goes on where it was broken off."""
     command = [told_command(sys.argv[1:]), commit()]
-    kept = json.loads(partial.read_text()) if partial.is_file() else {}
-    rows: list[Row] = kept["rows"] if kept.get("command") == command else []
+    record = json.loads(partial.read_text()) if partial.is_file() else {}
+    rows: list[Row] = record["rows"] if record.get("command") == command else []
     partial.parent.mkdir(parents=True, exist_ok=True)
     for row in measured(args, {row["name"] for row in rows}):
         rows.append(row)
@@ -99,10 +99,10 @@ def measured(args: argparse.Namespace, done: set[str]) -> Iterator[Row]:
             if name in done or not re.search(args.forms, name):
                 continue
             print(name, file=sys.stderr, flush=True)
-            with closing(opened(config(args, fields))) as own:
-                row = {"name": name} | judge(own, reference, text)
+            with closing(opened(config(args, fields))) as llm:
+                row = {"name": name} | judge(llm, reference, text)
                 if args.speed:
-                    row |= speed(own)
+                    row |= speed(llm)
             row["layers"] = row["layers"][:KEPT_LAYERS]
             yield row
 
@@ -114,17 +114,17 @@ def timed(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
         if row["name"] not in known:
             raise SystemExit(f"{row['name']} is not among what this command opens; measure it all again")
         print(row["name"], file=sys.stderr, flush=True)
-        with closing(opened(config(args, known[row["name"]]))) as own:
-            yield row | speed(own)
+        with closing(opened(config(args, known[row["name"]]))) as llm:
+            yield row | speed(llm)
 
 
-def speed(own: LLM) -> Row:
+def speed(llm: LLM) -> Row:
     """Decoded tokens a second, and what share of the memory's bandwidth (measured beside it) their weights take."""
-    program = program_of(own)
-    found = decode_speed(program)
+    program = program_of(llm)
+    tokens_per_s = decode_speed(program)
     bandwidth = max(row["rate"] for row in require_native().limits(THREADS, PROBE_SECONDS) if row["what"] == "read")
-    share = found * program.model.ops.weight_bytes / bandwidth
-    return {"decode_tokens_per_s": found, "bandwidth_share": share, "bandwidth": bandwidth}
+    share = tokens_per_s * program.model.ops.weight_bytes / bandwidth
+    return {"decode_tokens_per_s": tokens_per_s, "bandwidth_share": share, "bandwidth": bandwidth}
 
 
 def short_name(path: str, model: str) -> str:
@@ -179,39 +179,39 @@ def table(rows: Sequence[Row]) -> str:
 
 def changed(row: Row) -> str:
     """The perplexity's change, with the standard error of the tokens' changes."""
-    told = f"{row['perplexity'] / row['reference_perplexity'] - 1:+.2%}"
-    return told + (f" ± {row['loss_change_stderr']:.2%}" if "loss_change_stderr" in row else "")
+    text = f"{row['perplexity'] / row['reference_perplexity'] - 1:+.2%}"
+    return text + (f" ± {row['loss_change_stderr']:.2%}" if "loss_change_stderr" in row else "")
 
 
 def section(name: str) -> str:
     """What stands between the marks of `name` in the page."""
-    kept = json.loads((RESULTS / f"quality-{name}.json").read_text())
-    rows, cpu = kept["result"], kept["host"]["cpu"]
+    record = json.loads((RESULTS / f"quality-{name}.json").read_text())
+    rows, cpu = record["result"], record["host"]["cpu"]
     first = rows[0]
     text = f"{first['num_tokens']:,} tokens of {first['text']}"
     if not first["text"].endswith("reference"):
         text += f", perplexity {first['reference_perplexity']:.4f} of the reference"
-    where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {kept['commit']}, {kept['date']}"
+    where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {record['commit']}, {record['date']}"
     if any("decode_tokens_per_s" in row for row in rows):
         read = sorted(row.get("bandwidth", 0) for row in rows)
-        where += f"; speed at a load of {kept.get('speed_load', kept['load_before'])} before, memory read at "
+        where += f"; speed at a load of {record.get('speed_load', record['load_before'])} before, memory read at "
         where += f"{read[0] / 1e9:.0f} to {read[-1] / 1e9:.0f} GB/s"
     picture = f"![Loss against bits](figures/quality-{name}.svg)"
-    return f"`{kept['command']}`: {text}; {where}.\n\n{table(rows)}\n{picture}\n"
+    return f"`{record['command']}`: {text}; {where}.\n\n{table(rows)}\n{picture}\n"
 
 
-def marked(page: str, name: str, own: str) -> str:
+def marked(page: str, name: str, section: str) -> str:
     """`page` with `own` between the marks of `name`; a section of its own where there are none.
 
     Raises SystemExit for a page without the heading before which that would stand."""
     first, last = f"<!-- quality {name} -->", f"<!-- end of quality {name} -->"
     if first not in page or last not in page:
-        head, found, rest = page.partition(CONCLUSIONS)
-        if not found:
+        head, heading, rest = page.partition(CONCLUSIONS)
+        if not heading:
             raise SystemExit(f"{PAGE.name} lacks the marks {first} and {last}, and the heading {CONCLUSIONS.strip()}")
-        return f"{head}\n### {name}\n\n{first}\n{own}{last}\n{found}{rest}"
+        return f"{head}\n### {name}\n\n{first}\n{section}{last}\n{heading}{rest}"
     head, _, rest = page.partition(first)
-    return f"{head}{first}\n{own}{last}{rest.partition(last)[2]}"
+    return f"{head}{first}\n{section}{last}{rest.partition(last)[2]}"
 
 
 def plot(name: str) -> None:
@@ -250,7 +250,7 @@ def put_names(figure: Any, axes: Any, rows: Sequence[Row]) -> None:
     figure.draw_without_rendering()  # only then is it known where points lie
     points = [(row["bits_per_weight"], row["mean_kl"]) for row in rows]
     at = axes.transData.transform(points) * 72 / figure.dpi
-    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]
+    boxes = [(x - 3, y - 3, x + 3, y + 3) for x, y in at]
     for row, point, (x, y) in sorted(zip(rows, points, at, strict=True), key=lambda one: one[0]["mean_kl"]):
         width, height = 4.0 * len(row["name"]), 8.0
         for step in range(40):
@@ -259,9 +259,9 @@ def put_names(figure: Any, axes: Any, rows: Sequence[Row]) -> None:
             side = 6.0 + step if step % 2 == 0 else -6.0 - step - width
             left, low = x + side, y + away - height / 2
             box = (left, low, left + width, low + height)
-            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes):
                 break
-        taken.append(box)
+        boxes.append(box)
         axes.annotate(
             row["name"],
             point,
@@ -301,13 +301,13 @@ def main() -> None:
     path = RESULTS / f"quality-{name}.json"
     load = round(os.getloadavg()[0], 2)
     if args.only_speed:
-        kept = json.loads(path.read_text())
-        kept |= {"result": list(timed(args, kept["result"])), "speed_load": load, "speed_commit": commit()}
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        record = json.loads(path.read_text())
+        record |= {"result": list(timed(args, record["result"])), "speed_load": load, "speed_commit": commit()}
+        path.write_text(json.dumps(record, indent=1) + "\n")
     elif not args.render:
-        rows = measure(args, made.FOLDER / f"{name}.rows.json")
+        rows = measure(args, recipes.FOLDER / f"{name}.rows.json")
         machine = doctor.examine()
-        kept = {
+        record = {
             "command": told_command(sys.argv[1:]),
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "commit": commit(),
@@ -316,7 +316,7 @@ def main() -> None:
             "result": rows,
         }
         RESULTS.mkdir(exist_ok=True)
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n")
     plot(name)
     PAGE.write_text(marked(PAGE.read_text(encoding="utf-8"), name, section(name)), encoding="utf-8")
     print(table(json.loads(path.read_text())["result"]))

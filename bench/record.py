@@ -50,7 +50,7 @@ def main() -> None:
     if done.returncode:
         raise SystemExit(f"the command ended with status {done.returncode}; nothing is recorded")
     machine = doctor.examine()
-    kept = {
+    record = {
         "command": shlex.join(args.command),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
@@ -60,7 +60,7 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{args.name}.json"
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 

@@ -55,8 +55,8 @@ def measure(core: EngineCore, num_streams: int, num_steps: int) -> dict[str, Any
     inner: Any = core.executor
     noted: Any = Noted(core, box)
     core.executor = noted
-    run, own = Timed(inner.run), Timed(noted.run)
-    inner.run, noted.run = run, own
+    run, recorded = Timed(inner.run), Timed(noted.run)
+    inner.run, noted.run = run, recorded
     for i in range(num_streams):
         params = SamplingParams(seed=i, max_tokens=num_steps + 10, ignore_eos=True)
         prompt = [(7 * i + j) % 400 + 3 for j in range(PROMPT_LEN)]
@@ -66,7 +66,7 @@ def measure(core: EngineCore, num_streams: int, num_steps: int) -> dict[str, Any
         start = time.perf_counter()
         core.step()
         steps.append(time.perf_counter() - start)
-        outside, inside = own.take(), run.take()
+        outside, inside = recorded.take(), run.take()
         notes.append(outside - inside)
         records.append(sum(each.take() for each in recording))
     core.executor = inner

@@ -40,13 +40,13 @@ CASES: dict[str, dict[str, float]] = {
 def least(sampler: Sampler, logits: np.ndarray, rows: list[Row], repeats: int) -> tuple[float, float, list[int]]:
     """Seconds and processor seconds of the quickest of `repeats` calls, and the tokens."""
     best = work = float("inf")
-    told: list[int] = []
+    token_ids: list[int] = []
     for _ in range(repeats):
         start, started = time.perf_counter(), time.process_time()
         drawn = sampler.sample_rows(logits, rows)
         best, work = min(best, time.perf_counter() - start), min(work, time.process_time() - started)
-        told = [each.token_id for each in drawn if isinstance(each, Drawn)]
-    return best, work, told
+        token_ids = [each.token_id for each in drawn if isinstance(each, Drawn)]
+    return best, work, token_ids
 
 
 def main() -> None:
@@ -69,11 +69,11 @@ def main() -> None:
     for name, fields in CASES.items():
         params = SamplingParams(seed=1, **fields)  # type: ignore[arg-type]
         rows = [
-            Row(params, args.history, 16, own.tolist(), best=int(x.argmax()))
-            for own, x in zip(histories, logits, strict=True)
+            Row(params, args.history, 16, history.tolist(), best=int(x.argmax()))
+            for history, x in zip(histories, logits, strict=True)
         ]
-        (fast, work, told), (slow, _, same) = (least(each, logits, rows, args.repeats) for each in (native, plain))
-        if told != same:
+        (fast, work, token_ids), (slow, _, same) = (least(each, logits, rows, args.repeats) for each in (native, plain))
+        if token_ids != same:
             raise SystemExit(f"{name}: native and numpy do not agree")
         table.add_row(name, f"{1e3 * fast:.2f}", f"{1e3 * work:.2f}", f"{1e3 * slow:.2f}")
         if args.json:

@@ -48,7 +48,7 @@ def spec_of(method: str, mode: str = "coupled", adaptive: bool = False) -> Specu
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """A row for each drafter and set of texts."""
-    own = EngineConfig(
+    config = EngineConfig(
         enable_prefix_caching=False, num_threads=args.threads, max_num_seqs=8, num_gpu_blocks_override=512
     )
     plans = {
@@ -58,13 +58,13 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for path in args.texts
     }
     rows: list[Row] = []
-    with closing(build_engine(own)) as plain:
-        texts = {name: find_texts(plan, own, plain) for name, plan in plans.items()}
+    with closing(build_engine(config)) as plain:
+        texts = {name: find_texts(plan, config, plain) for name, plan in plans.items()}
         for method in args.methods:
             begin = time.monotonic()
-            with closing(engine(own, spec_of(method, adaptive=True))) as guessing:
+            with closing(engine(config, spec_of(method, adaptive=True))) as guessing:
                 speeds = {name: measure_load(plain, guessing, texts[name], 1, plans[name]) for name in plans}
-            counted = counts(own, method, texts, args.output_len)
+            counted = counts(config, method, texts, args.output_len)
             rows += [
                 {
                     "method": method,
@@ -80,19 +80,19 @@ def measure(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def engine(own: EngineConfig, spec: SpeculativeConfig) -> EngineCore:
-    return build_engine(msgspec.structs.replace(own, speculative_config=spec))
+def engine(config: EngineConfig, spec: SpeculativeConfig) -> EngineCore:
+    return build_engine(msgspec.structs.replace(config, speculative_config=spec))
 
 
-def counts(own: EngineConfig, method: str, texts: dict[str, list[Text]], output_len: int) -> dict[str, list[Row]]:
+def counts(config: EngineConfig, method: str, texts: dict[str, list[Text]], output_len: int) -> dict[str, list[Row]]:
     """How many guesses are kept, by name of the texts. Rejection sampling takes no trees, such as lookahead's."""
-    found: dict[str, list[Row]] = {name: [] for name in texts}
+    rows: dict[str, list[Row]] = {name: [] for name in texts}
     for mode in ("coupled",) if method == "lookahead" else ("coupled", "rejection"):
         spec = spec_of(method, mode)
-        with closing(engine(own, spec)) as core:
+        with closing(engine(config, spec)) as core:
             for name, some in texts.items():
-                found[name] += [acceptance(core, some, output_len, t, spec) for t in TEMPERATURES]
-    return found
+                rows[name] += [acceptance(core, some, output_len, t, spec) for t in TEMPERATURES]
+    return rows
 
 
 # -- what is shown
@@ -100,15 +100,15 @@ def counts(own: EngineConfig, method: str, texts: dict[str, list[Text]], output_
 
 def pooled(rows: Iterable[Row], method: str, mode: str, temperature: float) -> float | None:
     """Tokens a pass over all texts together."""
-    own = [
+    group = [
         each
         for row in rows
         if row["method"] == method
         for each in row["acceptance"]
         if (each["mode"], each["temperature"]) == (mode, temperature)
     ]
-    drafts = sum(each["num_drafts"] for each in own)
-    return 1 + sum(each["num_accepted_tokens"] for each in own) / drafts if drafts else None
+    drafts = sum(each["num_drafts"] for each in group)
+    return 1 + sum(each["num_accepted_tokens"] for each in group) / drafts if drafts else None
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
@@ -120,29 +120,29 @@ def tables(rows: Sequence[Row]) -> list[str]:
         "|---|" + "--:|" * len(names),
     ]
     for method in methods:
-        own = {row["texts"]: row for row in rows if row["method"] == method}
+        group = {row["texts"]: row for row in rows if row["method"] == method}
         cells = []
         for name in names:
-            first = own[name]["acceptance"][0]
+            first = group[name]["acceptance"][0]
             cells.append(
-                f"{first['mean_accepted_length']:.2f} ({first['formula']:.2f}), {own[name]['speed']['ratio']:.2f}"
+                f"{first['mean_accepted_length']:.2f} ({first['formula']:.2f}), {group[name]['speed']['ratio']:.2f}"
             )
         lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
     heads = [f"{mode}, {t:g}" for t in TEMPERATURES for mode in ("coupled", "rejection")]
     lines += ["", "| tokens a pass, all texts | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(heads)]
     for method in methods:
-        told = [pooled(rows, method, mode, t) for t in TEMPERATURES for mode in ("coupled", "rejection")]
-        lines.append(f"| `{method}` | " + " | ".join("–" if x is None else f"{x:.2f}" for x in told) + " |")
+        values = [pooled(rows, method, mode, t) for t in TEMPERATURES for mode in ("coupled", "rejection")]
+        lines.append(f"| `{method}` | " + " | ".join("–" if x is None else f"{x:.2f}" for x in values) + " |")
     return lines
 
 
 def render() -> None:
-    kept = json.loads((RESULTS / f"{NAME}.json").read_text())
-    where = f"{kept['host']['cpu']['name']}, commit {kept['commit']}, {kept['date']}"
-    told = f"Measured on {where}; the machine's load before it: {kept['load_before']:.1f}."
+    record = json.loads((RESULTS / f"{NAME}.json").read_text())
+    where = f"{record['host']['cpu']['name']}, commit {record['commit']}, {record['date']}"
+    note = f"Measured on {where}; the machine's load before it: {record['load_before']:.1f}."
     text = PAGE.read_text(encoding="utf-8")
-    made = "\n".join([START, *tables(kept["result"]["rows"]), "", told, END])
-    text, count = re.subn(f"{re.escape(START)}.*?{re.escape(END)}", lambda _: made, text, flags=re.DOTALL)
+    section = "\n".join([START, *tables(record["result"]["rows"]), "", note, END])
+    text, count = re.subn(f"{re.escape(START)}.*?{re.escape(END)}", lambda _: section, text, flags=re.DOTALL)
     if count != 1:
         raise SystemExit(f"{PAGE.name} has {count} places for the tables")
     PAGE.write_text(text, encoding="utf-8")

@@ -62,30 +62,32 @@ def documents(llm: LLM, batch: int, rounds: int) -> dict[str, Any]:
     held = llm.core.executor.matchers  # type: ignore[attr-defined]
     took: dict[str, list[float]] = {"jump": [], "no_jump": [], "free": []}
     texts: dict[str, list[str]] = {}
-    told: dict[str, Any] = {"batch": batch}
+    figures: dict[str, Any] = {"batch": batch}
     right = matchers.jumps
     for _ in range(rounds):
         for kind in took:
             if kind == "free":
-                num = told["tokens"] // batch
-                asked = [SamplingParams(temperature=0.8, seed=i, max_tokens=num, ignore_eos=True) for i in range(batch)]
+                num = figures["tokens"] // batch
+                sampling = [
+                    SamplingParams(temperature=0.8, seed=i, max_tokens=num, ignore_eos=True) for i in range(batch)
+                ]
             else:
-                asked = params
+                sampling = params
             matchers.jumps = right if kind == "jump" else (lambda params: False)
             forced, steps, start = held.num_forced, llm.core.num_steps, time.perf_counter()
-            outputs = llm.generate(prompts, asked, use_tqdm=False)
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
             took[kind].append(1e3 * (time.perf_counter() - start) / batch)
-            told[f"steps_{kind}"] = llm.core.num_steps - steps
+            figures[f"steps_{kind}"] = llm.core.num_steps - steps
             texts[kind] = [output.outputs[0].text for output in outputs]
             if kind == "jump":
-                told["tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
-                told["forced_share"] = round((held.num_forced - forced) / told["tokens"], 3)
+                figures["tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
+                figures["forced_share"] = round((held.num_forced - forced) / figures["tokens"], 3)
     matchers.jumps = right
     if texts["jump"] != texts["no_jump"]:
         raise SystemExit("jump-ahead changed a document")
     for text in texts["jump"]:
         json.loads(text)
-    return told | {f"ms_per_document_{kind}": round(min(times), 2) for kind, times in took.items()}
+    return figures | {f"ms_per_document_{kind}": round(min(times), 2) for kind, times in took.items()}
 
 
 def masks(path: Path, num_documents: int, rounds: int) -> dict[str, Any]:
@@ -99,13 +101,13 @@ def masks(path: Path, num_documents: int, rounds: int) -> dict[str, Any]:
     read = time.perf_counter() - start
     built: list[float] = []
     filled: dict[tuple[int, int], float] = {}
-    taken: dict[tuple[int, int], float] = {}
+    commit_costs: dict[tuple[int, int], float] = {}
     for _ in range(rounds):
         start = time.perf_counter()
         first = build_matcher(ll, compile_grammar(FORM), FORM)
         built.append(time.perf_counter() - start)
         for document in range(num_documents):
-            _walk(first.deep_copy(), size, document, filled, taken)
+            _walk(first.deep_copy(), size, document, filled, commit_costs)
     costs = sorted(1e6 * cost for cost in filled.values())
     return {
         "vocabulary": size,
@@ -115,7 +117,7 @@ def masks(path: Path, num_documents: int, rounds: int) -> dict[str, Any]:
         "mask_us_median": round(statistics.median(costs), 1),
         "mask_us_p99": round(costs[int(0.99 * len(costs))], 1),
         "mask_us_max": round(costs[-1], 1),
-        "take_us_median": round(statistics.median(1e6 * cost for cost in taken.values()), 1),
+        "take_us_median": round(statistics.median(1e6 * cost for cost in commit_costs.values()), 1),
     }
 
 
@@ -124,7 +126,7 @@ def _walk(
     size: int,
     seed: int,
     filled: dict[tuple[int, int], float],
-    taken: dict[tuple[int, int], float],
+    commit_costs: dict[tuple[int, int], float],
 ) -> None:
     dice = random.Random(seed)
     place = 0
@@ -140,7 +142,7 @@ def _walk(
         end = time.perf_counter()
         key = (seed, place)
         filled[key] = min(filled.get(key, 1.0), middle - start)
-        taken[key] = min(taken.get(key, 1.0), end - begin)
+        commit_costs[key] = min(commit_costs.get(key, 1.0), end - begin)
         place += 1
 
 

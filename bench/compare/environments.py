@@ -1,7 +1,7 @@
-"""The peers: what each is made of, its own virtual environment, and the models converted for it.
+"""The peers: their packages, a virtual environment for each, and the models converted for it.
 
-Everything lies in one work folder and is made once; a stamp beside it tells from what. A peer that can not be made is
-reported with its reason (`SetupError`) and left out. Nothing but packages is fetched.
+All of it is in one work folder and is made once; a stamp holds the recipe. A peer that can not be set up is reported
+with its reason (`SetupError`) and takes no part. Nothing but packages is fetched.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ class SetupError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """`installs`: arguments of pip install, one after another; `removes`: what they bring along and must not stay.
-    `tokenizer`: whether its converter wants one. `preload`: a library of its environment that it wants first.
-    `refresh`: its converter looks itself whether there is something to do, and is asked each time."""
+    """An engine of the comparison.
+
+    `installs` are the arguments of `pip install`, one call after another, and `removes` the packages that must go after
+    them. `tokenizer` is set if its converter needs one, `preload` is a library of its environment to load first, and
+    `refresh` is set if its converter runs before every comparison and decides itself whether there is work.
+    """
 
     name: str
     module: str
@@ -98,7 +101,7 @@ PEERS = {
 
 
 class Workshop:
-    """The work folder: `venvs/`, `models/`, `logs/`, `results/`. `say` is told of everything slow before it begins."""
+    """The work folder: `venvs/`, `models/`, `logs/`, `results/`. `say` takes a line before everything slow."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
@@ -121,13 +124,13 @@ class Workshop:
             "PATH": f"{self.python(peer).parent}{os.pathsep}{os.environ['PATH']}",
         }
         if peer.preload:
-            found = sorted((self.folder / "venvs" / peer.name / "lib").rglob(peer.preload + "*"))
-            if found:
-                chosen["LD_PRELOAD"] = str(found[0])
+            libraries = sorted((self.folder / "venvs" / peer.name / "lib").rglob(peer.preload + "*"))
+            if libraries:
+                chosen["LD_PRELOAD"] = str(libraries[0])
         return dict(os.environ) | chosen | dict(peer.environment)
 
     def install(self, peer: Peer) -> None:
-        """Make the peer's environment, unless it is there and made of the same. Raises `SetupError`."""
+        """Make the peer's environment, unless one of the same recipe exists. Raises `SetupError`."""
         if peer.name == OURS:
             return
         venv = self.folder / "venvs" / peer.name
@@ -165,7 +168,7 @@ class Workshop:
         return folder
 
     def model(self, peer: Peer, shape: Shape, quant: str) -> Path:
-        """Where the model lies that the peer loads."""
+        """The path of the model that the peer loads."""
         if not peer.converted:
             return self.checkpoint(shape)
         name = peer.converted.format(shape=shape.name, module=peer.module.rstrip("_"), quant=quant)
@@ -226,4 +229,4 @@ def last_words(path: Path) -> str:
     """The last line of a log that looks like a reason."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     reasons = [line for line in lines[-60:] if "error" in line.lower() or "Error" in line]
-    return (reasons or lines or ["it said nothing"])[-1][:300]
+    return (reasons or lines or ["no output"])[-1][:300]

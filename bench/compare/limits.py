@@ -1,6 +1,7 @@
-"""What the machine can do at most, by headrace's own native probe: read bandwidth and int8 operations.
+"""The limits of the machine, by headrace's own native probe: read bandwidth and int8 operations.
 
-Run in a process of its own, so that a missing or failing native core is a sentence in the table and not an end.
+The probe has a process of its own, so a missing or failing native core does not end the run: the
+table has the reason.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ def probe(environment: Mapping[str, str], seconds: float) -> dict[str, float | s
         return {"error": "the native probe did not end"}
     if done.returncode:
         return {"error": f"the native probe ended with status {done.returncode}: {done.stderr.strip()[-200:]}"}
-    return understood(json.loads(done.stdout.strip().splitlines()[-1]))
+    return best_rates(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def understood(told: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float | str]:
-    """The probe's reply, {"error": ...} or a row for each ISA and quantity, in our words: the best of the ISAs."""
-    if isinstance(told, Mapping):
-        return {"error": str(told.get("error", "the native probe told nothing"))}
-    found: dict[str, float | str] = {}
+def best_rates(reply: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float | str]:
+    """The highest rate of the ISAs, by our names, from the probe's reply: {"error": ...} or one row for each rate."""
+    if isinstance(reply, Mapping):
+        return {"error": str(reply.get("error", "the native probe gave no reply"))}
+    rates_by_name: dict[str, float | str] = {}
     for ours, (theirs, unit) in NAMES.items():
-        rates = [float(row["rate"]) for row in told if row["what"] == theirs]
+        rates = [float(row["rate"]) for row in reply if row["what"] == theirs]
         if not rates:
-            return {"error": f"the native probe told no {theirs} rate"}
-        found[ours] = max(rates) / unit
-    return found
+            return {"error": f"the native probe gave no {theirs} rate"}
+        rates_by_name[ours] = max(rates) / unit
+    return rates_by_name

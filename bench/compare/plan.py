@@ -1,7 +1,7 @@
-"""What is measured, with whom, and in which order. Pure.
+"""The plan of a comparison: the works, the contenders and the order of turns. Pure.
 
 A `Turn` is one measurement. In a round every contender has its turn at a work, one after another, so that a busy moment
-of the machine falls on all of them alike; the first of a round is another one each time.
+of the machine falls on all of them alike; another contender is the first in each round.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """`kind` tells which process does it: "plain", one that also does others; "memory", "prefix" and "context", one
-    started for it; "first_token" and "serve", one for each measurement. `rounds` are those of a quick run."""
+    """A work that is measured.
+
+    `kind` is the process that does it: "plain", one for all such works; "memory", "prefix" and "context", one started
+    for it; "first_token" and "serve", one for each measurement. `rounds` are those of a quick run.
+    """
 
     name: str
     meaning: str
@@ -89,8 +92,7 @@ FULL: dict[str, dict[str, tuple[Contender, ...]]] = {
     "q06": dict.fromkeys(("decode", "prefill512", "batch32"), ALL),
 }
 
-# Whoever was fastest in earlier full runs, work by work; a quick run does not look for a new champion. It has no
-# context: reading 16,384 tokens takes minutes.
+# The fastest of earlier full runs, work by work. A quick run has no context: reading 16,384 tokens takes minutes.
 QUICK: dict[str, dict[str, tuple[Contender, ...]]] = {
     "l1b": {
         "memory": (LLAMA4, OURS4),
@@ -126,7 +128,7 @@ class Turn:
 
     @property
     def worker(self) -> tuple[str, str, str, str]:
-        """Whose process it takes: (shape, kind, peer, quant)."""
+        """The key of the process that takes the turn: (shape, kind, peer, quant)."""
         return (self.shape, WORKS[self.work].kind, self.contender.peer, self.contender.quant)
 
 
@@ -136,32 +138,32 @@ def contenders(
     works: Collection[str],
     peers: Collection[str],
 ) -> dict[tuple[str, str], tuple[Contender, ...]]:
-    """Who takes part, by (shape, work): what of the table was asked for; works without anybody are left out."""
-    found = {}
+    """The contenders of the table, by (shape, work), that are in the selection; a work without any is left out."""
+    listed = {}
     for work in WORKS:
         for shape in shapes:
             who = tuple(c for c in table[shape].get(work, ()) if c.peer in peers)
             if who and work in works:
-                found[shape, work] = who
-    return found
+                listed[shape, work] = who
+    return listed
 
 
 def turns(
     who: Mapping[tuple[str, str], Sequence[Contender]], rounds: Callable[[str], int], *, shapes_apart: bool
 ) -> Iterator[list[Turn]]:
     """The rounds in order, each a list of turns. With `shapes_apart` all rounds of a shape come before those of the
-    next: fewer models are in memory, but a run that is cut short knows nothing of the later shapes."""
+    next: fewer models are in memory, but a run that is cut short has no samples of the later shapes."""
     groups = [[shape] for shape in dict.fromkeys(shape for shape, _ in who)]
     if not shapes_apart:
         groups = [[shape for group in groups for shape in group]] if groups else []
     for shapes in groups:
-        mine = {place: own for place, own in who.items() if place[0] in shapes}
+        mine = {place: members for place, members in who.items() if place[0] in shapes}
         for number in range(max((rounds(work) for _, work in mine), default=0)):
             one = []
-            for (shape, work), own in mine.items():
+            for (shape, work), members in mine.items():
                 if number < rounds(work):
-                    start = number % len(own)
-                    one += [Turn(number, shape, work, c) for c in (*own[start:], *own[:start])]
+                    start = number % len(members)
+                    one += [Turn(number, shape, work, c) for c in (*members[start:], *members[:start])]
             if one:
                 yield one
 

@@ -1,4 +1,4 @@
-"""`headrace serve` under 32 HTTP streams: what the network, the text and the processes cost beside `LLM.generate`.
+"""`headrace serve` under 32 HTTP streams: the cost of the network, the text and the processes beside `LLM.generate`.
 
 The server detokenises, as it would for a user; the client runs in this process, on the same cores.
 """
@@ -50,7 +50,7 @@ def arguments(job: Job, tokenizer: Path, port: int) -> list[str]:
 
 @contextlib.contextmanager
 def server(command: Sequence[str], environment: dict[str, str], port: int, log: Path, seconds: float) -> Iterator[int]:
-    """A running server that answers; its process id. Raises `WorkerError` if it does not come up."""
+    """Start a server, yield its process id when it is healthy, end it. Raises `WorkerError` if it does not start."""
     with log.open("a") as file:
         print("$", *command, file=file, flush=True)
         process = subprocess.Popen(
@@ -103,10 +103,12 @@ def measure(workshop: Workshop, shape: Shape, contender: Contender, seconds: flo
         )
         asyncio.run(bench_serve.run(target, samples(shape.vocab, 2, 8, noise)))
         watch = Watch(pid)
-        timelines, taken = asyncio.run(bench_serve.run(target, samples(shape.vocab, NUM_STREAMS, NUM_NEW, noise)))
+        timelines, wall_seconds = asyncio.run(
+            bench_serve.run(target, samples(shape.vocab, NUM_STREAMS, NUM_NEW, noise))
+        )
         foreign = watch.share()
     errors = [timeline.error for timeline in timelines if timeline.error]
-    made = sum(timeline.num_output_tokens for timeline in timelines)
-    if errors or made != NUM_STREAMS * NUM_NEW:
-        raise WorkerError(errors[0] if errors else f"{made} tokens came where {NUM_STREAMS * NUM_NEW} were asked for")
-    return {"value": made / taken, "seconds": taken, "foreign": foreign}
+    num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
+    if errors or num_tokens != NUM_STREAMS * NUM_NEW:
+        raise WorkerError(errors[0] if errors else f"{num_tokens} tokens came of {NUM_STREAMS * NUM_NEW}")
+    return {"value": num_tokens / wall_seconds, "seconds": wall_seconds, "foreign": foreign}

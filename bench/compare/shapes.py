@@ -64,14 +64,14 @@ class Shape:
         layers where nothing is said. `group` 0 means one scale for each output; norms are left out, and scales at 16
         bits and more."""
         layers = [(*size, bits, group) for size in self.matrices.values()] * self.layers
-        found = 0.0
+        num_bytes = 0.0
         for rows, columns, width, inputs in [
             *layers,
             (self.vocab, self.hidden, head_bits or bits, head_group or group),
         ]:
             groups = 0 if width >= 16 else math.ceil(columns / inputs) if inputs else 1
-            found += rows * columns * width / 8 + rows * groups * SCALE_BYTES
-        return round(found)
+            num_bytes += rows * columns * width / 8 + rows * groups * SCALE_BYTES
+        return round(num_bytes)
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of keys and values of one token, all layers; int8 has a float scale for each head."""
@@ -174,9 +174,9 @@ def write_checkpoint(shape: Shape, folder: Path, seed: int = 0) -> None:
 
 def byte_letters() -> list[str]:
     """The 256 letters by which a byte-level BPE writes bytes (GPT-2's)."""
-    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
-    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def write_tokenizer(shape: Shape, source: Path, folder: Path) -> None:

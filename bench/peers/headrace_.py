@@ -59,14 +59,14 @@ class Headrace:
         params = self._params(temperature=0.0, max_tokens=num_new, ignore_eos=True)
         [output] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         if output.metrics is None or output.metrics.decode_time is None:
-            raise RuntimeError("the engine told no decode time")
+            raise RuntimeError("the engine gave no decode time")
         return output.metrics.decode_time
 
 
 def packed_bytes(folder: Path) -> int | None:
     """Size of the packed weights, which is what a token reads: the embedding stays in the checkpoint."""
-    found = sorted(folder.glob("headrace-*.packed"), key=lambda path: path.stat().st_mtime)
-    return found[-1].stat().st_size if found else None
+    files = sorted(folder.glob("headrace-*.packed"), key=lambda path: path.stat().st_mtime)
+    return files[-1].stat().st_size if files else None
 
 
 def convert(job: Job) -> None:
@@ -81,7 +81,7 @@ def convert(job: Job) -> None:
             link.symlink_to(os.path.relpath(Path(job.source) / file, folder))
     headrace.LLM(job.model, **fields(job), save_packed=True).close()
     if packed_bytes(folder) is None:
-        raise RuntimeError(f"no packed weights came to lie in {folder}")
+        raise RuntimeError(f"there are no packed weights in {folder}")
 
 
 if __name__ == "__main__":

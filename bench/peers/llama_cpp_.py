@@ -67,35 +67,35 @@ class LlamaCpp:
             for place, token_id in enumerate(prompt)
         ]
         latest = self._decode(rows)
-        made = len(latest)
+        num_tokens = len(latest)
         for i in range(num_new - 1):
             latest = self._decode(
                 [(seq, len(prompts[seq]) + i, token_id, True) for seq, token_id in sorted(latest.items())]
             )
-            made += len(latest)
-        return made
+            num_tokens += len(latest)
+        return num_tokens
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
         """Run rows of (sequence, position, token id, whether a token is wanted); the wanted tokens by sequence."""
-        found: dict[int, int] = {}
+        tokens: dict[int, int] = {}
         batch = self._batch
         for begin in range(0, len(rows), BATCH):
             part = rows[begin : begin + BATCH]
             batch.n_tokens = len(part)
-            for i, (seq, place, token_id, wanted) in enumerate(part):
+            for i, (seq, place, token_id, has_logits) in enumerate(part):
                 batch.token[i] = token_id
                 batch.pos[i] = place
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = seq
-                batch.logits[i] = wanted
+                batch.logits[i] = has_logits
             status = self._library.llama_decode(self._context, batch)
             if status:
                 raise RuntimeError(f"llama_decode returned {status}")
-            for i, (seq, _, _, wanted) in enumerate(part):
-                if wanted:
+            for i, (seq, _, _, has_logits) in enumerate(part):
+                if has_logits:
                     logits = self._library.llama_get_logits_ith(self._context, i)
-                    found[seq] = int(self._numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax())
-        return found
+                    tokens[seq] = int(self._numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+        return tokens
 
 
 # Names of llama.cpp by those of the checkpoint, and whether its rotary halves are stored interleaved there.

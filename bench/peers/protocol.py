@@ -1,4 +1,4 @@
-"""What every measured process does: load one model, then answer JSON commands on stdin, one line each.
+"""The program of every measured process: load one model, then answer JSON commands on stdin, one line each.
 
 The works are defined here, once, in terms of `Engine.generate`, so that all engines do the same. Runs inside the peers'
 environments: the standard library only. `bench.compare.workers` is at the other end.
@@ -38,8 +38,8 @@ FIRST_ID = 300  # below are bytes and special tokens
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process is started for. `do` is work, first_token or convert; `kv_tokens` is the room for context that
-    the engine is to have at least, over all sequences."""
+    """The task of a process. `do` is work, first_token or convert; `kv_tokens` is the least number of tokens, over all
+    sequences, that the engine's cache must hold."""
 
     do: str
     shape: str
@@ -82,7 +82,7 @@ class Works:
         self._noise = random.Random(time.time_ns() if seed is None else seed)
 
     def run(self, work: str, warm: bool = False) -> dict[str, float]:
-        """The figure of one run of `work` as "value", with what it was made of. Raises ValueError for no work."""
+        """Run `work` once: its figure as "value", and the parts of it. Raises ValueError for an unknown work."""
         if work in ("decode", "memory"):
             return self._decode(1 if work == "memory" else 0, warm)
         if match := re.fullmatch(r"prefill(\d+)", work):
@@ -110,10 +110,10 @@ class Works:
     def _time(self, num_seqs: int, num_prompt: int, num_new: int, prompts: list[list[int]] | None = None) -> float:
         prompts = prompts or [self.ids(num_prompt) for _ in range(num_seqs)]
         start = time.perf_counter()
-        made = self._engine.generate(prompts, num_new)
+        num_tokens = self._engine.generate(prompts, num_new)
         seconds = time.perf_counter() - start
-        if made != num_seqs * num_new:
-            raise RuntimeError(f"{made} tokens came where {num_seqs * num_new} were asked for")
+        if num_tokens != num_seqs * num_new:
+            raise RuntimeError(f"{num_tokens} tokens came of {num_seqs * num_new}")
         return seconds
 
     def _step_seconds(self, num_seqs: int, num_new: int) -> float:
@@ -149,17 +149,17 @@ def peak_rss_mib() -> int:
         for line in file:
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) // 1024
-    raise RuntimeError("the kernel tells no VmHWM")
+    raise RuntimeError("/proc has no VmHWM")
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {}
+    versions_by_name = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions_by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions_by_name[name] = "not installed"
+    return versions_by_name
 
 
 def first_prompt(vocab: int) -> list[int]:
@@ -167,7 +167,7 @@ def first_prompt(vocab: int) -> list[int]:
 
 
 def die_with_parent() -> None:
-    """A stopped process would not see its stdin end: have the kernel kill it when whoever started it is gone."""
+    """A stopped process would not see its stdin end: have the kernel kill it when its parent is gone."""
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -189,7 +189,7 @@ def main(load: Callable[[Job], Engine], convert: Callable[[Job], None], packages
         engine.generate([first_prompt(job.vocab)], 1)
         replies.write(json.dumps({"load_s": loaded, "peak_rss_mib": peak_rss_mib()}) + "\n")
         replies.flush()
-        os._exit(0)  # what comes after the first token is not asked for
+        os._exit(0)  # the rest is not measured
     works = Works(engine, job.vocab)
     ready = {"load_s": loaded, "weight_bytes": engine.weight_bytes, "versions": versions(packages)}
     replies.write(json.dumps(ready) + "\n")

@@ -341,9 +341,9 @@ def test_limits_are_the_best_of_the_isas() -> None:
         {"what": "int8", "isa": "scalar", "rate": 0.1e12},
         {"what": "f32", "isa": "avx2", "rate": 3e11},
     ]
-    assert limits.understood(rows) == {"bandwidth": 23.0, "int8": 0.1}
-    assert "error" in limits.understood(rows[:2])
-    assert limits.understood({"error": "why"}) == {"error": "why"}
+    assert limits.best_rates(rows) == {"bandwidth": 23.0, "int8": 0.1}
+    assert "error" in limits.best_rates(rows[:2])
+    assert limits.best_rates({"error": "why"}) == {"error": "why"}
 
 
 # -- report ------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_warm_ups_are_short(clock: list[float]) -> None:
 
 def test_tokens_that_are_missing_are_an_error(clock: list[float]) -> None:
     works = Works(Counting(clock, lost=1), 1000)
-    assert "asked for" in protocol.answer(works, {"work": "decode"}, 0)["error"]
+    assert "tokens came of" in protocol.answer(works, {"work": "decode"}, 0)["error"]
 
 
 SCRIPT = """

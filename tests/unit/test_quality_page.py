@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from bench import formats, quality
-from bench.made import LEVELS
+from bench.recipes import LEVELS
 from tests.laws import rules
 
 from headrace.quantize.base import method_names

@@ -1,7 +1,7 @@
 """The checkpoints that `python -m bench.quality --made` judges: one of every way that `headrace quantize` has.
 
-Each is made once, by the command itself, in a folder of its own, and kept until the model's weights change. GPTQ, AWQ
-and others that need a text are calibrated on the model's own words, which are not those that it is judged by.
+The command makes each of them once, in a folder of its own, which is valid until the model's weights change. GPTQ, AWQ
+and others that need a text are calibrated on text that the model wrote, other than the text of the evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FINE_TUNE = ROOT / "training" / "finetune_quantised.py"
 
 
 class Recipe(NamedTuple):
-    """name: of the row. options: of `headrace quantize`. suffix: of what is made (".gguf" for a file)."""
+    """A row: its name, the options of `headrace quantize`, and the suffix of its file or folder (".gguf")."""
 
     name: str
     options: str
@@ -75,9 +75,9 @@ def recipes(group: int, num_in: int, minutes: float) -> Iterator[Recipe]:
         yield Recipe(f"fine-tuned int4-g{group}", f"--minutes {minutes:g} --bits 4 --group-size {group}")
 
 
-def make(model: str, num_tokens: int, minutes: float = 0, wanted: str = "") -> Iterator[tuple[str, Path]]:
-    """(name of the row, what `headrace serve` takes) of every recipe whose name has `wanted` (a regular expression) in
-    it, made if it is not there yet. minutes: of fine-tuning rounded weights, 0 for none."""
+def make(model: str, num_tokens: int, minutes: float = 0, pattern: str = "") -> Iterator[tuple[str, Path]]:
+    """Yield (name of the row, path for `headrace serve`) of every recipe whose name matches the regular expression
+    `pattern`; a missing checkpoint is made. minutes: of fine-tuning rounded weights, 0 for none."""
     directory = hub.resolve(model)
     config = hub.read_json(directory / "config.json")
     hidden = int(config["hidden_size"])
@@ -88,7 +88,7 @@ def make(model: str, num_tokens: int, minutes: float = 0, wanted: str = "") -> I
     folder.mkdir(parents=True, exist_ok=True)
     words = folder / f"words-{num_tokens}.jsonl"
     for recipe in recipes(64, num_in, minutes):
-        if not re.search(wanted, recipe.name):
+        if not re.search(pattern, recipe.name):
             continue
         stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in recipe.name).strip("-")
         path = folder / (stem + recipe.suffix)
