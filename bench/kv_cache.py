@@ -3,7 +3,7 @@
 Capacity and speed are those of a shape (l1b: Llama-3.2-1B, int4 weights, random values: they do not matter to speed),
 one sequence behind `--contexts` tokens that are there already; the memory's bandwidth is measured before and after, by
 headrace's own probe. The loss is that of the built-in model, or of `--model`, with bfloat16 weights against the same
-model in float32, on a text that this writes or on `--text`, as `headrace bench quality` tells it. The rows go
+model in float32, on a text that the model writes or on `--text`, as in `headrace bench quality`. The rows go
 to bench/results/kv_cache.json, a plot to docs/figures/kv_cache.svg and a table into docs/quantisation.md between its
 marks. `--parts` measures some and keeps the rest; `--render` writes page and plot anew.
 """
@@ -54,7 +54,7 @@ def capacity(shape: Shape, dtype: str) -> Row:
 
 
 def filled(program: TapedProgram) -> None:
-    """Write the whole cache: memory that nobody wrote is one page of zeros, and read in no time."""
+    """Write the whole cache: memory that was never written is one page of zeros, and is read in no time."""
     for layer in program.cache.layers:
         for codes in (layer.keys, layer.values):
             codes.view(np.uint8)[:] = CODE_BYTE
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--dtypes", nargs="+", default=list(TYPE_CODES), choices=list(TYPE_CODES))
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--model", default="builtin", help="whose loss is told")
+    parser.add_argument("--model", default="builtin", help="model of the loss")
     parser.add_argument("--text", help="file with the text; by default the model writes one")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=512)

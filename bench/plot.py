@@ -24,7 +24,7 @@ BUDGET_US = 300
 
 
 def load(name: str) -> tuple[Any, str]:
-    """A result, and one line that tells where it was measured."""
+    """A result, and a line with the machine, the commit and the date."""
     record = json.loads((RESULTS / f"{name}.json").read_text())
     cpu = record["host"]["cpu"]
     return record["result"], f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {record['commit']}, {record['date']}"

@@ -62,11 +62,11 @@ def verdict(row: Row) -> str:
 
 def table(shape: Shape, rows: Sequence[Row], title: str) -> Table:
     grid = Table(title=f"{shape.name} ({shape.stands_for}): {title}", title_justify="left")
-    for name in ("work", "best peer", "headrace", "ratio", "aim", "reached", "share of the limit", ""):
-        grid.add_column(name, justify="right" if name in ("ratio", "share of the limit") else "left")
+    for name in ("work", "best peer", "headrace", "ratio (of pairs)", "aim", "reached", "share of the limit", ""):
+        grid.add_column(name, justify="right" if name in ("ratio (of pairs)", "share of the limit") else "left")
     for row in rows:
         share = "" if row.share is None else f"{row.share:.0%} {row.limit}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}× ({row.num_pairs} pairs)"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}× (of {row.num_pairs})"
         peers = [contender for contender in row.disturbed if not contender.ours]
         peer = labelled(row.peer, row.unit, bool(peers)) if row.peer or row.goal.ratio or peers else ""
         ours = labelled(row.ours, row.unit, len(peers) < len(row.disturbed)).removeprefix(f"{OURS} ")
@@ -76,7 +76,7 @@ def table(shape: Shape, rows: Sequence[Row], title: str) -> Table:
     return grid
 
 
-def everybody(shape: Shape, samples: Sequence[Sample]) -> Table:
+def medians(shape: Shape, samples: Sequence[Sample]) -> Table:
     """Medians of all contenders at all works, and how many of each one's samples were disturbed."""
     counts = figures.tallies(samples, shape.name)
     works = [work for work in WORKS if any(tally.work == work for tally in counts)]
@@ -102,7 +102,7 @@ def everybody(shape: Shape, samples: Sequence[Sample]) -> Table:
 
 def show(console: Console, shape: Shape, samples: Sequence[Sample], title: str) -> None:
     console.print(table(shape, figures.rows(shape, samples), title))
-    console.print(everybody(shape, samples))
+    console.print(medians(shape, samples))
     for name, unit in LIMITS.items():
         most = figures.limit(samples, name)
         reason = next((str(s["error"]) for s in samples if s.get("work") == "limits" and "error" in s), "not measured")

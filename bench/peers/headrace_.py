@@ -17,7 +17,7 @@ from bench.peers.protocol import Job
 
 
 def cache_bytes(job: Job) -> int:
-    """Room for keys and values of the job's context: f32, or where it wants int8, that and a float for each head."""
+    """Room for keys and values of the job's context: f32, or int8 and a float for each head."""
     config = json.loads((Path(job.source) / "config.json").read_text())
     head = config["head_dim"] + 4 if job.kv_cache_dtype == "int8" else config["head_dim"] * 4
     return int(job.kv_tokens * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head)

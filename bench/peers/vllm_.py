@@ -17,7 +17,7 @@ from bench.peers.protocol import Job
 
 
 class VLLM:
-    weight_bytes: int | None = None  # there is no file; the shape tells
+    weight_bytes: int | None = None  # there is no file: see `figures.weight_bytes`
 
     def __init__(self, job: Job) -> None:
         cores = sorted(os.sched_getaffinity(0))[: job.threads]
