@@ -162,6 +162,10 @@ def check_script(words: Sequence[str]) -> None:
             return
         except SystemExit as error:
             raise ValueError(f"{' '.join(words)}: {stderr.getvalue().strip()[-300:] or error}") from error
+        finally:  # scripts import their neighbours by short names, such as `data`
+            for name, module in list(sys.modules.items()):
+                if str(getattr(module, "__file__", "")).startswith(f"{ROOT}/training/"):
+                    del sys.modules[name]
     raise ValueError(f"{' '.join(words)} parsed no arguments")
 
 
