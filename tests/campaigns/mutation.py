@@ -38,14 +38,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build" / "mutation"))
 
 CORE = "src/headrace/core"
-FILES = ("scheduler", "batches", "intake", "endings", "blocks", "tables", "prefix", "queue", "shares")
+FILES = ("scheduler", "batches", "requests", "finish", "blocks", "tables", "prefix", "queue")
 TESTS = "tests/unit/core"
 # These start another process, which would have the unchanged source. What test_simulation has more is in other stages.
 NOT_USED = ("test_simulation.py", "test_S_05_checks_survive")
 # State machines of hypothesis, and what makes thousands of requests: for the files that they are about.
 SLOW = {
     "blocks": "TestPoolMachine or TestPrefixMachine", "prefix": "TestPrefixMachine",
-    "queue": "without_end or shares_are_of_work", "shares": "without_end or shares_are_of_work",
+    "queue": "without_end or shares_are_of_work",
 }  # fmt: skip
 # Too long for what they add: each waits for a rare event.
 LONG = ("beams_without_room_to_run", "beams_do_not_wait_for_one_another", "test_colliding_keys_do_no_harm",

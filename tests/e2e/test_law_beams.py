@@ -17,6 +17,7 @@ from tests.e2e.serving import serve, wait_for
 from tests.shallow import shallow
 
 from headrace import LLM, hub
+from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables
 from headrace.engine.core import EngineCore
 from headrace.protocol.beam import BeamSearchParams
@@ -182,7 +183,7 @@ def test_control_a_tail_written_by_two_beams_is_noticed(
     searches: list[Request], reference: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BlockTables, "shares_tail", lambda self, seq: False)
-    monkeypatch.setattr("headrace.core.scheduler.check_scheduler", lambda scheduler: None)
+    monkeypatch.setattr(Scheduler, "check", lambda self: None)
     core = make_core(enable_prefix_caching=False)
     assert run(core, searches) != reference
     core.close()

@@ -151,7 +151,8 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.pool.fail_at = 0
         # Every live sequence may be computed three times over, one token a step, with the others waiting.
-        bound = 10 + 3 * sum(s.max_len * (s.search.width if s.search else 1) for s in scheduler.sequences.values())
+        widths = {name: search.width for name, search in scheduler.searches.open.items()}
+        bound = 10 + 3 * sum(seq.max_len * widths.get(name, 1) for name, seq in scheduler.sequences.items())
         while scheduler.has_work():
             if not bound:
                 raise Violation(f"I-17: {len(scheduler.sequences)} requests did not end")

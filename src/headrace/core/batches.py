@@ -1,6 +1,6 @@
-"""From chosen sequences to a `ScheduledBatch`: the columns of a step, written down.
+"""From chosen sequences to a `ScheduledBatch`: the columns of a step.
 
-Decides nothing and changes no sequence; called by the scheduler alone, once a step.
+Decides nothing and changes no sequence. Called by the scheduler alone, once per step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ def make_batch(
     ended: list[int],
     asks: bool = False,
 ) -> tuple[list[Sequence], ScheduledBatch]:
-    """The sequences of the step, in its order, and its batch: one token of each of `ready`, then the `chunks`; with
-    the `drafts` of some sequences. `asks`: the tokens of all that may be guessed for are lent."""
+    """Return the sequences of a step, in its order, and its batch: one token of each of `ready`, then the `chunks`.
+
+    `drafts` are by sequence id. With `asks` the batch has the tokens of every sequence that may get draft tokens.
+    """
     flight = ready
     starts = [s.num_computed for s in ready]
     lens = [1] * len(ready)
@@ -36,12 +38,12 @@ def make_batch(
             lens.append(length)
             samples.append(stop == len(seq.tokens))
             token_ids += seq.tokens[start:stop]
-    # Most sequences want nothing of the kind, and this is done for every one in every step.
+    # Few sequences need the further columns, and this loop runs over all of them in every step.
     special = [(i, s) for i, s in enumerate(flight) if s.special]
     for i, seq in special:
         samples[i] = samples[i] and not seq.pooling
     if asks:
-        histories = {i: s.tokens for i, s in enumerate(flight) if samples[i] and (s.needs_history or may_guess(s))}
+        histories = {i: s.tokens for i, s in enumerate(flight) if samples[i] and (s.needs_history or may_draft(s))}
     else:
         histories = {i: s.tokens for i, s in special if s.needs_history and samples[i]}
     batch = ScheduledBatch(
@@ -58,7 +60,7 @@ def make_batch(
         next_token_ids=nexts,
         histories=histories,
         states={i: s.state for i, s in special if s.state is not None and samples[i]},
-        pooling={i: pooling_of(s) for i, s in special if s.pooling and wants_rows(s, lens[i])},
+        pooling={i: pooling_of(s) for i, s in special if s.pooling and pools_rows(s, lens[i])},
         drafts={i: drafts[s.seq_id] for i, s in enumerate(flight) if s.seq_id in drafts} if drafts else {},
         ended=ended,
         asks=asks,
@@ -66,16 +68,16 @@ def make_batch(
     return flight, batch
 
 
-def may_guess(seq: Sequence) -> bool:
-    """Whether guesses of how it goes on are of use."""
-    return seq.params.speculation and seq.search is None
+def may_draft(seq: Sequence) -> bool:
+    """Whether draft tokens after `seq` are of use."""
+    return seq.params.speculation and not seq.is_beam
 
 
-def wants_rows(seq: Sequence, length: int) -> bool:
-    """Whether the hidden states of its next `length` tokens are wanted."""
+def pools_rows(seq: Sequence, length: int) -> bool:
+    """Whether the hidden states of the next `length` tokens of `seq` are pooled."""
     return seq.pooling == "mean" or seq.num_computed + length == len(seq.tokens)
 
 
 def pooling_of(seq: Sequence) -> tuple[Pooling, list[float]]:
-    """How they are pooled, and with what was pooled before; a sequence that begins again forgets that."""
+    """Return the kind of pooling, and the numbers pooled before; none for a sequence that begins again."""
     return seq.pooling, seq.pooled if seq.num_computed else []

@@ -1,8 +1,8 @@
-"""`BlockPool`: who holds which KV block. Owns reference counts, the free stack, the eviction order and the pins.
+"""`BlockPool`: the state of every KV block. Owns reference counts, the free stack, the eviction order and the pins.
 
-A block is free, or held (by block tables and pins), or evictable: held by nobody but still cached under a key,
-and kept until its room is needed. Knows ints only: no tokens, no keys, no requests. Called by the scheduler and
-by the prefix cache, which is told through `on_evict` when a cached block goes.
+A block is free, or held (by block tables and pins), or evictable: without a reference but still cached under a key,
+until its room is needed. Knows ints only: no tokens, no keys, no requests. Called by the scheduler and by the prefix
+cache, whose `on_evict` is called when a cached block is evicted.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give."""
+        """Blocks that `allocate` can return."""
         return len(self.free) + len(self.evictable)
 
     @property
     def num_held(self) -> int:
-        """Blocks that tables and pins hold."""
+        """Blocks held by tables and pins."""
         return self.num_blocks - len(self.free) - len(self.evictable)
 
     def blocks_for(self, num_slots: int) -> int:
-        """Blocks that hold `num_slots` positions. Admission and allocation both size by this (I-19)."""
+        """Return the number of blocks that hold `num_slots` positions. Admission and allocation use the same (I-19)."""
         return -(-num_slots // self.block_size)
 
     def allocate(self, num: int) -> list[int] | None:
-        """`num` blocks, each with one reference; or None, and then nothing has changed (I-6).
+        """Return `num` blocks, each with one reference; or None, with nothing changed (I-6).
 
         Cached blocks are evicted, least recently used first, once no free ones are left.
         """
@@ -76,7 +76,7 @@ class BlockPool:
         return blocks
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block: held ones, or cached ones that nobody holds.
+        """Add one reference to each block, held or evictable.
 
         Raises `InvariantError` (I-3) for a free block.
         """
@@ -91,12 +91,12 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the last of the table first, so that leaves are evicted before parents.
 
-        Raises `InvariantError` (I-2) for a block that nobody holds.
+        Raises `InvariantError` (I-2) for a block without a reference.
         """
         refs = self.refs
         for block in reversed(blocks):
             if refs[block] <= 0:
-                raise InvariantError("I-2", f"block {block} was released and nobody held it")
+                raise InvariantError("I-2", f"block {block} was released and not held")
             refs[block] -= 1
             if not refs[block]:
                 if self.cached[block]:
@@ -109,22 +109,22 @@ class BlockPool:
         self.pins.append(block)
 
     def unpin(self) -> None:
-        """Retire the step in flight."""
+        """Release the pins: the step in flight is retired."""
         pins, self.pins = self.pins, []
         self.release(pins)
 
     def mark_cached(self, block: int) -> None:
-        """Keep `block`, which is held, as evictable when the last reference goes."""
+        """Make `block`, which is held, evictable instead of free when its last reference is released."""
         self.cached[block] = True
 
     def forget_cached(self) -> None:
-        """No block is cached any more: evictable ones are free, held ones will be when let go."""
+        """Uncache all blocks: evictable ones are free now, held ones when they are released."""
         self.free.extend(self.evictable)
         self.evictable.clear()
         self.cached = [False] * self.num_blocks
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Compare with the block tables that exist. Raises `InvariantError` I-1, I-2 or I-3."""
+        """Compare the counts with all block tables. Raises `InvariantError` I-1, I-2 or I-3."""
         held = Counter(block for table in tables for block in table)
         held.update(self.pins)
         num_held = sum(count > 0 for count in self.refs)

@@ -1,6 +1,6 @@
-"""`Counters`: what the scheduler has done since its start. Numbers that only grow, and how they are told.
+"""`Counters`: what the scheduler has done since its start, in numbers that only grow, and the `Stats` made of them.
 
-Knows no rules; the scheduler counts, and asks for `Stats` after each step.
+Holds no rules. Called by the scheduler and the drafts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ class Counters:
         self.num_accepted_tokens = 0
         self.num_accepted_per_pos: list[int] = []
 
+    def count_start(self, num_prompt: int, num_hits: int, is_query: bool) -> None:
+        """Count a started request, and unless it may not use the prefix cache, its lookup there."""
+        self.num_prompt_tokens += num_prompt
+        if is_query:
+            self.prefix_cache_queries += num_prompt
+            self.prefix_cache_hits += num_hits
+
     def verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Count one draft and what was kept of it."""
+        """Count one draft, and how many of its tokens were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
@@ -52,7 +59,8 @@ class Counters:
             per_pos[place] += 1
 
     def stats(self, pool: BlockPool, num_running: int, num_waiting: int, beam_blocks: tuple[int, int]) -> Stats:
-        """The counters, with the gauges of this moment. `beam_blocks`: held by searches, and as if they shared none."""
+        """Return the counters and the present gauges. `beam_blocks`: the blocks that searches hold, and would hold
+        without sharing."""
         return Stats(
             num_running=num_running,
             num_waiting=num_waiting,

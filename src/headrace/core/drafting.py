@@ -103,7 +103,7 @@ class Drafts:
                 self.tables.trim(flight[index])
         for index, draft in result.drafts.items():
             seq = flight[index]
-            if index not in failed and seq.status is Status.RUNNING and seq.search is None:
+            if index not in failed and seq.status is Status.RUNNING and not seq.is_beam:
                 seq.draft = draft
                 self._open = True
 

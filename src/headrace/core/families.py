@@ -1,8 +1,8 @@
 """`Families`: running sequences that answer the same prompt (`n` > 1), so that one can fork another's blocks.
 
 A family is one group of requests with equal prompt, salt and adapter. The first to run computes the prompt; its
-siblings wait for that and then share its blocks. If it is gone, another running one serves, or else the next sibling
-computes the prompt itself. Knows sequences, not blocks; called by the scheduler alone.
+siblings wait for that and then share its blocks. If the first has ended, another running sibling is the source, or
+else the next sibling computes the prompt itself. Knows sequences, not blocks; called by the scheduler and the tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.core.sequence import Sequence
 
 
 class Families:
-    """Family key -> its running sequences, in the order in which they started."""
+    """The running sequences of each family key, in the order in which they started."""
 
     def __init__(self) -> None:
         self._running: dict[bytes, list[Sequence]] = {}
@@ -33,18 +33,19 @@ class Families:
                 del self._running[seq.family]
 
     def source(self, seq: Sequence) -> Sequence | None:
-        """A running sibling that has computed all that `seq` can share with it."""
-        wanted = shareable(seq)
+        """Return a running sibling that has computed all tokens that `seq` can share, or None."""
+        num_shareable = shareable(seq)
         for sibling in self._running.get(seq.family, ()):
-            if sibling.num_computed >= wanted:
+            if sibling.num_computed >= num_shareable:
                 return sibling
         return None
 
     def awaited(self, seq: Sequence) -> bool:
-        """Whether a sibling is on its way to computing the prompt, so that `seq` had better wait for it."""
+        """Whether a running sibling is still computing the prompt, so that `seq` waits to share its blocks."""
         return seq.family in self._running and seq.may_share and self.source(seq) is None
 
 
 def shareable(seq: Sequence) -> int:
-    """Number of tokens that `seq` can share with a sibling: the prompt, but at least one token is left to compute."""
+    """Return the number of tokens that `seq` can share with a sibling: the prompt, less one if nothing follows it, so
+    that one token remains to compute."""
     return min(seq.num_prompt, len(seq.tokens) - 1)

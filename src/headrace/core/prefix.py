@@ -1,9 +1,9 @@
-"""`PrefixCache`: finds the blocks that already hold the beginning of a token list, and remembers new ones.
+"""`PrefixCache`: finds the blocks that already hold the beginning of a token list, and publishes new ones.
 
 A full block is known by a keyed BLAKE2b of (key of all before it, its token ids); the root key covers salt, adapter
-and the fingerprint of model and cache. Knows ints and bytes: no requests, no model. The secret key is given, since
-the core draws no randomness. Whole blocks are found by walking keys; the next block is then found by its first token
-and reused as far as it agrees, so that reuse is by token, as in a radix tree (SGLang, arXiv:2312.07104, section 3).
+and the fingerprint of model and cache. Knows ints and bytes: no requests, no model. The secret key is an argument,
+since the core draws no randomness. Whole blocks are found by walking keys, the next block by its first token; that one
+is reused as far as it agrees, so that reuse is by token, as in a radix tree (SGLang, arXiv:2312.07104, section 3).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 class PrefixCache:
     """Cached blocks of one pool. `key` is secret to the process (at most 64 bytes); `fingerprint` names the model
-    and the form of its cache, so that no other's blocks can ever match."""
+    and the form of its cache, so that blocks of another never match."""
 
     def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"") -> None:
         self.pool = pool
@@ -45,11 +45,11 @@ class PrefixCache:
         return len(self.blocks)
 
     def root(self, salt: str, adapter: bytes = b"") -> bytes:
-        """The key that all prefixes under this salt and this adapter (a digest of its content) begin with."""
+        """Return the key before the first block, for a salt and an adapter (a digest of its content)."""
         return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), adapter, self._fingerprint)
 
     def family_key(self, root: bytes, group: str, tokens: list[int]) -> bytes:
-        """A name for the requests of one group with one prompt under one root."""
+        """Return the key of the requests of one group with one prompt under one root."""
         return self._digest(b"family", root, group.encode("utf-8", "surrogatepass"), array("q", tokens).tobytes())
 
     def _digest(self, person: bytes, *parts: bytes) -> bytes:
@@ -60,55 +60,55 @@ class PrefixCache:
         return hasher.digest()
 
     def child_key(self, parent: bytes, content: bytes) -> bytes:
-        """The key of the tokens in `content` after everything that `parent` stands for."""
+        """Return the key of the tokens in `content` after all tokens of the key `parent`."""
         return blake2b(parent + content, key=self._key, digest_size=32).digest()
 
     def match(self, tokens: list[int], keys: list[bytes], limit: int) -> tuple[list[int], int]:
-        """Blocks that hold the longest known beginning of `tokens`, and how many tokens they hold (at most `limit`).
+        """Return the blocks of the longest cached prefix of `tokens`, and how many tokens they hold (at most `limit`).
 
         If that is not a multiple of the block size, the last block agrees in part only: it may be read up to
         there, and must be copied before it is written. Extends `keys` (see `Sequence`) as far as it walks, and
         changes nothing else; the caller takes the blocks.
         """
         size = self.pool.block_size
-        found: list[int] = []
+        blocks: list[int] = []
         num = 0
         while num + size <= limit:
             content = array("q", tokens[num : num + size]).tobytes()
-            if len(keys) == len(found) + 1:
+            if len(keys) == len(blocks) + 1:
                 keys.append(self.child_key(keys[-1], content))
-            block = self.blocks.get(keys[len(found) + 1])
-            if block is None or self.entries[block] != (keys[len(found) + 1], keys[len(found)], content):
+            block = self.blocks.get(keys[len(blocks) + 1])
+            if block is None or self.entries[block] != (keys[len(blocks) + 1], keys[len(blocks)], content):
                 break
-            found.append(block)
+            blocks.append(block)
             num += size
         if num < limit:
-            block, common = self._best_child(keys[len(found)], tokens[num : min(limit, num + size)])
+            block, common = self._best_child(keys[len(blocks)], tokens[num : min(limit, num + size)])
             if common:
-                found.append(block)
+                blocks.append(block)
                 num += common
-        return found, num
+        return blocks, num
 
     def _best_child(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The child of `parent` that begins like `tokens`, and the number of tokens that agree.
+        """Return the child of `parent` that agrees longest with `tokens`, and the number of tokens that agree.
 
-        Looks at no more than `MAX_CANDIDATES` children with the right first token, newest first.
+        Compares at most `MAX_CANDIDATES` children with the same first token, newest first.
         """
         best, longest = -1, 0
-        wanted = array("q", tokens).tobytes()
+        content = array("q", tokens).tobytes()
         children = self.children.get((parent, tokens[0]), {})
         for block, _ in zip(reversed(children), range(MAX_CANDIDATES), strict=False):
-            common = _common(wanted, self.entries[block].content)
+            common = _common(content, self.entries[block].content)
             if common > longest:
                 best, longest = block, common
         return best, longest
 
     def publish(self, tokens: list[int], keys: list[bytes], table: list[int], first: int, last: int) -> bool:
-        """Make blocks first ... last - 1 of `table`, full and computed, known by their keys (which are extended).
+        """Cache blocks first ... last - 1 of `table`, full and computed, under their keys (which are extended).
 
-        Where another block is known by the same key, `table` gets that one, with a reference, and the sequence's own
-        is released: so the parent of a known block is known, and held for as long as its child is. Returns False if
-        a key is taken by different tokens; then nothing from there on is published.
+        Where another block is cached under the same key, `table` gets that one, with a reference, and the sequence's
+        block is released: so the parent of a cached block is cached, and held for as long as its child is. Returns
+        False if a key has different tokens; then nothing from there on is published.
         """
         pool, size = self.pool, self.pool.block_size
         content_of_all = array("q", tokens[first * size : last * size]).tobytes()
@@ -118,23 +118,23 @@ class PrefixCache:
             parent = keys[index]
             if len(keys) == index + 1:
                 keys.append(self.child_key(parent, content))
-            key, own = keys[index + 1], table[index]
-            known = self.blocks.get(key)
-            if known is None:
-                self.blocks[key] = own
-                self.entries[own] = Entry(key, parent, content)
-                self.children.setdefault((parent, tokens[index * size]), {})[own] = None
-                pool.mark_cached(own)
-            elif self.entries[known] != (key, parent, content):
+            key, block = keys[index + 1], table[index]
+            other = self.blocks.get(key)
+            if other is None:
+                self.blocks[key] = block
+                self.entries[block] = Entry(key, parent, content)
+                self.children.setdefault((parent, tokens[index * size]), {})[block] = None
+                pool.mark_cached(block)
+            elif self.entries[other] != (key, parent, content):
                 return False
-            elif known != own:
-                pool.take((known,))
-                table[index] = known
-                pool.release((own,))
+            elif other != block:
+                pool.take((other,))
+                table[index] = other
+                pool.release((block,))
         return True
 
     def reset(self) -> None:
-        """Forget everything. Blocks that are held stay held, unknown."""
+        """Forget all keys. Blocks that are held stay held, uncached."""
         self.blocks.clear()
         self.entries.clear()
         self.children.clear()
@@ -152,7 +152,7 @@ class PrefixCache:
     def check(self, roots: set[bytes] | None = None) -> None:
         """Compare the maps with one another and with the pool. Raises `InvariantError` I-5.
 
-        With `roots`, the parent of each block must be a root or the key of a known block.
+        With `roots`, the parent of each block must be a root or the key of a cached block.
         """
         if len(self.blocks) != len(self.entries) or sum(self.pool.cached) != len(self.blocks):
             raise InvariantError("I-5", "keys, blocks and the pool's marks differ in number")
@@ -177,7 +177,7 @@ def _first_token(content: bytes) -> int:
 
 
 def _common(left: bytes, right: bytes) -> int:
-    """Number of equal items at the beginning of two arrays of 64-bit integers."""
+    """Return the number of equal items at the beginning of two arrays of 64-bit integers."""
     size = min(len(left), len(right))
     differ = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not differ:

@@ -2,34 +2,36 @@
 
 Owns the waiting queue, the running set and, through `BlockPool` and `PrefixCache`, the blocks. Knows token ids,
 numbers and nothing else: no tensors, no text, no clock, no config. The engine calls `add` and `abort` at any moment,
-and `schedule` then `commit` once per step. There is no prefill or decode phase: a sequence has a gap between the
-tokens it knows and those it has computed, and steps hand out budget until it is closed.
+and `schedule` then `commit` once per step. There is no prefill or decode phase: a sequence has a gap between its known
+and its computed tokens, and steps spend their budget on gaps until all are closed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
+from headrace.core import invariants
 from headrace.core.batches import make_batch
+from headrace.core.beams.searches import Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.counters import Counters
 from headrace.core.drafting import Drafts
-from headrace.core.endings import append_known, finish_of
 from headrace.core.families import Families
-from headrace.core.finish import STOP, is_pooled
-from headrace.core.intake import make_sequence, verify_numbers
-from headrace.core.invariants import check_scheduler
-from headrace.core.outputs import keep_pooled, keep_states, pass_on_logprobs
+from headrace.core.finish import STOP, append_known, finish_of, is_pooled
+from headrace.core.outputs import add_logprobs, add_pooled, add_states
 from headrace.core.prefix import PrefixCache
-from headrace.core.queue import ORDER, WaitingQueue
-from headrace.core.searches import Searches
+from headrace.core.queue import ORDER, Ranks, WaitingQueue
+from headrace.core.requests import make_sequence, verify_fit
 from headrace.core.sequence import NEVER, Sequence, Status
-from headrace.core.shares import Shares
 from headrace.core.tables import BlockTables
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 MAX_PREEMPTIONS = 2
+
+Row = tuple[Sequence, int, bool, int]
+"""What a step gave one sequence: the tokens computed, whether one was sampled after them, and which (or -1)."""
 
 
 class Scheduler:
@@ -39,10 +41,10 @@ class Scheduler:
     `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens, so that each
     running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
     off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), by priority, or by
-    tenants' shares ("fair"), then arrival; what was overtaken `max_overtaking` times goes before all others.
-    `speculates`: the executor guesses tokens.
+    tenants' shares ("fair"), then arrival; a sequence that was overtaken `max_overtaking` times goes before all others.
+    `speculates`: the executor returns draft tokens.
 
-    Raises `ValueError` for numbers that can not work.
+    Raises `ValueError` for a number out of its range.
     """
 
     def __init__(
@@ -63,8 +65,14 @@ class Scheduler:
         cache_fingerprint: bytes = b"",
         speculates: bool = False,
     ) -> None:
-        numbers = (max_num_seqs, max_num_batched_tokens, max_overtaking, max_model_len, long_prefill_token_threshold)
-        verify_numbers(*numbers, policy)
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("max_model_len", max_model_len, 2),
+            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint)
         # The last token of a sequence is never computed, so it needs no slot.
@@ -78,7 +86,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.shares = Shares(policy)
+        self.ranks = Ranks(policy)
         self.enable_chunked_prefill = enable_chunked_prefill
         self.chunk_limit = long_prefill_token_threshold or NEVER
 
@@ -87,38 +95,39 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.families = Families()
         self.tables = BlockTables(self.pool, self.cache, self.families, enable_prefix_caching)
+        self._next_id = count(1).__next__
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
         # The step in flight: its batch, its sequences in the same order, and those of them that were aborted since.
         self.batch: ScheduledBatch | None = None
         self.flight: list[Sequence] = []
         self.zombies: list[Sequence] = []
         self._started: dict[str, int] = {}
-        self.finished: dict[str, Finish] = {}  # ends that the next commit tells
-        # Who was refused for want of blocks, and how many there were then.
+        self.finished: dict[str, Finish] = {}  # ends that the next commit reports
+        # The last sequence that lacked blocks to start, and how many there were then.
         self._refused: Sequence | None = None
         self._refused_room = 0
-        # Sequences that were there when the last step came out empty.
+        # Sequences in the system when the last step was scheduled, if that was empty.
         self.num_stalled = 0
 
         self.num_added = 0
         self.num_finished = 0
-        self._num_seqs_ever = 0
         self.counters = Counters()
         self.drafts = Drafts(self.tables, self.counters, speculates)
 
     # -- requests in and out -------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its end is told by a later `commit`, even if its resumed tokens end it at once.
+        """Queue a request. A later `commit` reports its end, even if its resumed tokens end it at once.
 
-        Raises `RequestError` for an empty prompt, an id in use, too many resumed tokens or too wide a beam search, and
-        `ContextLengthError` for a prompt that leaves no room for a token (so it could never run).
+        Raises `RequestError` for an id in use, and what `verify_fit` raises.
         """
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
-        seq = make_sequence(request, self._next_id(), self.max_model_len, self.eos_token_ids, self.cache)
-        seq.rank = self.shares.rank(request, self.waiting.least_rank)
-        self.searches.begin(request, seq, self.max_num_seqs)
+        seq_id = self._next_id()
+        verify_fit(request, self.max_model_len, self.max_num_seqs, self.pool.num_blocks, self.block_size)
+        seq = make_sequence(request, seq_id, self.max_model_len, self.eos_token_ids, self.cache)
+        seq.rank = self.ranks.rank(request, self.waiting.least_rank)
+        self.searches.begin(request, seq)
         self.sequences[seq.request_id] = seq
         self.num_added += 1
         finish = finish_of(seq, self.eos_token_ids) if request.resume_token_ids else None
@@ -128,7 +137,7 @@ class Scheduler:
             self.waiting.add(seq)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; the next `commit` tells so. Safe at any moment: the blocks of a step in flight stay
+        """End a request now; the next `commit` reports it. Safe at any moment: the blocks of a step in flight stay
         held until it is retired (I-7). False if there is no such request, or it has ended."""
         seq = self.sequences.get(request_id)
         if seq is None or seq.status is Status.FINISHED:
@@ -139,8 +148,8 @@ class Scheduler:
         return True
 
     def preempt(self, request_id: str) -> bool:
-        """Send a running request back to the queue, for tests of the promise that this changes no output.
-        False if it is not running, or a step is in flight."""
+        """Send a running request back to the queue, for tests that this changes no output. False if the request is not
+        running, or a step is in flight."""
         seq = self.sequences.get(request_id)
         if seq is None or seq.status is not Status.RUNNING or self.batch is not None:
             return False
@@ -148,19 +157,19 @@ class Scheduler:
         return True
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. Running sequences go on with their blocks and publish no more of them."""
+        """Forget every cached prefix. Running sequences keep their blocks and publish no more of them."""
         self.cache.reset()
         for seq in self.running:
             seq.publish_at = NEVER
 
     def has_work(self) -> bool:
-        """Whether a step would do anything, be it only to tell of a request that ended between steps."""
+        """Whether a step would compute anything, or report a request that ended between steps."""
         return bool(self.sequences)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch:
-        """Choose the next step. The batch may be empty, and is to be committed like any other.
+        """Choose the next step. The batch may be empty, and is committed like any other.
 
         Gaps of one token come first, so that no long prompt delays them; then larger gaps of running sequences;
         then waiting ones, while blocks and budget last. Raises `HeadraceError` if a step is in flight.
@@ -172,11 +181,13 @@ class Scheduler:
         ready = [s for s in running if len(s.tokens) - s.num_computed == 1]
         wide = [s for s in running if len(s.tokens) - s.num_computed > 1] if len(ready) < num_running else []
         edge = [s for s in ready if not s.num_computed % size]
-        if edge:
-            self._grow_by_one(edge)
+        if edge and not self.tables.grow_by_one(edge):
+            for seq in edge:
+                if seq.status is Status.RUNNING:
+                    self._grow(seq, 1)
         promised = 0
         if self.searches.open:
-            ready = self._part_tails(ready)
+            ready = self._copy_shared_tails(ready)
             promised = self.searches.num_reserved()
 
         budget = self.max_num_batched_tokens - len(ready)
@@ -194,7 +205,7 @@ class Scheduler:
         if len(self.running) == num_running:
             self._admit_waiting(chunks, budget, promised)
         else:
-            # Some were thrown out, maybe after they had their place in this step; then nobody enters either.
+            # Some were preempted, maybe after they had their place in this step; then no waiting one starts either.
             chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + n]
         if edge or len(self.running) < num_running:
             ready = [s for s in ready if len(s.block_table) * size > s.num_computed]
@@ -205,9 +216,9 @@ class Scheduler:
         counters = self.counters
         counters.num_steps += 1
         for seq, length in chunks:
-            again = max(0, min(seq.high_water, seq.num_computed + length) - seq.num_computed)
-            seq.num_recomputed += again
-            counters.num_recomputed_tokens += again
+            num_again = max(0, min(seq.high_water, seq.num_computed + length) - seq.num_computed)
+            seq.num_recomputed += num_again
+            counters.num_recomputed_tokens += num_again
         drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
         copies, ended = self.tables.take_copies(), self.drafts.take_ended()
         asks = self.drafts.asks(len(ready) + len(chunks))
@@ -216,9 +227,9 @@ class Scheduler:
         return self.batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
-        """Take in what a step gave: tokens, ends, blocks to publish; let go of what it held.
+        """Apply the result of a step: append tokens, end sequences, publish blocks, and release what the step held.
 
-        A chunk that failed ends its sequence and nothing it computed in the step is published.
+        A chunk that failed ends its sequence, and nothing that it computed in the step is published.
         Raises `HeadraceError`, changing nothing, if `batch` is not the step in flight or `result` not its result.
         """
         flight = self.flight
@@ -227,18 +238,18 @@ class Scheduler:
         aborted = self._retire()
         if batch.drafts:
             self.drafts.settle(batch, flight, result)
-        rows: Iterable[tuple[Sequence, int, bool, int]]
+        rows: Iterable[Row]
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
-        found: dict[str, BeamResult] = {}
+        beams: dict[str, BeamResult] = {}
         if aborted or result.errors or self.searches.open or -1 in result.token_ids:
             # A deferred chunk has computed all but its last token, and sampled nothing.
             rows = [
                 (s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)
             ]
             failed = self._drop_failed(rows, result.errors)
-            found = self._advance_searches(rows, result, failed)
-            rows = [row for index, row in enumerate(rows) if index not in failed and row[0].search is None]
+            beams = self._advance_searches(rows, result, failed)
+            rows = [row for index, row in enumerate(rows) if index not in failed and not row[0].is_beam]
         seqs: list[Sequence] = []
         ended: list[tuple[Sequence, Finish]] = []
         for seq, length, sampled, token in rows:
@@ -267,29 +278,24 @@ class Scheduler:
         if batch.asks or batch.drafts:
             self.drafts.keep(flight, batch, result, failed)
         self.counters.num_generated_tokens += sum(map(len, added))
-        output = StepOutput(
-            step_id=batch.step_id,
-            request_ids=[s.request_id for s in seqs],
-            token_ids=added,
-            started=self._started,
-            finished=self.finished,
-            beams=found,
-        )
+        started, self._started = self._started, {}
+        finished, self.finished = self.finished, {}
+        output = StepOutput(step_id=batch.step_id, token_ids=added, started=started, finished=finished, beams=beams)
+        output.request_ids = [s.request_id for s in seqs]
         if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
-            kept = {i for i, s in enumerate(flight) if i not in failed and s.search is None}
-            pass_on_logprobs(batch, flight, result, output, kept)
-            keep_states(flight, result, output, kept)
-            keep_pooled(batch, flight, result, output, kept)
-        self.num_finished += len(self.finished)
-        for request_id in self.finished:
+            valid = {i for i, s in enumerate(flight) if i not in failed and not s.is_beam}
+            add_logprobs(batch, flight, result, output, valid)
+            add_states(flight, result, output, valid)
+            add_pooled(batch, flight, result, output, valid)
+        self.num_finished += len(finished)
+        for request_id in finished:
             del self.sequences[request_id]
-        self._started, self.finished = {}, {}
         output.stats = self.stats()
         return output
 
     def retract(self) -> None:
-        """Take back the step in flight, whose executor raised. All of its sequences compute their tokens again: a
-        block that they were to share may not have been copied."""
+        """Withdraw the step in flight, whose executor raised. All of its sequences compute their tokens again: a block
+        that they were to share may not have been copied."""
         flight = self.flight
         self._retire()
         for seq in flight:
@@ -298,28 +304,17 @@ class Scheduler:
 
     # -- parts of schedule() -------------------------------------------------------------------------------------
 
-    def _grow_by_one(self, seqs: list[Sequence]) -> None:
-        """One more block for each, in one call if there is room."""
-        blocks = self.pool.allocate(len(seqs))
-        if blocks is not None:
-            for seq, block in zip(seqs, blocks, strict=True):
-                seq.block_table.append(block)
-            return
-        for seq in seqs:
-            if seq.status is Status.RUNNING:
-                self._grow(seq, 1)
-
-    def _part_tails(self, seqs: list[Sequence]) -> list[Sequence]:
-        """Of `seqs`, with one token to compute each, those that can write it: beams that share the block get a copy."""
-        shared = [s for s in seqs if s.search is not None and s.block_table and self.tables.shares_tail(s)]
+    def _copy_shared_tails(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Copy the block that each of `seqs` writes next, if beams share it. Returns those that can write."""
+        shared = [s for s in seqs if s.is_beam and s.block_table and self.tables.shares_tail(s)]
         stuck = {s.seq_id for s in shared if s.status is Status.RUNNING and not self._grow(s, 1)}
         return [s for s in seqs if s.seq_id not in stuck]
 
     def _grow(self, seq: Sequence, length: int) -> bool:
-        """Blocks for `length` more tokens; preempts the last in the queue's order until there is room.
+        """Add blocks for `length` more tokens; preempts the last in the queue's order until there is room.
 
-        Protected sequences are never victims. False if `seq` itself had to go, or (only when an allocation was made
-        to fail) nobody could.
+        Protected sequences are never victims. False if `seq` itself was preempted, or (only when an allocation was made
+        to fail) there is no victim.
         """
         while not self.tables.grow(seq, length):
             candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS]
@@ -331,9 +326,10 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence, forced: bool = False) -> None:
-        """Back to the queue, with all beams of a search, by recompute: blocks are let go, and found again if they are
-        still cached. One that was `forced` is not counted among those that protect."""
-        for member in seq.members:
+        """Send `seq` back to the queue, with all beams of a search. Its blocks are released, and matched again if they
+        are still cached. A `forced` preemption does not count towards protection."""
+        search = self.searches.get(seq)
+        for member in [seq] if search is None else search.live:
             if member.status is Status.RUNNING:
                 self._leave(member)
                 member.move(Status.WAITING)
@@ -342,21 +338,21 @@ class Scheduler:
             member.num_forced += forced
             member.num_preemptions += not forced
         self.counters.num_preemptions += 1
-        self.waiting.add(seq if seq.search is None else seq.search.retire())
+        self.waiting.add(seq if search is None else search.retire())
 
     def _chunk(self, seq: Sequence, num_computed: int, budget: int) -> int:
-        """How many tokens of `seq` after the first `num_computed` go into a step with `budget` left."""
+        """Return how many tokens of `seq` after the first `num_computed` go into a step with `budget` left."""
         gap = len(seq.tokens) - num_computed
-        # A running sequence has its prompt behind it; what was forced upon it since must not wait for a wide step.
+        # A running sequence has computed its prompt; tokens that a grammar forced since must not wait for a wide step.
         if self.enable_chunked_prefill or seq.status is Status.RUNNING:
             return min(gap, budget, self.chunk_limit)
         return gap if gap <= budget else 0
 
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, promised: int) -> None:
-        """Start waiting sequences, strictly from the head of the queue: what does not fit holds up the rest.
+        """Start waiting sequences, strictly from the head of the queue: the first that does not fit holds up the rest.
 
-        Only a sequence whose prompt a running sibling is computing just now is passed by. `promised` counts blocks
-        that sequences already running need to compute the tokens they know: a newcomer may not lean on those.
+        Only a sequence whose prompt a running sibling is computing is passed by. `promised` counts the blocks that
+        running sequences need for their known tokens: a new one must fit beside them.
         """
         waiting = self.waiting
         index = 0
@@ -366,8 +362,10 @@ class Scheduler:
             if self.families.awaited(seq):
                 index += 1
                 continue
-            num_seqs = 1 if seq.search is None else seq.search.width
-            length = self._admit(seq, budget, promised) if num_seqs <= room else 0
+            search = self.searches.get(seq)
+            num_seqs = 1 if search is None else search.width
+            reserve = 0 if search is None else search.reserve(self.block_size)
+            length = self._admit(seq, budget, promised + reserve) if num_seqs <= room else 0
             if not length:
                 break
             waiting.remove(seq)
@@ -375,28 +373,26 @@ class Scheduler:
             room -= num_seqs
             budget -= length
             promised += self.tables.missing(seq)
-            if seq.search is not None and seq.search.pending:
-                promised += seq.search.reserve(self.block_size)
-            if self.shares.policy != "fcfs" and waiting.count_overtaking(seq, self.families.awaited):
+            if search is not None and search.pending:
+                promised += search.reserve(self.block_size)
+            if self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.families.awaited):
                 index = 0
 
     def _admit(self, seq: Sequence, budget: int, promised: int) -> int:
-        """Give `seq` its first blocks and make it run. Returns the length of its first chunk, 0 if it has to wait."""
+        """Start `seq` with its first blocks. Returns the length of its first chunk, 0 if it has to wait."""
         if seq.num_preemptions >= MAX_PREEMPTIONS:
-            # Protected: once in, never thrown out again. So all of those must fit together at their longest.
+            # Protected: once running, never preempted again. So all of those must fit together at their longest.
             protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
-            if self.tables.claims([*protected, seq]) > self.pool.num_blocks:
+            if self.searches.claims([*protected, seq]) > self.pool.num_blocks:
                 return 0
-        if seq.search is not None:
-            promised += seq.search.reserve(self.block_size)
         room = self.pool.num_available - promised
         if seq is self._refused and room <= self._refused_room and self.running:
-            # To look for its prefix at every step that it waits would cost more than the step, for a long prompt.
+            # A lookup of a long prompt's prefix in every step that it waits would cost more than the step.
             return 0
         shared, num_shared, publish = self.tables.find_shared(seq)
         length = self._start(seq, shared, num_shared, publish, budget, promised)
         if not length and num_shared % self.block_size:
-            # To copy the half-matching block takes one more than to compute it again; that may be what is missing.
+            # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
             shared.pop()
             num_shared = len(shared) * self.block_size
             length = self._start(seq, shared, num_shared, publish, budget, promised)
@@ -409,12 +405,8 @@ class Scheduler:
         self.families.enter(seq)
         if not seq.started:
             seq.started = True
-            num_hits = min(num_shared, seq.num_prompt)
-            self._started[seq.request_id] = num_hits
-            self.counters.num_prompt_tokens += seq.num_prompt
-            if seq.may_share and self.tables.enable_prefix_caching:
-                self.counters.prefix_cache_queries += seq.num_prompt
-                self.counters.prefix_cache_hits += num_hits
+            num_hits = self._started[seq.request_id] = min(num_shared, seq.num_prompt)
+            self.counters.count_start(seq.num_prompt, num_hits, seq.may_share and self.tables.enable_prefix_caching)
         return length
 
     def _start(
@@ -426,52 +418,50 @@ class Scheduler:
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
     def _retire(self) -> bool:
-        """No step is in flight any more; let go of what it alone held. Returns whether any of it was aborted."""
+        """End the step in flight and release what it alone held. Returns whether any of its sequences was aborted."""
         aborted, self.zombies = self.zombies, []
         self.batch, self.flight = None, []
-        # Before any table: a pinned block's parent must not be let go before it.
+        # Before any table: a pinned block must be released before its parent.
         self.pool.unpin()
         for seq in aborted:
             self.tables.release(seq)
         return bool(aborted)
 
-    def _drop_failed(self, rows: list[tuple[Sequence, int, bool, int]], errors: dict[int, str]) -> set[int]:
-        """Which rows do not count: those of sequences aborted in flight, and of chunks that failed, which end here, a
-        search with all its beams."""
+    def _drop_failed(self, rows: list[Row], errors: dict[int, str]) -> set[int]:
+        """Return the rows without effect: those of sequences aborted in flight, and of chunks that failed. The latter
+        end here, a search with all its beams."""
         for index, (seq, _, sampled, token) in enumerate(rows):
             if seq.status is not Status.FINISHED and (index in errors or (sampled and token < 0)):
                 self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
         return {index for index, row in enumerate(rows) if row[0].status is Status.FINISHED}
 
-    def _advance_searches(
-        self, rows: list[tuple[Sequence, int, bool, int]], result: StepResult, failed: set[int]
-    ) -> dict[str, BeamResult]:
-        """Take in what the step gave for beams. Returns what was found by those searches that end with it."""
-        found: dict[str, BeamResult] = {}
+    def _advance_searches(self, rows: list[Row], result: StepResult, failed: set[int]) -> dict[str, BeamResult]:
+        """Apply the step's results to the beams. Returns the answers of the searches that end with it."""
+        results: dict[str, BeamResult] = {}
         for request_id, search in self.searches.take_in(rows, result, failed).items():
-            beams = self.searches.advance(search)
+            answers = self.searches.advance(search)
             self.sequences[request_id] = search.live[0]
-            if beams is not None:
-                found[request_id] = beams
-                self.counters.num_generated_tokens += sum(len(beam.token_ids) for beam in beams.beams)
-                self._end(search.live[0], beams.beams[0].finish)
-        return found
+            if answers is not None:
+                results[request_id] = answers
+                self.counters.num_generated_tokens += sum(len(beam.token_ids) for beam in answers.beams)
+                self._end(search.live[0], answers.beams[0].finish)
+        return results
 
     def _advance(self, seqs: Iterable[Sequence]) -> None:
-        """Guesses that were kept have been computed, all but the token after them."""
+        """Count accepted draft tokens as computed, all but the token after them."""
         for seq in seqs:
             seq.num_computed = len(seq.tokens) - 1
             if seq.num_computed >= seq.publish_at:
                 self.tables.publish(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        """Out of the running set."""
+        """Take `seq` out of the running set."""
         self.running.remove(seq)
         self.families.leave(seq)
 
     def _end(self, seq: Sequence, finish: Finish) -> None:
-        """End a request. What a step in flight may still write stays held until it is retired (I-7)."""
-        for member in seq.members:
+        """End a request. The blocks that a step in flight may still write stay held until it is retired (I-7)."""
+        for member in self.searches.members(seq):
             if member.status is Status.RUNNING:
                 self._leave(member)
             if self.batch is not None and member in self.flight:
@@ -484,16 +474,26 @@ class Scheduler:
         self.searches.open.pop(seq.request_id, None)
         self.finished[seq.request_id] = finish
 
-    def _next_id(self) -> int:
-        self._num_seqs_ever += 1
-        return self._num_seqs_ever
-
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Gauges are read from the state at this moment; counters have grown since the start."""
+        """Return the present gauges and the counters since the start."""
         return self.counters.stats(self.pool, self.searches.num_requests(), len(self.waiting), self.searches.blocks())
 
     def check(self) -> None:
-        """Raise `InvariantError` if the accounting is broken. Right at any moment between two calls."""
-        check_scheduler(self)
+        """Raise `InvariantError` with the first broken one of I-1 ... I-10, I-12, I-15 ... I-19. May be called at any
+        moment between two other calls."""
+        sequences, holders = self.sequences.values(), [*self.running, *self.zombies]
+        # With the pins this is I-7 too: all that the step in flight may write is held.
+        self.pool.check(table for seq in holders for table in (seq.block_table, *seq.tails))
+        invariants.check_cache(self.cache, sequences, self.running)
+        invariants.check_ledger(self.sequences, self.finished, self.num_added - self.num_finished)
+        invariants.check_lists(sequences, self.waiting, self.running, self.searches, self.families)
+        invariants.check_tables(self.tables, holders, self.flight, self.batch)
+        invariants.check_sequences(sequences, self.searches, self.waiting.max_overtaking)
+        invariants.check_searches(self.searches, self.sequences, self.max_num_seqs)
+        if self.batch is None:
+            invariants.check_retired(self.pool, [*self.flight, *self.zombies])
+        else:
+            num_stalled = 0 if self.pool.has_failed else self.num_stalled
+            invariants.check_batch(self.batch, num_stalled, self.max_num_seqs, self.max_num_batched_tokens)

@@ -1,26 +1,22 @@
-"""`Sequence`: what the core knows of one live request. Mutable, and seen by the core alone.
+"""`Sequence`: the state of one live request, or of one beam of a search. Mutable, and used inside the core alone.
 
-There is no prefill phase and no decode phase: a sequence knows `tokens` and has computed the first `num_computed`
-of them; the gap between the two is what the scheduler closes. Holds no policy: the scheduler decides, this remembers.
+There is no prefill phase and no decode phase: of the known `tokens`, the first `num_computed` are computed, and the
+scheduler closes the gap. Holds no policy and knows neither queue, blocks nor searches; the scheduler changes it.
 """
 
 from __future__ import annotations
 
 import sys
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.step import DraftTokens, Request
-
-if TYPE_CHECKING:
-    from headrace.core.searches import Search
 
 NEVER = sys.maxsize
 
 
 class Status(IntEnum):
-    """Where a sequence is. A preempted one is waiting again; a finished one may still be in the step in flight."""
+    """The life of a sequence. A preempted one is waiting again; a finished one may still be in the step in flight."""
 
     WAITING = 0
     RUNNING = 1
@@ -36,17 +32,17 @@ _LEGAL = {
 
 
 class Sequence:
-    """One request on its way.
+    """One request, or one beam of a search, between its arrival and its end.
 
     `seq_id` is fresh and grows with arrival. `tokens` are prompt + resumed + generated; `num_known` of them came
     with the request. `block_table` holds the blocks of positions 0 ... num_computed - 1 (and those scheduled).
     `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is extended when
     needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water` is the
-    largest `num_computed` that a preemption threw away. `rank` is the priority in use: smaller is sooner, and minus
-    infinity once the sequence was overtaken too often. `needs_history` says that its sampler wants to see all tokens;
-    `state` is what the sampler knows beyond them, after the last one. `arrival` is the `seq_id` of the first beam of
-    its `search`, if it is a beam, else its own. `special` ones have a column of the batch beside those of all. `draft`
-    are guesses to be verified with the next step, `tails` the blocks of a tree of them in the step in flight.
+    largest `num_computed` that a preemption discarded. `rank` is the priority in use: smaller is sooner, and minus
+    infinity once the sequence was overtaken too often. `needs_history`: the sampler reads all tokens; `state` is the
+    sampler's state after the last of them. `is_beam`: a beam of the search with this `request_id`; `arrival` is the
+    `seq_id` of the first beam of that search, or the sequence's own. `special`: the batch has further columns for it.
+    `draft` holds draft tokens for the next step, `tails` the blocks of a tree of them in the step in flight.
     """
 
     __slots__ = (
@@ -55,6 +51,7 @@ class Sequence:
         "draft",
         "family",
         "high_water",
+        "is_beam",
         "keys",
         "max_len",
         "needs_history",
@@ -73,7 +70,6 @@ class Sequence:
         "rank",
         "request",
         "request_id",
-        "search",
         "seq_id",
         "special",
         "started",
@@ -92,7 +88,7 @@ class Sequence:
         self.state = request.resume_state
         self.seq_id = seq_id
         self.arrival = seq_id
-        self.search: Search | None = None
+        self.is_beam = False
         self.tokens = [*request.prompt_token_ids, *request.resume_token_ids]
         self.num_prompt = len(request.prompt_token_ids)
         self.num_known = len(self.tokens)
@@ -120,28 +116,23 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Place in the queue; the largest is the first victim of a preemption."""
+        """The key that sorts the queue; the largest of the running ones is the first victim of a preemption."""
         return self.rank, self.arrival
 
     @property
-    def members(self) -> list[Sequence]:
-        """The sequences that come and go together with this one: the beams of its search, or itself."""
-        return [self] if self.search is None else self.search.live
-
-    @property
     def may_share(self) -> bool:
-        """Whether it may start on blocks computed for others. Log-probabilities of the prompt need every one of its
-        rows computed, once."""
+        """Whether the sequence may start on blocks computed for others. Mean pooling and `prompt_logprobs` need every
+        row of the prompt computed, once."""
         if self.pooling == "mean":
             return False
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
 
     def fork(self, seq_id: int) -> Sequence:
-        """Another beam of the same search with the same tokens, waiting and without blocks."""
+        """Return another beam of the same search with the same tokens, waiting and without blocks."""
         seq = Sequence(self.request, seq_id, self.max_len, self.stop_ids, self.keys[0])
-        for name in ("arrival", "params", "high_water", "num_preemptions", "num_forced", "started"):
+        for name in ("arrival", "is_beam", "params", "high_water", "num_preemptions", "num_forced", "started"):
             setattr(seq, name, getattr(self, name))
-        seq.search, seq.tokens, seq.keys = self.search, list(self.tokens), list(self.keys)
+        seq.tokens, seq.keys = list(self.tokens), list(self.keys)
         return seq
 
     def move(self, status: Status) -> None:

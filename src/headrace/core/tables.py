@@ -1,8 +1,8 @@
-"""`BlockTables`: which blocks each sequence holds. Gives them out, shares, copies on write, publishes, takes back.
+"""`BlockTables`: which blocks each sequence holds. Allocates, shares, copies on write, publishes and releases them.
 
 Joins the pool, the prefix cache and the families of siblings, so that sharing is one mechanism whatever its reason:
-take a reference, start in the middle, and copy the one block that would be written. Decides nothing about who runs;
-called by the scheduler alone.
+take a reference, start in the middle, and copy the one block that would be written. Decides nothing about which
+sequence runs. Called by the scheduler, the drafts and the beam searches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from headrace.core.sequence import NEVER, Sequence
 
 
 class BlockTables:
-    """`copies` are the (source, target) pairs that the next step has to copy before it writes."""
+    """The block tables of all running sequences. `copies` are the (source, target) pairs that the next step copies
+    before it writes."""
 
     def __init__(self, pool: BlockPool, cache: PrefixCache, families: Families, enable_prefix_caching: bool) -> None:
         self.pool = pool
@@ -24,22 +25,16 @@ class BlockTables:
         self.copies: list[tuple[int, int]] = []
 
     def worst_case(self, seq: Sequence) -> int:
-        """Blocks that `seq` holds when it is as long as it may become. Its last token is never computed."""
+        """Return the blocks that `seq` holds at its greatest length. Its last token is never computed."""
         return self.pool.blocks_for(seq.max_len - 1)
 
-    def claims(self, seqs: list[Sequence]) -> int:
-        """Blocks that `seqs` hold together at their longest. A search claims once for all its beams."""
-        searches = {id(seq.search): seq.search for seq in seqs if seq.search is not None}
-        alone = sum(self.worst_case(seq) for seq in seqs if seq.search is None)
-        return alone + sum(search.claim(self.pool.block_size) for search in searches.values())
-
     def missing(self, seq: Sequence) -> int:
-        """Blocks that `seq` lacks to compute all the tokens it knows."""
+        """Return the number of blocks that `seq` lacks to compute all its known tokens."""
         return self.pool.blocks_for(len(seq.tokens)) - len(seq.block_table)
 
     def find_shared(self, seq: Sequence) -> tuple[list[int], int, bool]:
-        """Blocks that hold the beginning of `seq`, how many tokens they hold, and whether what follows may be
-        published: they are a sibling's, or cached. At least one token is left to compute, for its logits."""
+        """Return blocks that hold the beginning of `seq`, how many tokens they hold, and whether later blocks may be
+        published. They are a sibling's, or cached. At least one token remains to compute, for its logits."""
         caching = self.enable_prefix_caching
         if not seq.may_share:
             return [], 0, caching
@@ -47,7 +42,7 @@ class BlockTables:
         if source is not None:
             num = shareable(seq)
             seq.keys = max(seq.keys, source.keys[: num // self.pool.block_size + 1], key=len)
-            # A sibling that outlived a reset of the cache holds blocks that must not be found by others.
+            # A sibling that outlived a reset of the cache holds blocks that must not be published.
             return source.block_table[: self.pool.blocks_for(num)], num, source.publish_at < NEVER
         if not caching:
             return [], 0, False
@@ -56,9 +51,9 @@ class BlockTables:
     def start(self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, length: int, spare: int) -> bool:
         """Build the table of a new `seq` on `shared` blocks that hold `num_shared` tokens, for `length` more.
 
-        Needs room for all its tokens, and leaves `spare` available blocks to others; else changes nothing and
-        returns False. A last shared block that is not shared whole is copied before this step writes: the copy
-        goes to `copies`, and its source stays pinned until the step is retired.
+        Returns False, with nothing changed, unless all known tokens fit beside `spare` blocks that are promised to
+        others. A last shared block that is shared in part is copied before this step writes: the pair goes to
+        `copies`, and the source stays pinned until the step is retired.
         """
         pool, size = self.pool, self.pool.block_size
         copied = num_shared % size > 0
@@ -80,10 +75,10 @@ class BlockTables:
         return True
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Blocks for `length` more tokens, and a copy of the partly filled block if others hold it too. False, with
-        nothing changed, if there are not enough."""
+        """Add blocks for `length` more tokens, and copy the partly filled block if others hold it too. Returns False,
+        with nothing changed, if there are not enough."""
         table = seq.block_table
-        copied = seq.search is not None and self.shares_tail(seq)
+        copied = seq.is_beam and self.shares_tail(seq)
         num = self.pool.blocks_for(seq.num_computed + length) - len(table) + copied
         if num <= 0:
             return True
@@ -91,39 +86,48 @@ class BlockTables:
         if blocks is None:
             return False
         if copied:
-            # Its holders may be gone before the step that copies it is retired.
+            # Its other holders may release it before the step that copies it is retired.
             self.pool.pin(table[-1])
             self.copies.append((table[-1], blocks[0]))
             table[-1] = blocks.pop(0)
         table.extend(blocks)
         return True
 
+    def grow_by_one(self, seqs: list[Sequence]) -> bool:
+        """Add one block to the table of each. False, with nothing changed, if there are not enough."""
+        blocks = self.pool.allocate(len(seqs))
+        if blocks is None:
+            return False
+        for seq, block in zip(seqs, blocks, strict=True):
+            seq.block_table.append(block)
+        return True
+
     def trim(self, seq: Sequence) -> None:
-        """Take back blocks that hold none of the computed tokens: of a chunk that was cut after it had run."""
+        """Release the blocks that hold no computed token, after a chunk was shortened by its result."""
         num = self.pool.blocks_for(seq.num_computed)
         self.pool.release(seq.block_table[num:])
         seq.block_table = seq.block_table[:num]
 
     def adopt(self, seq: Sequence, num_whole: int, path: int) -> None:
-        """Of a tree of guesses keep the blocks of `path` from block `num_whole` on, and let go of the others'."""
+        """Keep the blocks of one `path` of a draft tree, from block `num_whole` on, and release those of the others."""
         tails, seq.tails = seq.tails, []
         if path:
-            kept, tails[path - 1] = tails[path - 1], seq.block_table[num_whole:]
+            tail, tails[path - 1] = tails[path - 1], seq.block_table[num_whole:]
             # A new list, since the old one may still be lent to the step's batch.
-            seq.block_table = seq.block_table[:num_whole] + kept
+            seq.block_table = seq.block_table[:num_whole] + tail
         for tail in tails:
             self.pool.release(tail)
 
     def shares_tail(self, seq: Sequence) -> bool:
-        """Whether the block that `seq` would write next is partly filled and not its own."""
+        """Whether the block that `seq` writes next is partly filled and also cached or held by others."""
         if not seq.num_computed % self.pool.block_size:
             return False
         tail = seq.block_table[-1]
         return self.pool.refs[tail] - self.pool.pins.count(tail) > 1 or self.pool.cached[tail]
 
     def fork(self, source: Sequence, seq: Sequence, num: int) -> None:
-        """Let `seq`, which holds nothing, begin with the first `num` tokens that `source` has computed, in the same
-        blocks. The last of them, if `num` ends within it, is copied by whoever writes first."""
+        """Let `seq`, which holds no blocks, share the blocks of the first `num` tokens that `source` has computed. If
+        `num` ends within the last block, the first sequence that writes there copies it."""
         pool = self.pool
         seq.block_table = source.block_table[: pool.blocks_for(num)]
         pool.take(seq.block_table)
@@ -133,7 +137,7 @@ class BlockTables:
         seq.keys = max(seq.keys, source.keys[: seq.num_published + 1], key=len)
 
     def publish(self, seq: Sequence) -> None:
-        """Let others find the blocks that `seq` has filled."""
+        """Publish the blocks that `seq` has filled in the prefix cache."""
         last = seq.num_computed // self.pool.block_size
         if self.cache.publish(seq.tokens, seq.keys, seq.block_table, seq.num_published, last):
             seq.num_published = last
@@ -142,7 +146,7 @@ class BlockTables:
             seq.publish_at = NEVER
 
     def release(self, seq: Sequence) -> None:
-        """Take everything back: `seq` has computed nothing any more, and what was to be copied for it is not."""
+        """Release all blocks of `seq`, which then has computed nothing, and cancel the copies that were due for it."""
         for source, target in [copy for copy in self.copies if copy[1] in seq.block_table]:
             self.copies.remove((source, target))
             self.pool.pins.remove(source)

@@ -6,7 +6,7 @@ import pytest
 from tests.sim.bench import EOS, Bench
 from tests.sim.plain_beams import plain_beams
 
-from headrace.core.beams import BeamSearch
+from headrace.core.beams.rules import BeamSearch
 from headrace.protocol.beam import BeamSearchParams, check_combination
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams

@@ -11,9 +11,8 @@ from tests.sim.bench import Bench
 
 from headrace.core.blocks import BlockPool
 from headrace.core.prefix import MAX_CANDIDATES, PrefixCache
-from headrace.core.queue import WaitingQueue
+from headrace.core.queue import ANSWER, MAX_TENANTS, Ranks, WaitingQueue
 from headrace.core.sequence import Sequence
-from headrace.core.shares import ANSWER, MAX_TENANTS, Shares
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -128,29 +127,29 @@ def request(tenant: str = "a", num_prompt: int = 3, max_tokens: int | None = Non
 def test_the_work_of_a_request_is_what_is_told_or_its_prompt_and_256_tokens_at_most(
     given: dict[str, int], work: int
 ) -> None:
-    shares = Shares("fair")
+    ranks = Ranks("fair")
     assert ANSWER == 256
-    assert shares.rank(request(**given), float("inf")) == 0
-    assert shares.rank(request(), 0.0) == work
+    assert ranks.rank(request(**given), float("inf")) == 0
+    assert ranks.rank(request(), 0.0) == work
 
 
 def test_a_newcomer_begins_where_the_least_that_waits_is() -> None:
-    shares = Shares("fair")
-    shares.rank(request("a", work=10), float("inf"))
-    assert shares.rank(request("b", work=10), 4.0) == 4
+    ranks = Ranks("fair")
+    ranks.rank(request("a", work=10), float("inf"))
+    assert ranks.rank(request("b", work=10), 4.0) == 4
     # One that was overtaken too often has the rank of minus infinity, which turns no clock back.
-    assert shares.rank(request("c", work=10), float("-inf")) == 4
+    assert ranks.rank(request("c", work=10), float("-inf")) == 4
     # Nobody waits: all begin where the last was to end.
-    assert shares.rank(request("d"), float("inf")) == 14
+    assert ranks.rank(request("d"), float("inf")) == 14
 
 
 def test_tenants_are_forgotten_from_4096_on_if_their_time_is_over() -> None:
-    shares = Shares("fair")
+    ranks = Ranks("fair")
     for number in range(MAX_TENANTS):
-        shares.rank(request(f"t{number}", work=1 + number % 2), 0.0)
-    assert (MAX_TENANTS, len(shares._ends)) == (4096, 4096)
-    shares.rank(request("one more", work=1), 1.0)
-    assert len(shares._ends) == 2048 + 1, "those whose time is not over keep their debts"
+        ranks.rank(request(f"t{number}", work=1 + number % 2), 0.0)
+    assert (MAX_TENANTS, len(ranks._ends)) == (4096, 4096)
+    ranks.rank(request("one more", work=1), 1.0)
+    assert len(ranks._ends) == 2048 + 1, "those whose time is not over keep their debts"
 
 
 def test_who_is_overtaken_so_often_goes_first_and_is_not_counted_on() -> None:
@@ -327,7 +326,7 @@ def test_what_protected_searches_and_sequences_claim_is_added_up() -> None:
     bench = Bench(num_blocks=60)
     alone, _ = bench.add("a", 8, max_tokens=25)
     search, _ = bench.add("b", [7] * 8, max_tokens=8, ignore_eos=True, beam=BeamSearchParams(beam_width=3))
-    claims = bench.scheduler.tables.claims
+    claims = bench.scheduler.searches.claims
     # Equal, so that to add them is neither to join their bits nor to take the larger.
     assert (claims([alone]), claims([search]), claims([search, alone])) == (8, 8, 16)
 

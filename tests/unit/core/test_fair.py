@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
-from headrace.core.queue import WaitingQueue
+from headrace.core.queue import Ranks, WaitingQueue
 from headrace.core.scheduler import Scheduler
-from headrace.core.shares import Shares
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request, StepResult
 
@@ -103,22 +105,31 @@ def test_control_without_ageing_it_waits_on(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ranks_of_the_other_policies() -> None:
     last = float("inf")
-    assert Shares("fcfs").rank(request("x", "a"), last) == 0
+    assert Ranks("fcfs").rank(request("x", "a"), last) == 0
     asked = Request(request_id="x", prompt_token_ids=[1], params=SamplingParams(), priority=-7)
-    assert Shares("priority").rank(asked, last) == -7
+    assert Ranks("priority").rank(asked, last) == -7
 
 
 def test_who_comes_back_to_an_empty_queue_has_no_debts() -> None:
-    shares = Shares("fair")
+    ranks = Ranks("fair")
     for _ in range(100):
-        shares.rank(request("x", "a", work=1000), 0.0)
-    first = shares.rank(request("x", "a"), float("inf"))
-    assert shares.rank(request("y", "b"), first) == first
+        ranks.rank(request("x", "a", work=1000), 0.0)
+    first = ranks.rank(request("x", "a"), float("inf"))
+    assert ranks.rank(request("y", "b"), first) == first
+
+
+def test_a_refused_request_is_no_work_of_its_tenant() -> None:
+    scheduler = make("fair")
+    scheduler.add(request("b0", "b"))
+    search = msgspec.structs.replace(request("x", "a", work=1000), beam=BeamSearchParams(beam_width=2))
+    with pytest.raises(RequestError, match="beam_width"):
+        scheduler.add(search)
+    assert order(scheduler, [request("b1", "b"), request("a0", "a")]) == ["b0", "a0", "b1"]
 
 
 def test_tenants_without_end_take_no_memory_without_end() -> None:
-    shares = Shares("fair")
-    least = shares.rank(request("x", "a"), float("inf"))
+    ranks = Ranks("fair")
+    least = ranks.rank(request("x", "a"), float("inf"))
     for number in range(20_000):
-        least = shares.rank(request("x", f"t{number}", work=1), least + 1)
-    assert len(shares._ends) < 10_000
+        least = ranks.rank(request("x", f"t{number}", work=1), least + 1)
+    assert len(ranks._ends) < 10_000

@@ -6,7 +6,7 @@ import pytest
 from tests.sim.planting import Bugs, expect_caught, register
 
 import headrace.core.scheduler as scheduler_module
-from headrace.core.searches import Search
+from headrace.core.beams.searches import Search
 
 BUGS: Bugs = {}
 bug = partial(register, BUGS)

@@ -315,7 +315,7 @@ def last_come_first_served(s, _):
         seq.rank = -seq.seq_id
         add(seq)
 
-    if s.shares.policy == "fcfs":
+    if s.ranks.policy == "fcfs":
         s.waiting.add = backwards
 
 

@@ -105,7 +105,7 @@ def test_bad_requests_leave_nothing_behind():
     bench.add("a", 4)
     for name, prompt, given, field in (
         ("a", 4, {}, "request_id"),
-        ("b", [], {}, "prompt_token_ids"),
+        ("b", [], {}, "prompt"),
         ("b", 4, {"resume_token_ids": [5] * 5}, "resume_token_ids"),
     ):
         with pytest.raises(RequestError) as refused:

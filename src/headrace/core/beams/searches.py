@@ -1,0 +1,221 @@
+"""`Searches`: the open beam searches, each a set of sequences that run, wait and end together.
+
+A beam is a `Sequence` like any other, with a table of its own; a fork takes references to its parent's blocks, and the
+block that two would write is copied by the first that writes (`BlockTables.grow`). A beam that has computed its tokens
+waits for the others of its search; when all candidates are there, `BeamSearch` chooses, beams are forked and dropped,
+and all go on. So the result does not depend on which of them ran in which step. After a preemption the first beam
+waits in the queue for all; once it has computed again what all have in common, the others fork from it.
+
+Does not decide which sequence runs. Called by the scheduler alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from headrace.core.beams.rules import BeamSearch, Top
+from headrace.core.finish import LENGTH, finish_after
+from headrace.core.requests import num_beam_blocks
+from headrace.core.sequence import Sequence, Status
+from headrace.core.tables import BlockTables
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.step import Beam, BeamResult, Request, StepResult
+
+
+class Search:
+    """One search. `live` are its beams in `BeamSearch`'s order: the prompt alone until the first choice. `tops` holds
+    the candidates of those that have computed all their tokens, by sequence id. `pending` beams were preempted and hold
+    no blocks, until `live[0]` has computed the first `num_common` tokens that they share with it."""
+
+    def __init__(self, root: Sequence, params: BeamSearchParams) -> None:
+        self.rules = BeamSearch(params, root.stop_ids, root.max_len - root.num_prompt)
+        self.width = params.beam_width
+        self.live = [root]
+        self.tops: dict[int, Top] = {}
+        self.pending: list[Sequence] = []
+        self.num_common = 0
+        # The most blocks held at once, and the most that would have been held without sharing.
+        self.num_blocks = self.num_blocks_unshared = 0
+
+    def claim(self, block_size: int) -> int:
+        """Return the blocks that the beams hold at their longest, when they share only the prompt's whole blocks."""
+        root = self.live[0]
+        return num_beam_blocks(self.width, root.num_prompt, root.max_len, block_size)
+
+    def reserve(self, block_size: int) -> int:
+        """Return the blocks beside those of `live[0]` that the others need for their known tokens; before the first
+        choice, those that the first fork will need."""
+        if len(self.live) > 1:
+            shared = self.num_common // block_size
+            return sum(-(-len(seq.tokens) // block_size) - shared for seq in self.pending)
+        known = -(-len(self.live[0].tokens) // block_size)
+        return min(self.width - 1, self.claim(block_size) - known)
+
+    def retire(self) -> Sequence:
+        """Note that all beams have lost their blocks. Returns the beam that waits in the queue for all."""
+        first = self.live[0]
+        self.tops.clear()
+        self.pending = self.live[1:]
+        self.num_common = min((_num_common(first.tokens, seq.tokens) for seq in self.pending), default=0)
+        return first
+
+    def blocks(self) -> tuple[int, int]:
+        """Return the number of blocks that the beams hold, and the number that they would hold without sharing."""
+        tables = [seq.block_table for seq in self.live]
+        return len(set().union(*tables)), sum(map(len, tables))
+
+
+class Searches:
+    """The searches that have not ended, by request id. `running` is the scheduler's list, changed in place; `next_id`
+    returns a fresh sequence id."""
+
+    def __init__(
+        self,
+        tables: BlockTables,
+        running: list[Sequence],
+        eos_token_ids: frozenset[int],
+        next_id: Callable[[], int],
+    ) -> None:
+        self.tables = tables
+        self.eos_token_ids = eos_token_ids
+        self.block_size = tables.pool.block_size
+        self.running = running
+        self.next_id = next_id
+        self.open: dict[str, Search] = {}
+
+    def begin(self, request: Request, root: Sequence) -> None:
+        """Make `root` the first beam of the search of `request`, if it is one."""
+        params = request.beam
+        if params is None:
+            return
+        root.is_beam = True
+        root.params = params.step_params(request.params, len(root.stop_ids))
+        self.open[request.request_id] = Search(root, params)
+
+    def get(self, seq: Sequence) -> Search | None:
+        """Return the open search of a beam, None for any other sequence."""
+        return self.open.get(seq.request_id) if seq.is_beam else None
+
+    def members(self, seq: Sequence) -> list[Sequence]:
+        """Return the sequences that run, wait and end together with `seq`: the beams of its search, or itself."""
+        search = self.get(seq)
+        return [seq] if search is None else search.live
+
+    # -- what the scheduler counts -------------------------------------------------------------------------------
+
+    def claims(self, seqs: Iterable[Sequence]) -> int:
+        """Return the blocks that `seqs` hold together at their longest; a search counts once for all its beams."""
+        searches: dict[str, Search] = {}
+        num_blocks = 0
+        for seq in seqs:
+            search = self.get(seq)
+            if search is None:
+                num_blocks += self.tables.worst_case(seq)
+            else:
+                searches[seq.request_id] = search
+        return num_blocks + sum(search.claim(self.block_size) for search in searches.values())
+
+    def num_absent(self) -> int:
+        """Return the number of beams that running searches may still add to the running sequences."""
+        return sum(search.width - len(search.live) + len(search.pending) for search in self._running())
+
+    def num_reserved(self) -> int:
+        """Return the blocks that running searches need for their pending beams."""
+        return sum(search.reserve(self.block_size) for search in self._running() if search.pending)
+
+    def num_requests(self) -> int:
+        """Return the number of running requests: the beams of a search count as one."""
+        return len(self.running) - sum(len(search.live) - len(search.pending) - 1 for search in self._running())
+
+    def blocks(self) -> tuple[int, int]:
+        """Return the number of blocks that all beams hold, and the number that they would hold without sharing."""
+        counts = [search.blocks() for search in self._running()]
+        return sum(held for held, _ in counts), sum(unshared for _, unshared in counts)
+
+    def _running(self) -> list[Search]:
+        return [search for search in self.open.values() if search.live[0].status is Status.RUNNING] if self.open else []
+
+    # -- the end of a step ---------------------------------------------------------------------------------------
+
+    def take_in(
+        self, rows: list[tuple[Sequence, int, bool, int]], result: StepResult, failed: set[int]
+    ) -> dict[str, Search]:
+        """Apply the result of a step to the beams in it. Returns their searches by request id."""
+        touched: dict[str, Search] = {}
+        for index, (seq, length, sampled, _) in enumerate(rows):
+            if not seq.is_beam or index in failed:
+                continue
+            search = touched[seq.request_id] = self.open[seq.request_id]
+            seq.num_computed += length
+            if seq.num_computed >= seq.publish_at:
+                self.tables.publish(seq)
+            if sampled:
+                search.tops[seq.seq_id] = result.logprobs[index].top
+        return touched
+
+    def advance(self, search: Search) -> BeamResult | None:
+        """Move a search on after a step: start pending beams, and when all candidates are there choose, fork and drop
+        beams. Returns the answers at the end of the search, None before."""
+        first = search.live[0]
+        if search.pending and first.num_computed >= search.num_common:
+            for seq in search.pending:
+                self._enter(first, seq, search.num_common)
+            search.pending = []
+        held, unshared = search.blocks()
+        search.num_blocks = max(search.num_blocks, held)
+        search.num_blocks_unshared = max(search.num_blocks_unshared, unshared)
+        if len(search.tops) < len(search.live):
+            return None
+        tops = [search.tops[seq.seq_id] for seq in search.live]
+        search.tops.clear()
+        children = search.rules.advance(tops, [seq.tokens for seq in search.live], first.num_prompt)
+        if search.rules.finished:
+            return self._result(search)
+        parents: set[int] = set()
+        live: list[Sequence] = []
+        for child in children:
+            seq = search.live[child.parent]
+            if child.parent in parents:
+                parent, seq = seq, seq.fork(self.next_id())
+                self._enter(parent, seq, parent.num_computed)
+            parents.add(child.parent)
+            live.append(seq)
+        for index, seq in enumerate(search.live):
+            if index not in parents:
+                self.running.remove(seq)
+                self.tables.release(seq)
+                seq.move(Status.FINISHED)
+        # Last, since a fork copies the tokens that its parent had before.
+        for seq, child in zip(live, children, strict=True):
+            seq.tokens.append(child.token_id)
+        search.live = live
+        return None
+
+    def _enter(self, parent: Sequence, seq: Sequence, num: int) -> None:
+        seq.rank, seq.num_overtaken = parent.rank, parent.num_overtaken
+        self.tables.fork(parent, seq, num)
+        seq.move(Status.RUNNING)
+        self.running.append(seq)
+
+    def _result(self, search: Search) -> BeamResult:
+        params = search.live[0].params
+        beams = []
+        for answer in search.rules.answers():
+            # An answer without a stop token has reached its greatest length.
+            finish = finish_after(answer.token_ids[-1], len(answer.token_ids), True, params, self.eos_token_ids)
+            beams.append(
+                Beam(
+                    token_ids=answer.token_ids,
+                    score=answer.score,
+                    cumulative_logprob=answer.total,
+                    finish=finish or LENGTH,
+                )
+            )
+        return BeamResult(beams=beams, num_blocks=search.num_blocks, num_blocks_unshared=search.num_blocks_unshared)
+
+
+def _num_common(left: list[int], right: list[int]) -> int:
+    """Return the length of the common beginning of two token lists, less than the length of either, so that each has
+    one token left to compute."""
+    most = min(len(left), len(right)) - 1
+    return next((i for i in range(most) if left[i] != right[i]), most)

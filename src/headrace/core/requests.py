@@ -1,0 +1,107 @@
+"""The checks of a new request against the engine's numbers, and the `Sequence` that it becomes.
+
+`verify_fit` compares lengths and widths with the scheduler's numbers, `verify_model` token ids and counts with the
+model's. Pure functions: they know no queue, and no sequence but the new one. The scheduler calls `verify_fit`, the
+engine `verify_model`, and `engine.core.verify` both of them, for the front end's side of the process border.
+"""
+
+from __future__ import annotations
+
+from headrace.core.finish import stop_ids
+from headrace.core.prefix import PrefixCache
+from headrace.core.sequence import NEVER, Sequence
+from headrace.protocol.beam import check_combination
+from headrace.protocol.errors import ContextLengthError, RequestError
+from headrace.protocol.step import EngineInfo, Request
+
+
+def verify_fit(request: Request, max_model_len: int, max_num_seqs: int, num_blocks: int, block_size: int) -> None:
+    """Check that a request can run at all, alone in a scheduler of this size.
+
+    Raises `RequestError` for an empty prompt, too many resumed tokens or too wide a beam search, and
+    `ContextLengthError` for a prompt that leaves no room for a token.
+    """
+    num_prompt, num_resumed = len(request.prompt_token_ids), len(request.resume_token_ids)
+    if not num_prompt:
+        raise RequestError("prompt", [], "at least one token long")
+    if num_prompt >= max_model_len:
+        raise ContextLengthError("prompt", num_prompt, f"at most {max_model_len - 1} tokens long")
+    max_len = max_len_of(request, max_model_len)
+    if num_prompt + num_resumed > max_len:
+        raise RequestError("resume_token_ids", num_resumed, f"at most {max_len - num_prompt} tokens long")
+    if request.beam is None:
+        return
+    if num_resumed:
+        raise RequestError("resume_token_ids", num_resumed, "none for a beam search")
+    width = request.beam.beam_width
+    if width > max_num_seqs:
+        raise RequestError("beam_width", width, f"at most {max_num_seqs} (--max-num-seqs)")
+    claim = num_beam_blocks(width, num_prompt, max_len, block_size)
+    if claim > num_blocks:
+        bound = f"such that the beams' {claim} blocks fit the cache's {num_blocks}: narrower, or with less max_tokens"
+        raise RequestError("beam_width", width, bound)
+
+
+def verify_model(request: Request, info: EngineInfo) -> None:
+    """Check that the model can serve a request: its token ids, against the width of the logits and not of the
+    tokenizer, the counts of log-probabilities and candidates, and what a pooled request or a search may not have.
+
+    The ranges of the parameters are checked when a `SamplingParams` is made. Raises `RequestError`.
+    """
+    params = request.params
+    if request.pooling not in ("", "last", "mean"):
+        raise RequestError("pooling", request.pooling, "last or mean")
+    if request.pooling and params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs", params.prompt_logprobs, "left out of a request for hidden states")
+    fields = [("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)]
+    fields.append(("stop_token_ids", params.stop_token_ids or []))
+    fields.append(("logit_bias", list(params.logit_bias or ())))
+    fields.append(("allowed_token_ids", params.allowed_token_ids or []))
+    fields.append(("dry_sequence_breakers", params.dry_sequence_breaker_ids or []))
+    fields.append(("trace_decode_token_ids", params.trace_decode_token_ids or []))
+    fields += [("bad_words", token_ids) for token_ids in params.bad_words_token_ids or ()]
+    fields += [("thinking_token_ids", token_ids) for token_ids in params.thinking_token_ids or ()]
+    for field, token_ids in fields:
+        for token_id in token_ids:
+            if not 0 <= token_id < info.vocab_size:
+                raise RequestError(field, token_id, f"a token id from 0 to {info.vocab_size - 1}")
+    for field in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, field)
+        # -1 is the whole vocabulary.
+        num_logprobs = info.vocab_size if count == -1 else count
+        if num_logprobs is not None and info.max_logprobs != -1 and num_logprobs > info.max_logprobs:
+            raise RequestError(field, count, f"at most {info.max_logprobs} (--max-logprobs)")
+    if request.beam is not None:
+        check_combination(params)
+        if request.pooling:
+            raise RequestError("pooling", request.pooling, "left out of a beam search")
+        num_candidates = request.beam.num_kept(len(stop_ids(params, info.eos_token_ids)))
+        if num_candidates > info.vocab_size:
+            bound = f"less: the model has {info.vocab_size} tokens to choose from"
+            raise RequestError("beam_width", request.beam.beam_width, bound)
+    if params.seed is None or params.max_tokens is None:
+        raise RequestError("params", "seed or max_tokens unset", "complete when it reaches the engine")
+
+
+def max_len_of(request: Request, max_model_len: int) -> int:
+    """Return the number of tokens, prompt included, at which the sequence ends at the latest."""
+    return min(len(request.prompt_token_ids) + (request.params.max_tokens or NEVER), max_model_len)
+
+
+def num_beam_blocks(width: int, num_prompt: int, max_len: int, block_size: int) -> int:
+    """Return the blocks of `width` beams of at most `max_len` tokens that share the prompt's whole blocks. The last
+    token of a beam is never computed."""
+    shared = num_prompt // block_size
+    return shared + width * (-(-(max_len - 1) // block_size) - shared)
+
+
+def make_sequence(
+    request: Request, seq_id: int, max_model_len: int, eos_token_ids: frozenset[int], cache: PrefixCache
+) -> Sequence:
+    """Return a waiting sequence without blocks, for a request that has passed `verify_fit`."""
+    root = cache.root(request.cache_salt)
+    stops = stop_ids(request.params, eos_token_ids)
+    seq = Sequence(request, seq_id, max_len_of(request, max_model_len), stops, root)
+    if request.group:
+        seq.family = cache.family_key(root, request.group, request.prompt_token_ids)
+    return seq
