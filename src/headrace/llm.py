@@ -13,7 +13,6 @@ from typing import Any
 
 from headrace import hub
 from headrace.engine import build
-from headrace.engine.core import verify
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -84,7 +83,7 @@ class LLM:
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
             requests = self._requests(token_ids, params, rank)
-            groups.append([self._state(request, index) for index, request in enumerate(requests)])
+            groups.append([RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)])
         self._run(groups, use_tqdm)
         return [
             request_output(states, str(place), text, params)
@@ -113,7 +112,7 @@ class LLM:
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, info)
             texts.append(text)
             [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, pooling=kind)
-            groups.append([self._state(request, 0)])
+            groups.append([RequestState(request, self._tokenizer, 0)])
         self._run(groups, use_tqdm)
         outputs = []
         for place, ([state], text) in enumerate(zip(groups, texts, strict=True)):
@@ -172,7 +171,7 @@ class LLM:
         for prompt in _as_list(prompts):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             request = make_search(token_ids, params, params.sampling_params(), self.core.info)
-            states.append(self._state(request, 0))
+            states.append(RequestState(request, self._tokenizer, 0))
             texts.append(text)
         self._run([[state] for state in states], use_tqdm)
         return [beam_output([state], text, self._tokenizer) for state, text in zip(states, texts, strict=True)]
@@ -182,7 +181,7 @@ class LLM:
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
         params = sampling_params or SamplingParams()
         requests = self._requests(token_ids, params)
-        states = [self._state(request, index) for index, request in enumerate(requests)]
+        states = [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
         for _ in self._steps([states]):
             yield request_output(states, "0", text, params)
 
@@ -206,10 +205,6 @@ class LLM:
         )
         self._grammars.check(params)
         return requests
-
-    def _state(self, request: Request, index: int) -> RequestState:
-        verify(request, self.core.info)
-        return RequestState(request, self._tokenizer, index)
 
     def _run(self, groups: list[list[RequestState]], show: bool) -> None:
         if not (show and sys.stderr.isatty()):

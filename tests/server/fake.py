@@ -23,9 +23,20 @@ EOS = 255
 def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None) -> EngineCore:
     """`delay` is slept in every step, in seconds. `oracle` says what comes next, if not the usual one."""
     num_blocks = config.num_gpu_blocks_override or 1024
+    scheduler = Scheduler(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len or 2048,
+        enable_prefix_caching=config.enable_prefix_caching,
+        policy=config.scheduling_policy,  # type: ignore[arg-type]
+        eos_token_ids=[EOS],
+        cache_key=b"test",
+    )
     info = EngineInfo(
         model=config.model,
-        max_model_len=config.max_model_len or 2048,
+        max_model_len=scheduler.max_model_len,
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN_SIZE,
         eos_token_ids=[EOS],
@@ -38,17 +49,6 @@ def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None
         dtype="none",
         backend="simulated",
         device="cpu",
-    )
-    scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        policy=config.scheduling_policy,  # type: ignore[arg-type]
-        eos_token_ids=[EOS],
-        cache_key=b"test",
     )
     executor = SimulatedExecutor(num_blocks, config.block_size, oracle or Oracle(VOCAB_SIZE, [EOS]), delay=delay)
     return EngineCore(scheduler, executor, info, time.monotonic, check_every=8)

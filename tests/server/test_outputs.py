@@ -187,7 +187,7 @@ def test_prompts(tokenizer: Tokenizer) -> None:
 
 
 def test_R_09_a_small_cache_bounds_the_context_too() -> None:
-    small = EngineInfo(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"num_blocks": 2})
+    small = msgspec.structs.replace(INFO, num_blocks=2, max_model_len=9)
     assert make_requests([1, 2], SamplingParams(max_tokens=None), small)[0].params.max_tokens == 7
     with pytest.raises(ContextLengthError, match="at most 8"):
         prompt_ids([1] * 9, None, small)

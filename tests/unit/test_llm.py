@@ -9,6 +9,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.step import Request
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -40,6 +41,24 @@ def test_S_11_other_arguments_of_a_wrong_type_are_refused(llm: LLM) -> None:
         llm.generate("x", priority=["a"])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="^priority: 1 .*--scheduling-policy priority"):
         llm.generate("x", priority=[1])
+
+
+def test_one_bad_prompt_of_many_is_refused_before_any_work_is_done(llm: LLM) -> None:
+    before = llm.get_metrics()
+    with pytest.raises(RequestError, match="^prompt: 100000000 "):
+        llm.generate([[5, 6], [7, 10**8]], SamplingParams(max_tokens=3), use_tqdm=False)
+    after = llm.get_metrics()
+    assert (after.num_running, after.num_waiting) == (0, 0)
+    assert after.num_batched_tokens == before.num_batched_tokens
+    [output] = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_request_is_checked_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Request] = []
+    monkeypatch.setattr("headrace.engine.core.verify_model", lambda request, info: checked.append(request))
+    llm.generate([[5, 6], [7]], SamplingParams(max_tokens=1, n=2), use_tqdm=False)
+    assert len(checked) == len({request.request_id for request in checked}) == 4
 
 
 def test_a_closed_llm_says_so() -> None:

@@ -43,17 +43,13 @@ class Admission:
         width = request.beam.beam_width if request.beam is not None else 1
         return len(request.prompt_token_ids) + math.ceil(answer * width)
 
-    def check_number(self, num: int) -> None:
-        """Raises `RequestError` for more requests in one call than the queue takes at all."""
-        if num > self.max_reqs:
-            raise RequestError("n", num, f"at most {self.max_reqs} answers in one call (n times prompts)")
-
     def admit(self, works: Sequence[int], name: str, now: float) -> None:
         """Whether requests of so much work each may wait, on behalf of `name`. All of them, or none.
 
         Raises `RequestError` for more requests than the queue takes at all, and `QueueFullError`.
         """
-        self.check_number(len(works))
+        if len(works) > self.max_reqs:
+            raise RequestError("n", len(works), f"at most {self.max_reqs} answers in one call (n times prompts)")
         if name and len(self._names) < MAX_NAMES:
             self._names.add(name)
         # A call above the token bound by itself is let into an empty queue: it could never be served otherwise.
@@ -75,8 +71,7 @@ class Admission:
             )
 
     def check_room(self, num: int, name: str, now: float) -> None:
-        """Raises what `admit` would for so many requests, however little work each of them is."""
-        self.check_number(num)
+        """Raise what `admit` would raise for so many requests, however little work each of them is."""
         self.admit([1] * num, name, now)
 
     def enter(self, work: int, name: str) -> None:

@@ -25,10 +25,10 @@ from headrace.engine.totals import negated, summed
 from headrace.engine.watchdog import Watchdog
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.errors import ContextLengthError, DeadlineError, EngineDeadError, HeadraceError, RequestError
+from headrace.protocol.errors import DeadlineError, EngineDeadError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Abort, Add, EngineInfo, Finish, Request, ResetPrefixCache, Stats, StepOutput
-from headrace.text.inputs import max_context, new_request_id
+from headrace.text.inputs import new_request_id
 from headrace.text.outputs import Delta, deltas_of
 
 logger = logging.getLogger("headrace.engine")
@@ -238,12 +238,15 @@ class EngineClient:
     # -- requests
 
     def check_room(self, num: int) -> None:
-        """Raises what `submit` would raise now for `num` requests, however short: nobody need tokenise them first."""
+        """Raise what `submit` would raise now for `num` requests, however short, before they are tokenised."""
+        self._check_open()
+        self.admission.check_room(num, tenants.current().name, time.monotonic())
+
+    def _check_open(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
         if self._closing or self.is_draining:
             raise EngineDeadError("the server is shutting down")
-        self.admission.check_room(num, tenants.current().name, time.monotonic())
 
     def submit(
         self, requests: Sequence[Request], arrival_time: float | None = None, deadline: float | None = None
@@ -253,11 +256,8 @@ class EngineClient:
 
         Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
         """
-        self.check_room(len(requests))
+        self._check_open()
         for request in requests:
-            if len(request.prompt_token_ids) >= max_context(self.info):
-                bound = f"at most {max_context(self.info) - 1} tokens long"
-                raise ContextLengthError("prompt", len(request.prompt_token_ids), bound)
             verify(request, self.info)
             if request.params.logits_processors and not self._link.in_process:
                 bound = "left out, unless the engine runs in the caller's own process"

@@ -93,8 +93,8 @@ class Front:
         return await self.grammars.check_soon(params)
 
     def check_room(self, num_prompts: int, params: SamplingParams) -> None:
-        """Before texts are rendered and tokenised for nothing: raises what `open` would raise now for so many prompts,
-        however short (`RequestError`, `QueueFullError`, `EngineDeadError`)."""
+        """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
+        `EngineDeadError`). To be called once, before texts are rendered and tokenised."""
         self.client.check_room(num_prompts * (params.best_of or params.n))
 
     @property
@@ -160,8 +160,6 @@ class Front:
     ) -> Generation:
         if beam is not None:
             return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
-        # Before as many are made.
-        self.check_room(len(prompts), params)
         groups = [
             make_requests(
                 token_ids,

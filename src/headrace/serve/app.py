@@ -53,7 +53,7 @@ from headrace.serve.gates.deadlines import DeadlineGate
 from headrace.serve.gates.doors import Doors, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.gates.keys import KeyRing
 from headrace.serve.gates.wire import Connection
-from headrace.text.inputs import max_context, seed_source
+from headrace.text.inputs import seed_source
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -342,7 +342,7 @@ class Life:
         num_tokens = info.num_blocks * info.block_size
         logger.info("%s: dtype %s, backend %s, device %s", info.model, info.dtype, info.backend, info.device)
         logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
-        length = max_context(info)
+        length = info.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
 
     async def _log_stats(self) -> None:

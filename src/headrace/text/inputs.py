@@ -44,11 +44,6 @@ def new_request_id() -> str:
     return str(uuid.uuid4())
 
 
-def max_context(info: EngineInfo) -> int:
-    """Tokens that prompt and answer may have together: the model's context, or less if the KV cache is smaller."""
-    return min(info.max_model_len, info.num_blocks * info.block_size + 1)
-
-
 def prompt_size(prompt: Prompt) -> int:
     """Characters or ids of a prompt in any of its forms; 0 for what is no prompt."""
     if isinstance(prompt, dict):
@@ -95,15 +90,15 @@ def prompt_ids(
         for token_id in token_ids:
             bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
-        keep = max_context(info) - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        keep = info.max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if not keep:
             raise RequestError("truncate_prompt_tokens", keep, "at least 1, for no prompt is empty, or -1")
         if keep < len(token_ids):
             text, token_ids = None, token_ids[-keep:]
     if not token_ids:
         raise RequestError("prompt", given, "at least one token long")
-    if len(token_ids) >= max_context(info):
-        raise ContextLengthError("prompt", len(token_ids), f"at most {max_context(info) - 1} tokens long")
+    if len(token_ids) >= info.max_model_len:
+        raise ContextLengthError("prompt", len(token_ids), f"at most {info.max_model_len - 1} tokens long")
     return text, token_ids
 
 
@@ -130,7 +125,7 @@ def make_requests(
     bounds.check("priority", priority)
     if priority and info.scheduling_policy != "priority":
         raise RequestError("priority", priority, "0 or left out, unless the engine has --scheduling-policy priority")
-    room = max_context(info) - len(token_ids)
+    room = info.max_model_len - len(token_ids)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     # A context that ends before min_tokens ends the answer all the same.
     min_tokens = min(params.min_tokens, max_tokens)

@@ -30,7 +30,6 @@ from headrace.serve.apis.openai.embeddings import Embeddings
 from headrace.serve.call import translation
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.schema import TokenizeRequest
-from headrace.text.inputs import max_context
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -49,7 +48,7 @@ class LlamaServer:
         if asked.max_tokens is not None and asked.n_predict is None:
             made["max_tokens"] = asked.max_tokens
         # Without a length an answer may fill the context; at least one, so that a prompt without room is told so.
-        room = max_context(self.api.front.info) - max(len(token_ids) for token_ids in prompts)
+        room = self.api.front.info.max_model_len - max(len(token_ids) for token_ids in prompts)
         made.setdefault("max_tokens", max(room, 1))
         if asked.n_probs:
             made["logprobs"] = asked.n_probs
@@ -148,7 +147,7 @@ class LlamaServer:
         names = tokenizer.special_tokens if tokenizer is not None else {}
         params = SamplingParams(**{"max_tokens": None, **self.api.defaults})
         return {
-            "default_generation_settings": {"n_ctx": max_context(info), "params": settings(params)},
+            "default_generation_settings": {"n_ctx": info.max_model_len, "params": settings(params)},
             "total_slots": info.max_num_seqs,
             "model_alias": self.api.model,
             "model_path": info.model,
@@ -167,7 +166,7 @@ class LlamaServer:
         if fail_on_no_slot and num_busy == info.max_num_seqs:
             raise NoSlotError("no slot is available")
         return [
-            {"id": place, "n_ctx": max_context(info), "speculative": False, "is_processing": place < num_busy}
+            {"id": place, "n_ctx": info.max_model_len, "speculative": False, "is_processing": place < num_busy}
             for place in range(info.max_num_seqs)
         ]
 

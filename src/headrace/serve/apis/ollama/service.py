@@ -20,7 +20,6 @@ from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.apis.openai.embeddings import Embeddings
 from headrace.serve.call import translation
 from headrace.serve.call.parsing import convert
-from headrace.text.inputs import max_context
 
 NDJSON = "application/x-ndjson"
 STAYS = "the model is loaded as long as the server runs"
@@ -90,7 +89,7 @@ class Ollama:
                 made.pop(name, None)
             made["logprobs"] = made.pop("top_logprobs", 0) if made.get("logprobs") else None
             # At least one, so that a prompt without room is told to be too long.
-            made.setdefault("max_tokens", max(max_context(self.api.front.info) - len(prompt), 1))
+            made.setdefault("max_tokens", max(self.api.front.info.max_model_len - len(prompt), 1))
             return Lines(await self.api.completion(made | {"prompt": prompt}), asked, chat=False, ids=not asked.raw)
 
     async def embed(self, body: dict[str, Any], older: bool) -> dict[str, Any]:
@@ -123,7 +122,7 @@ class Ollama:
     def ps(self) -> dict[str, Any]:
         """GET /api/ps. The model never expires; the date is one that no client takes for the past."""
         more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
-        return {"models": [self._card() | more | {"context_length": max_context(self.api.front.info)}]}
+        return {"models": [self._card() | more | {"context_length": self.api.front.info.max_model_len}]}
 
     def show(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /api/show."""
@@ -144,7 +143,7 @@ class Ollama:
             "details": card["details"],
             "model_info": {
                 "general.architecture": family,
-                f"{family}.context_length": max_context(info),
+                f"{family}.context_length": info.max_model_len,
                 f"{family}.vocab_size": info.vocab_size,
             },
             "capabilities": ["completion", *(name for name, has in abilities if has)],
@@ -212,7 +211,7 @@ class Ollama:
         made = {"model": self._name(asked.model), "stream": asked.stream is not False} | translation.sampling(
             options, "options."
         )
-        context = max_context(self.api.front.info)
+        context = self.api.front.info.max_model_len
         if options.num_ctx is not None and options.num_ctx != context:
             asked.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
         if options.tfs_z not in (None, 1.0):

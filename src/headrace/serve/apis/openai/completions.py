@@ -37,7 +37,7 @@ from headrace.serve.call.schema import (
     parse,
     sampling_params,
 )
-from headrace.text.inputs import draw_seed, max_context
+from headrace.text.inputs import draw_seed
 from headrace.text.reasoning import STYLES
 from headrace.text.templates import ChatTemplate
 from headrace.text.tools.choice import ToolUse
@@ -168,7 +168,7 @@ class OpenAI:
         special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
         tokenizer = self._tokenizer()
         token_ids = await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
-        reply: dict[str, Any] = {"count": len(token_ids), "max_model_len": max_context(self.front.info)}
+        reply: dict[str, Any] = {"count": len(token_ids), "max_model_len": self.front.info.max_model_len}
         reply["tokens"] = token_ids
         if request.return_token_strs:
             reply["token_strs"] = [replies.token_text(tokenizer, token_id) for token_id in token_ids]
@@ -214,7 +214,7 @@ class OpenAI:
             "owned_by": "headrace",
             "root": self.front.info.model,
             "parent": None,
-            "max_model_len": max_context(self.front.info),
+            "max_model_len": self.front.info.max_model_len,
             # As Anthropic has it.
             "type": "model",
             "display_name": self.model,
@@ -262,7 +262,7 @@ class OpenAI:
     ) -> Generation:
         if max_tokens is not None:
             for token_ids in prompts:
-                room = max_context(self.front.info) - len(token_ids)
+                room = self.front.info.max_model_len - len(token_ids)
                 if max_tokens > room:
                     raise ContextLengthError(field, max_tokens, f"at most {room} after this prompt")
         with deadlines.within(request.timeout, arrival):
