@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.engine.black_box import BlackBox
 from headrace.engine.build import build_engine
-from headrace.engine.child import Noted
+from headrace.engine.child import BlackBoxExecutor
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
@@ -53,7 +53,7 @@ def measure(core: EngineCore, num_streams: int, num_steps: int) -> dict[str, Any
     recorder.begin, recorder.end = recording
     box = BlackBox.make()
     inner: Any = core.executor
-    noted: Any = Noted(core, box)
+    noted: Any = BlackBoxExecutor(core, box)
     core.executor = noted
     run, recorded = Timed(inner.run), Timed(noted.run)
     inner.run, noted.run = run, recorded

@@ -54,17 +54,17 @@ def append_known(
     flight: list[Sequence],
     seqs: list[Sequence],
     added: list[list[int]],
-    ended: list[tuple[Sequence, Finish]],
+    ends: list[tuple[Sequence, Finish]],
     eos_token_ids: frozenset[int],
 ) -> None:
     """Append the tokens `more[i]` to flight[i], each under the rules of an end: they were sampled after accepted draft
     tokens, or a grammar forces them.
 
-    `added` holds the tokens that each of `seqs` got in this step, and `ended` the sequences that end with it; both are
+    `added` holds the tokens that each of `seqs` got in this step, and `ends` the sequences that end with it; both are
     extended. Tokens after an end are dropped.
     """
     places = {id(seq): place for place, seq in enumerate(seqs)}
-    for seq, _ in ended:
+    for seq, _ in ends:
         places.pop(id(seq), None)
     for index, token_ids in more.items():
         seq = flight[index]
@@ -74,5 +74,5 @@ def append_known(
             added[place].append(token_id)
             finish = finish_of(seq, eos_token_ids)
             if finish:
-                ended.append((seq, finish))
+                ends.append((seq, finish))
                 break

@@ -185,10 +185,10 @@ class Scheduler:
             for seq in edge:
                 if seq.status is Status.RUNNING:
                     self._grow(seq, 1)
-        promised = 0
+        num_promised = 0
         if self.searches.open:
             ready = self._copy_shared_tails(ready)
-            promised = self.searches.num_reserved()
+            num_promised = self.searches.num_reserved()
 
         budget = self.max_num_batched_tokens - len(ready)
         num_guesses = self.drafts.reserve(running, budget)
@@ -201,9 +201,9 @@ class Scheduler:
             if length and self._grow(seq, length):
                 chunks.append((seq, length))
                 budget -= length
-            promised += self.tables.missing(seq)
+            num_promised += self.tables.missing(seq)
         if len(self.running) == num_running:
-            self._admit_waiting(chunks, budget, promised)
+            self._admit_waiting(chunks, budget, num_promised)
         else:
             # Some were preempted, maybe after they had their place in this step; then no waiting one starts either.
             chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + n]
@@ -251,7 +251,7 @@ class Scheduler:
             beams = self._advance_searches(rows, result, failed)
             rows = [row for index, row in enumerate(rows) if index not in failed and not row[0].is_beam]
         seqs: list[Sequence] = []
-        ended: list[tuple[Sequence, Finish]] = []
+        ends: list[tuple[Sequence, Finish]] = []
         for seq, length, sampled, token in rows:
             seq.num_computed = num = seq.num_computed + length
             if num >= seq.publish_at:
@@ -262,18 +262,18 @@ class Scheduler:
                 if num + 1 >= seq.max_len or token in seq.stop_ids:
                     finish = finish_of(seq, self.eos_token_ids)
                     if finish:
-                        ended.append((seq, finish))
+                        ends.append((seq, finish))
             elif is_pooled(seq.pooling, num, len(seq.tokens)):
-                ended.append((seq, STOP))
+                ends.append((seq, STOP))
         added = [[s.tokens[-1]] for s in seqs]
         if result.further:
-            append_known(result.further, flight, seqs, added, ended, self.eos_token_ids)
+            append_known(result.further, flight, seqs, added, ends, self.eos_token_ids)
             self._advance(flight[index] for index in result.further if index not in failed)
         if result.forced:
-            append_known(result.forced, flight, seqs, added, ended, self.eos_token_ids)
+            append_known(result.forced, flight, seqs, added, ends, self.eos_token_ids)
         for index in result.deferred - failed:
             self.tables.trim(flight[index])
-        for seq, finish in ended:
+        for seq, finish in ends:
             self._end(seq, finish)
         if batch.asks or batch.drafts:
             self.drafts.keep(flight, batch, result, failed)
@@ -306,8 +306,8 @@ class Scheduler:
 
     def _copy_shared_tails(self, seqs: list[Sequence]) -> list[Sequence]:
         """Copy the block that each of `seqs` writes next, if beams share it. Returns those that can write."""
-        shared = [s for s in seqs if s.is_beam and s.block_table and self.tables.shares_tail(s)]
-        stuck = {s.seq_id for s in shared if s.status is Status.RUNNING and not self._grow(s, 1)}
+        beams = [s for s in seqs if s.is_beam and s.block_table and self.tables.shares_tail(s)]
+        stuck = {s.seq_id for s in beams if s.status is Status.RUNNING and not self._grow(s, 1)}
         return [s for s in seqs if s.seq_id not in stuck]
 
     def _grow(self, seq: Sequence, length: int) -> bool:
@@ -348,10 +348,10 @@ class Scheduler:
             return min(gap, budget, self.chunk_limit)
         return gap if gap <= budget else 0
 
-    def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, promised: int) -> None:
+    def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, num_promised: int) -> None:
         """Start waiting sequences, strictly from the head of the queue: the first that does not fit holds up the rest.
 
-        Only a sequence whose prompt a running sibling is computing is passed by. `promised` counts the blocks that
+        Only a sequence whose prompt a running sibling is computing is passed by. `num_promised` counts the blocks that
         running sequences need for their known tokens: a new one must fit beside them.
         """
         waiting = self.waiting
@@ -365,37 +365,37 @@ class Scheduler:
             search = self.searches.get(seq)
             num_seqs = 1 if search is None else search.width
             reserve = 0 if search is None else search.reserve(self.block_size)
-            length = self._admit(seq, budget, promised + reserve) if num_seqs <= room else 0
+            length = self._admit(seq, budget, num_promised + reserve) if num_seqs <= room else 0
             if not length:
                 break
             waiting.remove(seq)
             chunks.append((seq, length))
             room -= num_seqs
             budget -= length
-            promised += self.tables.missing(seq)
+            num_promised += self.tables.missing(seq)
             if search is not None and search.pending:
-                promised += search.reserve(self.block_size)
+                num_promised += search.reserve(self.block_size)
             if self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.families.awaited):
                 index = 0
 
-    def _admit(self, seq: Sequence, budget: int, promised: int) -> int:
+    def _admit(self, seq: Sequence, budget: int, num_promised: int) -> int:
         """Start `seq` with its first blocks. Returns the length of its first chunk, 0 if it has to wait."""
         if seq.num_preemptions >= MAX_PREEMPTIONS:
             # Protected: once running, never preempted again. So all of those must fit together at their longest.
             protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
             if self.searches.claims([*protected, seq]) > self.pool.num_blocks:
                 return 0
-        room = self.pool.num_available - promised
+        room = self.pool.num_available - num_promised
         if seq is self._refused and room <= self._refused_room and self.running:
             # A lookup of a long prompt's prefix in every step that it waits would cost more than the step.
             return 0
         shared, num_shared, publish = self.tables.find_shared(seq)
-        length = self._start(seq, shared, num_shared, publish, budget, promised)
+        length = self._start(seq, shared, num_shared, publish, budget, num_promised)
         if not length and num_shared % self.block_size:
             # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
             shared.pop()
             num_shared = len(shared) * self.block_size
-            length = self._start(seq, shared, num_shared, publish, budget, promised)
+            length = self._start(seq, shared, num_shared, publish, budget, num_promised)
         if not length:
             # Without chunks it may have lacked budget, of which there can be more with no more room.
             self._refused, self._refused_room = (seq if self.enable_chunked_prefill else None), room
@@ -410,10 +410,10 @@ class Scheduler:
         return length
 
     def _start(
-        self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, budget: int, promised: int
+        self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, budget: int, num_promised: int
     ) -> int:
         length = self._chunk(seq, num_shared, budget)
-        return length if length and self.tables.start(seq, shared, num_shared, publish, length, promised) else 0
+        return length if length and self.tables.start(seq, shared, num_shared, publish, length, num_promised) else 0
 
     # -- parts of commit() ---------------------------------------------------------------------------------------
 

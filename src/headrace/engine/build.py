@@ -1,7 +1,7 @@
 """The composition root of the engine: the one place where scheduler, runner and config meet.
 
-`build_engine` is called by `LLM` in-process and by the engine's own process under a server. Each part gets its
-numbers from here and never sees the config. Torch is imported inside, with the runner.
+`build_engine` is called by `LLM` and by the engine's own process under a server. Each part gets its numbers from here
+and never sees the config. Torch is imported inside, with the runner.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headrace.protocol.step import EngineInfo
 
 
 def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
-    """Load the model, make room for its KV cache, and put an engine around them. `is_restart`: in the place of one that
-    has died, so that what is not needed to serve may be missing.
+    """Load the model, allocate its KV cache, and return an engine around them. `is_restart`: the engine replaces one
+    that has died, and starts without a recording if that can not be written.
 
     Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model can not meet).
     """
@@ -46,18 +46,18 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
         policy=config.scheduling_policy,
         eos_token_ids=info.eos_token_ids,
         speculates=runner.speculator is not None,
-        # A cache of this process alone: nobody outside can compute its keys (S-23).
+        # A key of this process alone, so that the keys of its cache can not be computed outside (S-23).
         cache_key=os.urandom(32),
         cache_fingerprint="/".join(
             (info.model, str(config.revision), info.dtype, info.quantization, info.kv_cache_dtype, info.backend)
         ).encode(),
     )
-    # Where nobody asked for a length, the pool may be smaller than the model's context: the narrower bound is told.
+    # The scheduler lowers the context length to what the pool holds; everything else reads it from `info`.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
-    make: Callable[..., EngineCore] = EngineCore
+    make_core: Callable[..., EngineCore] = EngineCore
     if config.record_schedule is not None:
-        make = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers, is_restart)
-    return make(
+        make_core = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers, is_restart)
+    return make_core(
         scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
 
@@ -65,12 +65,13 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
 def recorded(
     config: EngineConfig, path: str, info: EngineInfo, speculator: Any, matchers: Any, is_restart: bool = False
 ) -> Callable[..., EngineCore]:
-    """What makes an engine that is written down. Raises `RequestError` if there can be no file, but for a restart."""
+    """Return the constructor of an engine whose schedule is recorded. Raises `RequestError` if the file can not be
+    written, except at a restart."""
     from headrace.engine.recording import RecordedEngine, Recorder
 
-    written = msgspec.msgpack.encode(config)
+    config_bytes = msgspec.msgpack.encode(config)
     try:
-        recorder = Recorder(path, config.max_record_bytes, written, info, time.time(), is_restart)
+        recorder = Recorder(path, config.max_record_bytes, config_bytes, info, time.time(), is_restart)
     except OSError as error:
         bound = f"a file that can be written ({error.strerror or error})"
         raise RequestError("record_schedule", path, bound) from error
@@ -78,7 +79,7 @@ def recorded(
 
 
 def vocabulary_source(config: EngineConfig) -> Callable[[int, list[int]], Any] | None:
-    """What reads the tokenizer of `config` as a `grammar.Vocabulary`; None if the engine is to have no tokenizer."""
+    """Return a function that loads the tokenizer of `config` as a `grammar.Vocabulary`; None without a tokenizer."""
     if config.skip_tokenizer_init:
         return None
 
@@ -88,7 +89,9 @@ def vocabulary_source(config: EngineConfig) -> Callable[[int, list[int]], Any] |
 
         path = hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
         tokenizer = Tokenizer.load(path)
-        made = Vocabulary.of(tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, width, eos_token_ids)
-        return made, functools.partial(tokenizer.encode, add_special_tokens=False)
+        vocabulary = Vocabulary.of(
+            tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, width, eos_token_ids
+        )
+        return vocabulary, functools.partial(tokenizer.encode, add_special_tokens=False)
 
     return load

@@ -1,8 +1,9 @@
 """The engine's own process: `python -m headrace.engine.child FD`, started by `engine.links.ProcessLink`.
 
-It builds the engine that the first frame asks for, then steps while there is work and sleeps on the socket while
-there is none. One thread, no event loop, no knowledge of HTTP or text. A server that is gone is an end-of-file, and
-then this process ends too. A fault that no request owns ends it with the traceback on stderr and a `Failed` frame.
+It builds the engine of the config in the first frame, then steps while there is work and sleeps on the socket while
+there is none. One thread, no event loop; it knows neither HTTP nor text. When the server is gone the socket is at its
+end, and this process ends too. A fault that belongs to no request ends it with a traceback on stderr and a `Failed`
+frame.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ Send = Callable[[frames.FromEngine], None]
 
 
 def drive(core: EngineCore, receive: Receive, send: Send) -> None:
-    """Step `core` until it is told to stop or its peer hangs up. The same loop runs in a thread for `InprocLink`.
+    """Step `core` until a `Shutdown` or the end of the connection. The same loop runs in a thread for `InprocLink`.
 
     Args:
-        receive: called between steps; with True it may wait, with False it must not. None means: hung up.
-        send: may block, which holds the engine back until the server reads on.
+        receive: called between steps; with True it may wait, with False it must not. Returns None at the end of the
+            connection.
+        send: may block, so that the engine waits for a server that is slow to read.
     """
     debug = env.debug_level()
     send(frames.Ready(core.info))
@@ -57,13 +59,13 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                     try:
                         core.add(request)
                     except RequestError as error:
-                        refused = (error.field, repr(error.value)[:80], error.bound, error.code)
-                        send(frames.Rejected(request.request_id, *refused))
+                        reason = (error.field, repr(error.value)[:80], error.bound, error.code)
+                        send(frames.Rejected(request.request_id, *reason))
                     except Exception as error:
-                        # A fault of ours, but its owner is known: nobody else is to suffer from it.
+                        # A fault of the engine, but it belongs to one request: the others go on.
                         logger.error("a request could not be taken in", exc_info=error)
-                        told = ("request", type(error).__name__, "one that the engine can take in", "internal_error")
-                        send(frames.Rejected(request.request_id, *told))
+                        reason = ("request", type(error).__name__, "one that the engine can take in", "internal_error")
+                        send(frames.Rejected(request.request_id, *reason))
                 case Abort(request_id):
                     core.abort(request_id)
                 case ResetPrefixCache():
@@ -72,7 +74,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                     return
                 case frames.Start():
                     raise frames.TransportError("the engine was started already")
-        # Aborts alone leave nothing to step, but the gauges moved.
+        # After aborts alone there is no step to compute, but the gauges have changed.
         output = core.step() if core.has_work() else StepOutput(step_id=-1)
         output.stats = output.stats or core.stats()
         send(frames.Output(output))
@@ -81,18 +83,18 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
 
 
 def show(output: StepOutput) -> None:
-    """HEADRACE_DEBUG=1: one line for each step on stderr."""
+    """Print one line for a step on stderr, for HEADRACE_DEBUG=1."""
     stats = output.stats
     gauges = f"running={stats.num_running} waiting={stats.num_waiting} blocks={stats.num_blocks_held}" if stats else ""
-    took = 1e3 * (output.end_time - output.start_time)
+    milliseconds = 1e3 * (output.end_time - output.start_time)
     ended = {request_id[:8]: finish.reason for request_id, finish in output.finished.items()}
-    line = f"step {output.step_id} {took:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}"
-    with contextlib.suppress(OSError):  # a log that is full or gone is no reason to end (R-28)
+    line = f"step {output.step_id} {milliseconds:.2f} ms rows={len(output.request_ids)} {gauges} ended={ended}"
+    with contextlib.suppress(OSError):  # a full or closed log must not end the engine (R-28)
         print(line, file=sys.stderr)
 
 
-class Noted:
-    """An executor that notes the shape of each step in a black box before it is computed."""
+class BlackBoxExecutor:
+    """An executor that writes the shape of each step into a black box before it computes the step."""
 
     def __init__(self, core: EngineCore, box: BlackBox) -> None:
         self._inner: Executor = core.executor
@@ -124,14 +126,14 @@ class Noted:
 def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> int:
     """Serve one socket until it closes. Returns the exit status.
 
-    `build` makes the engine that the first frame asks for; `compose.build_engine`, unless a test has another.
+    `build` makes the engine of the config in the first frame; `compose.build_engine` by default.
     """
     # The server decides when this process ends: a Ctrl-C or a SIGTERM to the whole group must not cut open streams.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     die_with_parent()
     logs.set_up("warning")
-    # Of a crash in native code, too, somebody is to be told where it was.
+    # A crash in native code leaves its stacks, too.
     faulthandler.enable()
     faulthandler.register(frames.STACKS_SIGNAL, all_threads=True)
     faulthandler.register(frames.LAST_WORDS_SIGNAL, all_threads=True)
@@ -160,33 +162,33 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
             faulthandler.register(frames.LAST_WORDS_SIGNAL, box.stacks_file, all_threads=True)
         core = build(first[0].config) if build else _build_engine(first[0].config, first[0].is_restart)
         if box is not None:
-            core.executor = Noted(core, box)
+            core.executor = BlackBoxExecutor(core, box)
         # Modules, weights and the model live as long as this process: the collector need not walk them in mid-step.
         gc.collect()
         gc.freeze()
 
         def receive(wait: bool) -> list[frames.ToEngine] | None:
-            # Messages that came in one read with Start are not to be lost.
+            # Messages that came in one read with Start come first.
             nonlocal early
             if early:
-                taken, early = early, []
-                return taken
+                messages, early = early, []
+                return messages
             return channel.receive(wait)
 
         drive(core, receive, send)
     except (BrokenPipeError, ConnectionResetError):
         return 0
     except BaseException as error:
-        # A refusal to start is told in one line by the server; everything else deserves its traceback.
+        # The server reports a refusal to start in one line; every other error gets its traceback.
         if ready or not isinstance(error, HeadraceError):
             if box is not None:
                 box.note_error(error)
             else:
                 logger.error("the engine failed", exc_info=error)
-        # The message of an exception that nobody foresaw may quote a request (S-22); before there are any it can not.
-        told = str(error) or repr(error) if isinstance(error, HeadraceError) or not ready else ""
+        # The message of an unforeseen exception may quote a request (S-22), except before the first request.
+        message = str(error) or repr(error) if isinstance(error, HeadraceError) or not ready else ""
         with contextlib.suppress(OSError):
-            channel.send(frames.Failed(type(error).__name__, told, starting=not ready))
+            channel.send(frames.Failed(type(error).__name__, message, starting=not ready))
         return 1
     finally:
         if core is not None:
@@ -195,14 +197,14 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
 
 
 def _build_engine(config: EngineConfig, is_restart: bool) -> EngineCore:
-    # Torch comes with it, so it is imported when somebody waits for the engine and not before.
+    # It imports torch, so it is imported when an engine is to be built and not before.
     from headrace.engine.build import build_engine
 
     return build_engine(config, is_restart)
 
 
 def die_with_parent() -> None:
-    """Ask Linux for a SIGKILL when the parent's thread ends, so that a killed server leaves no orphan (R-23)."""
+    """Make Linux send a SIGKILL when the parent's thread ends, so that a killed server leaves no orphan (R-23)."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

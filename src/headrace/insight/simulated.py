@@ -2,8 +2,8 @@
 
 It owns the physical slots and stores in each what a KV cache would depend on: (fingerprint, token, position). The
 next token is a hash of everything read back *through the block table* from position 0 on, so a wrong block, an early
-reuse, a missed copy or a lost token changes the output; `Oracle.stream` gives the right one offline. It serves the
-simulation of the scheduler, and the server's tests as an engine that needs no torch.
+reuse, a missed copy or a lost token changes the output; `Oracle.stream` returns the right one offline. Used by the
+simulation of the scheduler, and by the server's tests as an engine without torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Oracle:
         self.eos_probability = eos_probability if self.eos_token_ids else 0.0
 
     def next_token(self, context: array[int], params: SamplingParams, num_generated: int) -> int:
-        """The token after `context`, flat (fingerprint, token, position) triples, as this request draws it.
+        """Return the token after `context`, flat (fingerprint, token, position) triples, for these parameters.
 
         No end-of-sequence and no stop token comes before `min_tokens`, as with a real sampler's mask.
         """
@@ -64,8 +64,8 @@ class Oracle:
         raise ValueError("every token of the vocabulary is forbidden")
 
     def forced_after(self, params: SamplingParams, position: int, num_generated: int) -> list[int]:
-        """The tokens at `position` and after it that leave no choice, up to the first that does. An end-of-sequence may
-        be among them, and there may be more than the request has room for."""
+        """Return the run of forced tokens that begins at `position`. An end-of-sequence may be among them, and the run
+        may be longer than the room of the request."""
         tokens: list[int] = []
         while (token := self._forced_token(params, position + len(tokens), num_generated + len(tokens))) is not None:
             tokens.append(token)
@@ -80,18 +80,18 @@ class Oracle:
         )
         if int.from_bytes(stretch, "little") / 2**64 >= self.forced_share:
             return None
-        chosen = int.from_bytes(token, "little") % self.vocab_size
+        token_id = int.from_bytes(token, "little") % self.vocab_size
         early = num_generated < params.min_tokens
-        return None if early and chosen in (*self.eos_token_ids, *(params.stop_token_ids or ())) else chosen
+        return None if early and token_id in (*self.eos_token_ids, *(params.stop_token_ids or ())) else token_id
 
     def state_after(self, params: SamplingParams, state: float | None, token_id: int) -> float | None:
-        """The sampler's state after it has drawn `token_id`; None for the requests (three of four) without one."""
+        """Return the sampler's state after `token_id`; None for the requests (three of four) without one."""
         if not self.forced_share or (params.seed or 0) % 4:
             return None
         return ((state or 0.0) * 31 + token_id) % 1009 + 0.5
 
     def logprob(self, token_id: int, position: int, num_top: int) -> TokenLogprob:
-        """A made-up but repeatable log-probability. The chosen token is the likeliest."""
+        """Return an invented but repeatable log-probability, with the chosen token as the likeliest."""
         top = [
             ((token_id + i) % self.vocab_size, -0.5 - 0.3 * i - 0.3 * (token_id * 31 + position * 7 + i * 53) % 17 / 17)
             for i in range(min(max(num_top, 0), self.vocab_size))
@@ -99,7 +99,7 @@ class Oracle:
         return TokenLogprob(token_id, -0.5 - position % 16 / 1024, 1, top)
 
     def stream(self, request: Request, max_model_len: int, fingerprint: int = 0) -> list[int]:
-        """All tokens that `request` generates, its resumed ones first, where no stop string and no abort ends it."""
+        """Return all tokens that `request` generates, its resumed ones first, without stop strings and aborts."""
         params, num_prompt = request.params, len(request.prompt_token_ids)
         tokens = [*request.prompt_token_ids, *request.resume_token_ids]
         stops = set(params.stop_token_ids or ()).union(() if params.ignore_eos else self.eos_token_ids)
@@ -123,11 +123,11 @@ Guess = Callable[[int, int, Callable[[list[int]], int]], DraftTokens | None]
 class SimulatedExecutor:
     """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
 
-    `fingerprint_of` gives what a slot depends on besides token and position (salt, adapter) for a sequence id.
-    `fail` is asked for (step id, chunk index) and makes that chunk fail after it has spoilt its slots; `defer` makes it
-    sample nothing in this step. `guess` is asked for (step id, chunk index, what the oracle would say after some more
-    tokens) and may draft what follows; `rest` says for how many steps nobody need ask. `delay` is slept in each step,
-    in seconds. Raises `InvariantError` for batches that contradict themselves.
+    `fingerprint_of` maps a sequence id to what a slot depends on besides token and position (salt, adapter).
+    `fail(step id, chunk index)` makes that chunk fail after it has spoilt its slots; `defer` makes it sample nothing in
+    this step. `guess(step id, chunk index, next_token)` may return a draft; `next_token` maps further tokens to the one
+    after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds. Raises `InvariantError` for
+    batches that contradict themselves.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SimulatedExecutor:
             for table, guesses in self._paths(batch, index):
                 self._write(table, start, tokens + guesses, self._fingerprint_of(seq_id))
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
-        # All writes come before all reads, so that a slot written twice can not go unseen.
+        # All writes come before all reads, so that a slot that is written twice changes a token.
         for index, tokens in enumerate(chunks):
             if self._fail is not None and self._fail(batch.step_id, index):
                 self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
@@ -185,16 +185,16 @@ class SimulatedExecutor:
         return result
 
     def close(self) -> None:
-        """Give the slots back."""
+        """Release the slots."""
         self.slots = array("q")
 
     def poison(self, blocks: Iterable[int]) -> None:
-        """Overwrite blocks that nobody should read any more."""
+        """Overwrite blocks that must not be read any more."""
         for block in blocks:
             self._block(block)[:] = memoryview(array("q", [_EMPTY]) * (3 * self.block_size))
 
     def read(self, table: list[int], num: int) -> array[int]:
-        """The triples of positions 0 ... num - 1 as the block table maps them."""
+        """Return the triples of positions 0 ... num - 1 as the block table maps them."""
         context = array("q")
         width = 3 * self.block_size
         for block in table[: -(-num // self.block_size)]:
@@ -202,34 +202,34 @@ class SimulatedExecutor:
         return context[: 3 * num]
 
     def _paths(self, batch: ScheduledBatch, index: int) -> list[tuple[list[int], list[int]]]:
-        """The block table and the guesses of every path of chunk `index`; of one without a tree there is one."""
+        """Return the block table and the draft tokens of every path of chunk `index`; there is one without a tree."""
         table, draft = batch.block_tables[index], batch.drafts.get(index, DraftTokens([]))
         if not draft.paths:
             return [(table, draft.token_ids)]
         num_whole = (batch.starts[index] + batch.lens[index]) // self.block_size
         tables = [table, *(table[:num_whole] + tail for tail in draft.tails)]
-        return [(own, [draft.token_ids[node] for node in path]) for own, path in zip(tables, draft.paths, strict=True)]
+        return [(t, [draft.token_ids[node] for node in path]) for t, path in zip(tables, draft.paths, strict=True)]
 
     def _sample_all(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """The token after chunk `index`, then one after each guess that is the one before."""
+        """Sample the token after chunk `index`, and one more after each draft token that equals the one before."""
         params, num_prompt = batch.params[index], batch.num_prompts[index]
         num, state = batch.starts[index] + batch.lens[index], batch.states.get(index)
         paths = list(enumerate(self._paths(batch, index)))
-        known: list[int] = []
+        tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         while True:
             path, (table, _) = paths[0]
-            at = num + len(known)
+            at = num + len(tokens)
             context = self.read(table, at)
             if context[2::3] != array("q", range(at)):
                 raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
-            if not known:
+            if not tokens:
                 history = batch.histories.get(index, [])
                 if history != list(context[1::3]) and (history or params.needs_history):
-                    raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} was given another's history")
+                    raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} has the history of another")
             token = self.oracle.next_token(context, params, at - num_prompt)
             state = self.oracle.state_after(params, state, token)
-            known.append(token)
+            tokens.append(token)
             if params.logprobs is not None:
                 logprobs.append(self.oracle.logprob(token, at, params.logprobs))
             else:
@@ -237,11 +237,11 @@ class SimulatedExecutor:
                 if forced:
                     result.forced[index] = forced
                     break
-            left = [each for each in paths if each[1][1][: len(known)] == known]
-            if not left or self._is_late(batch, index):
+            matches = [each for each in paths if each[1][1][: len(tokens)] == tokens]
+            if not matches or self._is_late(batch, index):
                 break
-            paths = left
-        result.token_ids[index], further = known[0], known[1:]
+            paths = matches
+        result.token_ids[index], further = tokens[0], tokens[1:]
         if further:
             result.further[index] = further
             result.paths[index] = path
@@ -252,19 +252,21 @@ class SimulatedExecutor:
             if further:
                 result.further_logprobs[index] = logprobs[1:]
         if batch.asks and self._guess is not None and params.speculation:
-            self._draft(batch, index, table, known + result.forced.get(index, []), result)
+            self._draft(batch, index, table, tokens + result.forced.get(index, []), result)
 
-    def _draft(self, batch: ScheduledBatch, index: int, table: list[int], known: list[int], result: StepResult) -> None:
+    def _draft(
+        self, batch: ScheduledBatch, index: int, table: list[int], tokens: list[int], result: StepResult
+    ) -> None:
         num = batch.starts[index] + batch.lens[index]
         context, fingerprint = self.read(table, num), self._fingerprint_of(batch.seq_ids[index])
 
-        def say(more: list[int]) -> int:
+        def next_token(more: list[int]) -> int:
             longer = context[:]
-            for position, token in enumerate(known + more, num):
+            for position, token in enumerate(tokens + more, num):
                 longer.extend((fingerprint, token, position))
             return self.oracle.next_token(longer, batch.params[index], len(longer) // 3 - batch.num_prompts[index])
 
-        draft = self._guess(batch.step_id, index, say) if self._guess is not None else None
+        draft = self._guess(batch.step_id, index, next_token) if self._guess is not None else None
         if draft is not None:
             result.drafts[index] = draft
 
@@ -287,7 +289,7 @@ class SimulatedExecutor:
             ]
 
     def _pool(self, batch: ScheduledBatch, index: int) -> list[float]:
-        """Eight numbers that the context decides; of "mean" a sum, each of whose rows must be added once."""
+        """Return eight numbers that depend on the context alone; for "mean" a sum over rows, each added once."""
         kind, before = batch.pooling[index]
         start, stop = batch.starts[index], batch.starts[index] + batch.lens[index]
         if kind == "mean" and bool(before) != bool(start):
@@ -312,7 +314,7 @@ class SimulatedExecutor:
         return memoryview(self.slots)[block * width : (block + 1) * width]
 
     def _check(self, batch: ScheduledBatch) -> None:
-        """I-4: what a chunk writes is in no other table of the batch, and is not what a copy is taken from later."""
+        """I-4: the blocks that a chunk writes are in no other table of the batch."""
         tails = {i: [block for tail in draft.tails for block in tail] for i, draft in batch.drafts.items()}
         uses = Counter(block for table in (*batch.block_tables, *tails.values()) for block in table)
         if sum(batch.lens) != len(batch.token_ids):

@@ -1,12 +1,12 @@
 """The structs that flow through a step, in the order in which they appear:
 
-    Request -> Sequence -> ScheduledBatch -> ForwardBatch -> logits -> StepResult -> StepOutput
-    frozen     mutable     frozen ints       tensors         tensor    ints         frozen ints
-    server     core only   crosses processes runner only     backend   crosses      crosses
+    Request    -> Sequence  -> ScheduledBatch -> Chunks      -> logits  -> StepResult -> StepOutput
+    frozen        mutable      frozen ints       tensors        tensor     ints          ints, floats
+    server, core  core only    core, runner      runner only    backend    runner, core  core, server
 
 Here are those that cross a layer: `Request`, `ScheduledBatch`, `StepResult`, `StepOutput`. `Sequence` lives in
 `core.sequence`, `Chunks` in `backends.base`. All are msgspec structs of ints, floats, strings and lists:
-the msgpack bytes of one are its wire form. No torch, no policy, no methods beyond reading.
+the msgpack bytes of one are its wire form. No torch, no policy, no methods but properties.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from headrace.protocol.params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 Pooling = Literal["", "last", "mean"]
-"""What becomes of a prompt's final hidden states: nothing, the last row, or the sum over all rows."""
+"""Which final hidden states of a prompt are returned: none, those of the last row, or the sum over all rows."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One answer to make. `n` answers to one prompt are n requests of one `group`, made by the front end.
+    """A request for one answer. `n` answers to one prompt are n requests of one `group`, made by the front end.
 
-    `params.seed` and `params.max_tokens` are filled in by the front end, so that the engine can be told the same
-    request again and give the same bits. `resume_token_ids` are tokens generated before (in an engine that died):
-    they are known, not sampled again, and count towards max_tokens and min_tokens. `resume_state` is what
-    `StepOutput.states` told last of that answer, for samplers whose state is no function of the tokens. With `pooling`
-    nothing is sampled: the request ends when its prompt is computed, and `StepOutput.pooled` tells its hidden state.
-    With `beam` the request is a search: `params` says where answers end, and all come in one `BeamResult` at the end.
-    `tenant` is on whose behalf, and `work` the tokens that it will probably cost; they matter to a fair order alone.
+    The front end fills in `params.seed` and `params.max_tokens`, so that the same request can be sent to another engine
+    and gives the same bits. `resume_token_ids` are tokens generated before (in an engine that died): they are not
+    sampled again, and count towards max_tokens and min_tokens. `resume_state` is the last state of that answer in
+    `StepOutput.states`, for samplers whose state is no function of the tokens. With `pooling` nothing is sampled: the
+    request ends when its prompt is computed, and `StepOutput.pooled` has its hidden state. With `beam` the request is a
+    search: `params` sets where answers end, and all of them come in one `BeamResult` at the end. `tenant` names the
+    caller and `work` is a prediction of the tokens to compute; only the fair policy uses them.
     """
 
     request_id: str
@@ -63,11 +63,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftTokens(msgspec.Struct, array_like=True, gc=False):
-    """Guesses of how a sequence goes on after its last known token: a chain, or a tree if there are `parents`.
+    """Draft tokens after the last known token of a sequence: a chain, or a tree if there are `parents`.
 
-    `parents[i]` is the node that node i follows, -1 for the last known token; parents come before their children. Of a
-    tree the core writes down `paths`, each the nodes from a first guess to a leaf, and where they go: path 0 to the
-    sequence's own blocks, path p to `tails[p - 1]` in place of those from the first one on that a guess falls into.
+    `parents[i]` is the node that node i follows, -1 for the last known token; parents come before their children. For a
+    tree the core adds `paths`, each the nodes from a first draft token to a leaf, and their blocks: path 0 uses the
+    sequence's own blocks, path p uses `tails[p - 1]` from the first block that holds a draft token.
     """
 
     token_ids: list[int]
@@ -77,27 +77,28 @@ class DraftTokens(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def depth(self) -> int:
-        """Tokens that can be kept at most."""
+        """The greatest number of tokens that can be accepted."""
         return max(map(len, self.paths)) if self.paths else len(self.token_ids)
 
 
 class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
-    """What to compute in one step. Columns: entry i of each list tells of chunk i, a piece of one sequence.
+    """What to compute in one step. Columns: entry i of each list belongs to chunk i, a piece of one sequence.
 
     Chunk i computes positions starts[i] ... starts[i] + lens[i] - 1, whose tokens are the next lens[i] entries of
     the flat `token_ids`. Position p lives in slot p % block_size of block block_tables[i][p // block_size]. If
     samples[i], the chunk ends at the last known token and the token after it is to be sampled. `copies` are
     (source block, target block) pairs, to be copied in that order before anything is written.
 
-    Frozen by contract, not by class (a frozen struct costs more to make, and this is made every step). The block
-    tables are the scheduler's own lists, lent until `commit`: whoever keeps one longer copies it.
+    Frozen by contract, not by class (a frozen struct takes longer to make, and this is made every step). The block
+    tables are the scheduler's own lists, lent until `commit`: a copy is needed to keep one longer.
 
-    `next_token_ids[i]` is the prompt token after chunk i, for chunks that ask for prompt_logprobs and end before the
-    prompt does: its last row foretells that token. `histories[i]` is all that chunk i's sequence knows, for chunks that
-    sample and whose parameters need it: the scheduler's own list, lent as the tables are. `states[i]` is what the last
-    `StepResult.states` told of that sequence, for chunks that sample. `pooling[i]` is there for chunks whose hidden
-    states are wanted: how, and what `StepResult.pooled` told of the rows before. `asks`: guesses are wanted of how the
-    sequences go on that sample, and `histories` has all that may be guessed for.
+    `next_token_ids[i]` is the prompt token after chunk i, for chunks with prompt_logprobs that end before the prompt
+    does: the last row predicts that token. `histories[i]` has all known tokens of chunk i's sequence, for chunks that
+    sample and whose parameters need them: the scheduler's own list, lent as the tables are. `states[i]` is the sampler
+    state in the last `StepResult.states` of that sequence, for chunks that sample. `pooling[i]` is there for chunks
+    whose hidden states are pooled: the kind, and the numbers in `StepResult.pooled` for the rows before. `drafts[i]`
+    are draft tokens to verify after chunk i. `ended` are sequence ids that the drafter can forget. `asks`: the result
+    should have drafts for the sequences that sample, and `histories` has the tokens of all that may get one.
     """
 
     step_id: int
@@ -123,20 +124,19 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
 
 
 class StepResult(msgspec.Struct, kw_only=True, gc=False):
-    """What a step gave. `token_ids[i]` is chunk i's sampled token, or -1 where none was asked for or it failed.
+    """The result of a step. `token_ids[i]` is chunk i's sampled token, or -1 if it samples none or has failed.
 
-    The dicts are by chunk index and hold only what was asked for. `prompt_logprobs[i]` has one entry for each row
-    of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that must follow token_ids[i], whatever
-    the model says (a grammar leaves no choice): they are known without a forward pass. Never for a request that wants
-    log-probabilities. `states[i]` is the sampler's state after token_ids[i], to be handed back with the next chunk.
-    `pooled[i]` are hidden states after the final norm: those of the chunk's last row, or the sum in float64 over the
-    sequence's rows so far, added one after the other. Chunks in `deferred` were to be sampled and could not be yet,
-    because something that their sampler needs is late: their last token is computed again in the next step.
-    `errors[i]` says why chunk i failed; its sequence alone is ended, and its blocks are never published.
+    The dicts are by chunk index and hold only what the batch calls for. `prompt_logprobs[i]` has one entry for each row
+    of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that a grammar forces after token_ids[i]:
+    they need no forward pass. Never for a request with log-probabilities. `states[i]` is the sampler's state after
+    token_ids[i], an input of the next chunk. `pooled[i]` are hidden states after the final norm: those of the chunk's
+    last row, or the sum in float64 over the sequence's rows so far, added one after the other. Chunks in `deferred`
+    could not be sampled yet, because their sampler waits for something: their last token is computed again in the next
+    step. `errors[i]` is the reason why chunk i failed; its sequence alone is ended, and its blocks are never published.
 
-    `further[i]` are tokens sampled after token_ids[i], one for each guess that was kept, `further_logprobs[i]` theirs,
-    and `paths[i]` a path of the tree that has all of these. `drafts[i]` are guesses of what follows all that is known.
-    Nobody need be asked for more in the next `rest` steps, unless fewer sequences run than in this one.
+    `further[i]` are tokens sampled after token_ids[i], one for each accepted draft token, `further_logprobs[i]` theirs,
+    and `paths[i]` a path of the tree that has all of these. `drafts[i]` are draft tokens after all known ones. The next
+    `rest` steps need no `asks`, unless fewer sequences run than in this one.
     """
 
     step_id: int
@@ -156,7 +156,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """How a request ended. `stop_reason` is the stop token's id or, set by the server, the stop string."""
+    """The end of a request. `stop_reason` is the stop token's id or, set by the server, the stop string."""
 
     reason: FinishReason
     stop_reason: int | str | None = None
@@ -174,8 +174,8 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeamResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a beam search found, the best answer first, and the most KV blocks that its beams held at once: shared as
-    they were (`num_blocks`), and as many as beams with blocks of their own would have held (`num_blocks_unshared`)."""
+    """The answers of a beam search, the best first, and the most KV blocks that its beams held at once (`num_blocks`),
+    and would have held without sharing (`num_blocks_unshared`)."""
 
     beams: list[Beam]
     num_blocks: int
@@ -183,26 +183,28 @@ class BeamResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """An engine is told of a request."""
+    """A message to the engine: a new request."""
 
     request: Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """A message to the engine: end a request early."""
+
     request_id: str
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    pass
+    """A message to the engine: forget all cached prefixes."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of the engine, read from its state and not kept beside it. Counters only grow.
+    """Gauges and counters of the engine, read from its state. Counters only grow.
 
-    `num_beam_blocks` are held by beam searches, `num_beam_blocks_unshared` is what they would hold if no beam shared.
-    `num_drafts` were verified, of `num_draft_tokens` tokens, of which `num_accepted_tokens` were kept, entry i of
-    `num_accepted_per_pos` counting those that were i tokens after a draft's first. `num_recordings_ended` is 1 if the
-    recording of the schedule that was asked for has ended before the engine.
+    `num_beam_blocks` are held by beam searches, which would hold `num_beam_blocks_unshared` if no beam shared.
+    `num_drafts` drafts of `num_draft_tokens` tokens were verified, and `num_accepted_tokens` of these were accepted;
+    entry i of `num_accepted_per_pos` counts those that were i tokens after a draft's first. `num_recordings_ended` is 1
+    if a recording of the schedule has ended before the engine.
     """
 
     num_running: int = 0
@@ -228,17 +230,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that running sequences hold, 0 to 1. Cached blocks that nobody holds are free."""
+        """Share of the blocks that running sequences hold, 0 to 1. Evictable cached blocks count as free."""
         return self.num_blocks_held / self.num_blocks if self.num_blocks else 0.0
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
-    """What a step means for the requests: columns over those that got tokens, dicts for the rarer things.
+    """The output of a step for its requests: columns over those that got tokens, dicts for the rarer things.
 
-    `started` maps a request to the prompt tokens it found in the prefix cache, in the step that first ran it.
-    A request appears in `finished` exactly once, and never again in any later output. `states` is for whoever may have
-    to resume the request elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the output that
-    tells of its end. Times are monotonic seconds.
+    `started` maps a request to the number of its prompt tokens in the prefix cache, in the step that first ran it.
+    A request appears in `finished` exactly once, and never again in any later output. `states` are the samplers' states
+    with which a request can be resumed elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the
+    output that has its end. Times are monotonic seconds.
     """
 
     step_id: int
@@ -257,7 +259,11 @@ class StepOutput(msgspec.Struct, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front end must know of a running engine to admit a request by the engine's own rules."""
+    """The numbers of a running engine by which the front end checks a request as the engine does.
+
+    `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
+    if the KV cache is smaller.
+    """
 
     model: str
     max_model_len: int

@@ -81,17 +81,17 @@ class BeamSearch:
         far, of which `num_prompt` are the prompt. Returns the beams that run on; none when the search is over."""
         first_step = not self.num_generated
         self.num_generated += 1
-        chosen: Counter[int] = Counter()
+        num_chosen: Counter[int] = Counter()
         children: list[Child] = []
         first = 0
         for group in self.groups:
             if group.closed:
                 continue
             num = len(group.sums)
-            best = self._best(group, tops[first : first + num], first, chosen)
+            best = self._best(group, tops[first : first + num], first, num_chosen)
             self._note_ends(group, best, token_ids, num_prompt)
             beams = [c for c in best if c.token_id not in self.stop_ids][: self.width]
-            chosen.update(c.token_id for c in beams)
+            num_chosen.update(c.token_id for c in beams)
             if self.num_generated == self.max_tokens:
                 beams = []
             group.sums = [-c.minus_sum for c in beams]
@@ -108,10 +108,10 @@ class BeamSearch:
         answers.sort(key=_score, reverse=True)
         return answers[: self.params.num_answers]
 
-    def _best(self, group: _Group, tops: list[Top], first: int, chosen: Counter[int]) -> list[_Continuation]:
+    def _best(self, group: _Group, tops: list[Top], first: int, num_chosen: Counter[int]) -> list[_Continuation]:
         penalty = self.params.diversity_penalty
         continuations = [
-            _Continuation(-(logprob - penalty * chosen[token_id] + before), parent, token_id, logprob + total)
+            _Continuation(-(logprob - penalty * num_chosen[token_id] + before), parent, token_id, logprob + total)
             for parent, (top, before, total) in enumerate(zip(tops, group.sums, group.totals, strict=True), first)
             for token_id, logprob in top
         ]

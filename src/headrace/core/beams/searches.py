@@ -141,17 +141,17 @@ class Searches:
         self, rows: list[tuple[Sequence, int, bool, int]], result: StepResult, failed: set[int]
     ) -> dict[str, Search]:
         """Apply the result of a step to the beams in it. Returns their searches by request id."""
-        touched: dict[str, Search] = {}
+        searches: dict[str, Search] = {}
         for index, (seq, length, sampled, _) in enumerate(rows):
             if not seq.is_beam or index in failed:
                 continue
-            search = touched[seq.request_id] = self.open[seq.request_id]
+            search = searches[seq.request_id] = self.open[seq.request_id]
             seq.num_computed += length
             if seq.num_computed >= seq.publish_at:
                 self.tables.publish(seq)
             if sampled:
                 search.tops[seq.seq_id] = result.logprobs[index].top
-        return touched
+        return searches
 
     def advance(self, search: Search) -> BeamResult | None:
         """Move a search on after a step: start pending beams, and when all candidates are there choose, fork and drop
