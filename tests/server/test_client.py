@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from tests.server import fake
 from tests.server.conftest import child, inproc
 
+from headrace.core.requests import verify_model
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.engine.request_stream import RequestStream
@@ -30,7 +32,7 @@ from headrace.protocol.errors import (
     RequestError,
 )
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Finish, Request
+from headrace.protocol.step import EngineInfo, Finish, Request
 from headrace.text.inputs import new_request_id
 from headrace.text.outputs import Delta
 
@@ -275,6 +277,23 @@ def test_R_12_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         running.close()
 
     run(client, work)
+
+
+def test_admission_is_asked_once_and_a_request_checked_once_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, batch = inproc(), requests(3)
+    works: list[list[int]] = []
+    admit = client.admission.admit
+    monkeypatch.setattr(client.admission, "admit", lambda *args: (works.append(args[0]), admit(*args)))
+    checks: list[str] = []
+
+    def counted(request: Request, info: EngineInfo) -> None:
+        checks.append(request.request_id)
+        verify_model(request, info)
+
+    monkeypatch.setattr("headrace.engine.core.verify_model", counted)
+    run(client, lambda client: read(client.submit(batch)))
+    assert [len(work) for work in works] == [3]
+    assert Counter(checks).items() >= {(request.request_id, 2) for request in batch}
 
 
 def test_R_04_leaving_a_stream_frees_its_blocks() -> None:

@@ -106,7 +106,7 @@ class Scheduler:
         # The last sequence that lacked blocks to start, and how many there were then.
         self._refused: Sequence | None = None
         self._refused_room = 0
-        # Sequences in the system when the last step was scheduled, if that was empty.
+        # Sequences in the system when the last step was scheduled, if that step is empty.
         self.num_stalled = 0
 
         self.num_added = 0
