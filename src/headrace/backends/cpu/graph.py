@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.backends.cpu.arena import Block, place
+
 ROWS, SEQS, LOGITS, FREE = 0, 1, 2, 3
 """Dimensions that change from step to step, as csrc/include/kernels.h numbers them; experts count from FREE on."""
 
@@ -105,14 +107,14 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.buffers: list[Buffer] = []
+        self.buffers: dict[Buffer, None] = {}
 
     def buffer(self, row_bytes: int, dim: int) -> Buffer:
         """A new buffer that the next node fills."""
         at = len(self.nodes)
-        made = Buffer(-(-row_bytes // ALIGN) * ALIGN, dim, at, at)
-        self.buffers.append(made)
-        return made
+        buffer = Buffer(-(-row_bytes // ALIGN) * ALIGN, dim, at, at)
+        self.buffers[buffer] = None
+        return buffer
 
     def value(self, width: int, dim: int) -> Value:
         """A new value that the next node fills."""
@@ -170,34 +172,22 @@ class Graph:
             self.touch(part)
         return found
 
+    def drop(self, buffer: Buffer) -> None:
+        """Leave `buffer` out of the arena: nothing is kept in it, or it lies elsewhere."""
+        del self.buffers[buffer]
+        buffer.offset = 0
+
     def drop_unread(self, values: list[Value]) -> None:
-        """Values that only their codes were read of are not written as floats at all."""
+        """Drop the floats of values of which only the codes are read."""
         for value in values:
             if value.quantised and value.num_uses == 0 and value.node is not None:
                 value.node.fields["out"] = None
-                value.buffer.offset = 0
-                self.buffers.remove(value.buffer)
+                self.drop(value.buffer)
 
     def plan(self, most: dict[int, int]) -> int:
-        """Give every buffer a place in one arena; `most` is the largest size of each dimension. -> bytes in all.
-
-        Greedy by size, first fit (Pisarchyk, Lee 2020: "Efficient Memory Management for Deep Neural Net Inference").
-        """
-        placed: list[tuple[int, int, Buffer]] = []
-        total = 0
-
-        def size_of(buffer: Buffer) -> int:
-            return buffer.row_bytes * most.get(buffer.dim, most[ROWS])
-
-        for buffer in sorted(self.buffers, key=size_of, reverse=True):
-            size, offset = size_of(buffer), 0
-            for start, stop, other in sorted(placed, key=lambda entry: entry[0]):
-                if other.first > buffer.last or other.last < buffer.first:
-                    continue
-                if offset + size <= start:
-                    break
-                offset = max(offset, stop)
+        """Give every buffer a place in one arena and return its bytes; `most` holds each dimension's largest size."""
+        blocks = [Block(b.row_bytes * most.get(b.dim, most[ROWS]), b.first, b.last) for b in self.buffers]
+        offsets, total = place(blocks)
+        for buffer, offset in zip(self.buffers, offsets, strict=True):
             buffer.offset = offset
-            placed.append((offset, offset + size, buffer))
-            total = max(total, offset + size)
         return total

@@ -261,8 +261,7 @@ class CpuOps:
             for part in parts:
                 graph.touch(part)
             taken.quantised[source.group] = own
-            graph.buffers.remove(taken.buffer)
-            taken.buffer.offset = 0
+            graph.drop(taken.buffer)
         inner = self.linear(taken, gate_up) if own is None else self._linear(taken, own, gate_up)
         made = self.linear(self.gated(inner, kind), down)
         fields = {

@@ -99,7 +99,7 @@ class TapedProgram:
         logits: Value = model.logits(hidden, self.wanted)
         # They leave the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
-        graph.buffers.remove(logits.buffer)
+        graph.drop(logits.buffer)
         _place(graph.nodes[self._num_forward :], {id(logits.buffer): self._logits})
         if given is not None:
             _place(graph.nodes, {id(given.buffer): self._given})
@@ -159,7 +159,7 @@ class TapedProgram:
         out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
         places = {id(source.buffer): self.tape.floats(self.hidden.buffer, self.max_rows), id(final.buffer): out}
         _place(graph.nodes, places)
-        graph.buffers.remove(final.buffer)
+        graph.drop(final.buffer)
         tape = Tape(graph, {ROWS: self.max_rows, SEQS: most, LOGITS: most}, self._isa)
         ops.begin()
         return tape, out
