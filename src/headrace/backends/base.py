@@ -65,7 +65,7 @@ class Matrix(Protocol):
 
 
 class Rows(Protocol):
-    """A step's rows as the operators see them. `torch_ref.program.ForwardBatch` is one.
+    """A step's rows as the operators see them. `torch_ref.batch.ForwardBatch` is one.
 
     token_ids, positions [R]. Chunk c is the rows of one sequence at positions starts[c] ... starts[c] + lens[c] - 1;
     chunks follow each other.

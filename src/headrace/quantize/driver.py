@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headrace import hub, models
 from headrace.backends.base import Backend, Chunks, KVShape
-from headrace.backends.torch_ref.program import ForwardBatch, make_forward_batch
+from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.checkpoint.loader import DTYPES, Checkpoint, Weights, view_of
 from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
 from headrace.models.config import ModelConfig

@@ -26,8 +26,8 @@ from torch import Tensor
 from headrace import models
 from headrace.backends.base import Backend, Chunks, Matrix
 from headrace.backends.torch_ref import TorchRef
+from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
-from headrace.backends.torch_ref.program import make_forward_batch
 from headrace.checkpoint.loader import Weights
 from headrace.protocol.errors import RequestError
 from headrace.quant.formats import gguf_blocks

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from headrace.backends.base import Activation, Array, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.torch_ref import TorchRef
+from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.ops import RefOps
-from headrace.backends.torch_ref.program import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.checkpoint.loader import Weights
 from headrace.quant.base import MatrixSource

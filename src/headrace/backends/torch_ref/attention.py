@@ -8,16 +8,13 @@ many sequences, each with keys of its own, or neighbours of one sequence that sh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
-
-if TYPE_CHECKING:
-    from headrace.backends.torch_ref.program import ForwardBatch
 
 SPAN = 128
 MAX_GATHER = 2**18  # cached positions * kv_heads * head_dim gathered at once for one group: 1 MiB, to stay in the cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,11 @@ from torch import Tensor
 
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.torch_ref import attention as paged
+from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.quant.base import MatrixSource
 from headrace.quant.schemes import Scheme
-
-if TYPE_CHECKING:
-    from headrace.backends.torch_ref.program import ForwardBatch
 
 SLAB = 512
 """Rows of a matrix that are asked for at once."""

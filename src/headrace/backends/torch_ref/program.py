@@ -1,13 +1,12 @@
-"""A model run operator by operator: its cache, and a step's chunks as tensors with one row for each token.
+"""`EagerProgram`: a model run operator by operator over its KV cache.
 
-Here the ints of the core become indices on the device. Knows block tables and slots; must not know parameters of
+Owns the cache and the hidden states of the last step. Knows chunks and block tables; must not know parameters of
 requests. Made by the backend, called by `runner.runner`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,54 +16,11 @@ from torch import Tensor
 
 from headrace.backends.base import Chunks, Logits
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
+from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.rounded import KINDS, RoundedCache
 
 UNBOUNDED = 2**31
-
-
-@dataclass(slots=True)
-class ForwardBatch:
-    """R rows of C chunks.
-
-    token_ids, positions, slot_mapping, seq_index: int64 [R]; seq_index is the row's chunk.
-    starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
-    copies: rows and slots, int64 [2, C]: further slots of some rows.
-    features: [R, F], for models that look at them.
-    notes: what ropes and attention work out once a step, under keys of their own.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    seq_index: Tensor
-    starts: list[int]
-    lens: list[int]
-    block_tables: Tensor
-    copies: Tensor | None = None
-    features: Tensor | None = None
-    notes: dict[Any, Any] = field(default_factory=dict)
-
-
-def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device) -> ForwardBatch:
-    """Tensors of `chunks`."""
-    lens = [len(ids) for ids in chunks.token_ids]
-    longest = max(map(len, chunks.tables))
-    block_tables = torch.tensor([t + [0] * (longest - len(t)) for t in chunks.tables], dtype=torch.int64)
-    seq_index = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
-    pairs = zip(chunks.starts, lens, strict=True)
-    positions = torch.tensor([p for start, n in pairs for p in range(start, start + n)])
-    slots = block_tables[seq_index, positions // block_size] * block_size + positions % block_size
-    return ForwardBatch(
-        token_ids=torch.tensor([t for ids in chunks.token_ids for t in ids]).to(device),
-        positions=positions.to(device),
-        slot_mapping=slots.to(device),
-        seq_index=seq_index.to(device),
-        starts=chunks.starts,
-        lens=lens,
-        block_tables=block_tables.to(device),
-        copies=torch.tensor(list(chunks.copies)).T.to(device) if chunks.copies else None,
-    )
 
 
 class EagerProgram:
