@@ -21,11 +21,6 @@ namespace nb = nanobind;
 using std::string;
 using std::vector;
 
-extern "C" {
-/* A format whose source is absent is NULL. */
-__attribute__((weak)) extern const HrFormat hr_format_i4, hr_format_i8, hr_format_f;
-}
-
 namespace {
 
 /* Lets other Python threads run. A daemon thread that wants the GIL back while the interpreter ends is unwound by
@@ -70,7 +65,7 @@ vector<string> isas() {
 std::map<string, bool> named(uint64_t bits) {
     return {{"avx2", bits & HR_CPU_AVX2},         {"avx512", bits & HR_CPU_AVX512},
             {"avx512_vnni", bits & HR_CPU_VNNI512}, {"avx_vnni", bits & HR_CPU_AVX_VNNI},
-            {"amx_int8", bits & HR_CPU_AMX_INT8}, {"neon_dot", bits & HR_CPU_NEON_DOT}};
+            {"amx_int8", bits & HR_CPU_AMX_INT8}};
 }
 
 std::map<string, bool> decide(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
@@ -128,14 +123,12 @@ vector<int64_t> profile(hr::Tape& tape, const vector<int64_t>& dims, int64_t num
 }
 
 const HrFormat& format_of(const string& name) {
-    const HrFormat* found = nullptr;
-    if (name == "i4") found = &hr_format_i4;
-    if (name == "i6") found = &hr_format_i6;
-    if (name == "i8") found = &hr_format_i8;
-    if (name == "k") found = &hr_format_k;
-    if (name == "f") found = &hr_format_f;
-    if (!found) throw std::invalid_argument("no format is called '" + name + "': i4, i6, i8, k or f, and in this build");
-    return *found;
+    if (name == "i4") return hr_format_i4;
+    if (name == "i6") return hr_format_i6;
+    if (name == "i8") return hr_format_i8;
+    if (name == "k") return hr_format_k;
+    if (name == "f") return hr_format_f;
+    throw std::invalid_argument("no format is called '" + name + "', expected i4, i6, i8, k or f");
 }
 
 struct Packing {

@@ -218,7 +218,7 @@ static int64_t leave_winners(Chosen& all, uint64_t seed, uint64_t position, int6
 
 void choose(const HrArgs_choose* a, HrTask* task) {
     share(task, task->dims[a->dim], a->width, a->width, 1, [&](int64_t row, int64_t, int64_t) {
-        const float* x = a->x + a->begin[row];
+        const float* x = a->rows[row];
         const double greatest = a->greatest[row], temperature = a->temperature[row], floor = a->floor[row];
         const int64_t k = a->top_k[row];
         Chosen out = {a->ids + row * a->width, a->scaled + row * a->width, 0};

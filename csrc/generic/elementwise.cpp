@@ -1,4 +1,4 @@
-/* What is done to each number on its own: sums, scales, activations; and whether all are finite. */
+/* Operators on each number by itself: sums, soft caps, activations; and whether all numbers of a row are finite. */
 #include HR_VEC_H
 #include "generic/math.h"
 #include "generic/ops.h"
@@ -16,16 +16,6 @@ void add(const HrArgs_add* a, HrTask* task) {
         each_vector(begin, end, [&](int64_t i, int64_t n) {
             store_some(out + i, add(load_some(x + i, n), load_some(y + i, n)), n);
         });
-    });
-}
-
-void scale(const HrArgs_scale* a, HrTask* task) {
-    const V factor = set1((float)a->factor);
-    share(task, task->dims[a->dim], a->width, 16, 1, [&](int64_t row, int64_t begin, int64_t end) {
-        const float* x = a->x + row * a->ld_x;
-        float* out = a->out + row * a->ld_out;
-        each_vector(begin, end,
-                    [&](int64_t i, int64_t n) { store_some(out + i, mul(load_some(x + i, n), factor), n); });
     });
 }
 

@@ -109,9 +109,6 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_add(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) P(const float*, y) I(ld_y) I(width) P(float*, out) I(ld_out)
 
-/* out = x * factor */
-#define HR_FIELDS_scale(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) F(factor) P(float*, out) I(ld_out)
-
 /* out = cap * tanh(x / cap) */
 #define HR_FIELDS_softcap(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) F(cap) P(float*, out) I(ld_out)
 
@@ -208,7 +205,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_top_k(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) I(width) I(k) P(int32_t*, ids) P(float*, values) P(int32_t*, finite)
 
-/* The ids, ascending, that temperature, floor, top_k (0: all) and top_p (1: all) leave of the logits at x + begin[r] [width],
+/* The ids, ascending, that temperature, floor, top_k (0: all) and top_p (1: all) leave of the logits rows[r] [width],
  * whose maximum is greatest[r]; none is NaN or +infinity. In double: scaled = (x - greatest) / temperature; kept are
  * those with scaled >= floor and above -infinity, among the top_k greatest, and in the shortest head of the ranking (by x,
  * equal ones by lower id) whose weights' sum, as a double, is at least top_p times the sum of the weights of all that floor
@@ -217,18 +214,18 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *     exp = (Taylor's polynomial of degree 12 by Horner, products and sums rounded one by one) * 2^n
  * ids, scaled: [rows][width], count[r] of them are written. width is at most 2^18.
  *
- * Where drawn[r] is not 0 and more than 512 are kept, only those are told that can win the draw of keyed noise (Philox4x32-10
+ * Where drawn[r] is not 0 and more than 512 are kept, only those are written that can win the draw of keyed noise (Philox4x32-10
  * as in docs/adr/0013-keyed-noise.md, purpose 0, of seed[r] and position[r]) with a sum of at least log(sum of weights *
  * 2^-44) - 3, and total[r] is that sum of weights; else total[r] is 0. (With u the uniform number, -log u >= 1 - u, so a
  * winner has 1 - u <= exp(scaled - sum).) */
 #define HR_FIELDS_choose(P, I, F)                                                                                      \
-    I(dim) P(const float*, x) P(const int64_t*, begin) I(width) P(const double*, greatest) P(const double*, temperature) \
+    I(dim) P(const float* const*, rows) I(width) P(const double*, greatest) P(const double*, temperature)                \
     P(const double*, floor) P(const int64_t*, top_k) P(const double*, top_p) P(const int64_t*, drawn)                   \
     P(const uint64_t*, seed) P(const uint64_t*, position) P(int32_t*, ids) P(double*, scaled) P(int64_t*, count)        \
     P(int64_t*, total)
 
 #define HR_OPS(X)                                                                                                        \
-    X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(scale) X(softcap) X(quantize) X(activation) X(gated)   \
+    X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
     X(zero) X(finite) X(top_k) X(choose)
 
@@ -251,8 +248,7 @@ enum {
     HR_CPU_AVX512 = 1 << 1,   /* F, BW, DQ, VL */
     HR_CPU_VNNI512 = 1 << 2,
     HR_CPU_AVX_VNNI = 1 << 3,
-    HR_CPU_AMX_INT8 = 1 << 4,
-    HR_CPU_NEON_DOT = 1 << 5
+    HR_CPU_AMX_INT8 = 1 << 4
 };
 
 /* One for each ISA. A NULL entry is inherited from the table before it; scalar has none. */
@@ -261,10 +257,6 @@ typedef struct {
     uint64_t needs;
     HrOpFn op[HR_NUM_OPS];
 } HrKernelTable;
-
-const HrKernelTable* hr_kernels_scalar(void);
-const HrKernelTable* hr_kernels_avx2(void);
-const HrKernelTable* hr_kernels_avx512_vnni(void);
 
 /* Packing: one layout for each format, the same for all ISAs, so that packed files can be mapped on any machine.
  * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix

@@ -100,9 +100,9 @@ struct Place {
     int64_t row = 0, stride = 0, shift = 0;
 };
 struct Far {
-    std::vector<Place> places;                        /* of each buffer */
+    std::vector<Place> places;   /* of each buffer */
     std::vector<char> args;
-    std::vector<std::vector<int64_t>> added;          /* to the whole numbers of each buffer: all alike, or one by one */
+    std::vector<int64_t> added;  /* to the whole numbers of each buffer */
     bool any = false;
 };
 /* So far apart that no index fits 32 bits. */

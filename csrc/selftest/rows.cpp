@@ -112,15 +112,6 @@ void add(Problem& p) {
     p.take(HR_OP_add, a);
 }
 
-void scale(Problem& p) {
-    HrArgs_scale a = {};
-    int64_t rows = rows_of(p);
-    a.width = any_width_of(p), a.factor = 0.3;
-    IN(a.width);
-    OUT(a.width);
-    p.take(HR_OP_scale, a);
-}
-
 void softcap(Problem& p) {
     HrArgs_softcap a = {};
     int64_t rows = rows_of(p);
@@ -198,19 +189,20 @@ void choose(Problem& p) {
     const int64_t rows = rows_of(p);
     a.width = vocab_of(p);
     float* x = p.floats(rows * a.width);
-    int64_t *begin = p.make<int64_t>(rows), *top_k = p.make<int64_t>(rows);
+    const float** row_at = p.make<const float*>(rows);
+    int64_t* top_k = p.make<int64_t>(rows);
     double *greatest = p.make<double>(rows), *temperature = p.make<double>(rows), *floor = p.make<double>(rows);
     double* top_p = p.make<double>(rows);
     for (int64_t row = 0; row < rows; row++) {
-        float* own = x + (begin[row] = row * a.width);
-        if (p.random.coin()) own[p.random.whole(0, a.width - 1)] = -__builtin_inff();
-        own[p.random.whole(0, a.width - 1)] = 2.5f;
-        greatest[row] = own[0];
-        for (int64_t i = 1; i < a.width; i++) greatest[row] = own[i] > greatest[row] ? own[i] : greatest[row];
+        float* logits = x + row * a.width;
+        row_at[row] = logits;
+        if (p.random.coin()) logits[p.random.whole(0, a.width - 1)] = -__builtin_inff();
+        logits[p.random.whole(0, a.width - 1)] = 2.5f;
+        greatest[row] = *std::max_element(logits, logits + a.width);
         temperature[row] = p.random.coin() ? 1.0 : 0.7, floor[row] = p.random.coin() ? -__builtin_inf() : -2.0;
         top_k[row] = p.random.coin() ? 0 : p.random.whole(1, a.width), top_p[row] = p.random.coin() ? 1.0 : 0.8;
     }
-    a.x = x, a.begin = begin, a.greatest = greatest, a.temperature = temperature, a.floor = floor, a.top_k = top_k;
+    a.rows = row_at, a.greatest = greatest, a.temperature = temperature, a.floor = floor, a.top_k = top_k;
     int64_t* drawn = p.make<int64_t>(rows);
     for (int64_t row = 0; row < rows; row++) drawn[row] = p.random.coin();
     a.drawn = drawn, a.seed = p.make<uint64_t>(rows), a.position = p.make<uint64_t>(rows);
@@ -276,7 +268,7 @@ void moe_scatter(Problem& p) {
 
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
-    ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(scale) ROW(softcap) ROW(quantize)
+    ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
     ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
     ROW(moe_group) ROW(moe_gather) ROW(moe_scatter)
 };

@@ -64,13 +64,23 @@ void copy_rows(char* wide, char* narrow, int64_t size, const Place& place, bool 
     }
 }
 
-void add_to(char* data, size_t size, const std::vector<int64_t>& added, bool longs, int64_t sign) {
-    if (added.empty()) return;
-    for (size_t i = 0; i < size / (longs ? 8 : 4); i++) {
-        const int64_t more = sign * added[added.size() == 1 ? 0 : i];
-        if (longs) ((int64_t*)data)[i] += more;
-        else ((int32_t*)data)[i] += (int32_t)more;
+/* The buffer of `p` in which an address lies; -1 if none. */
+int buffer_of(const Problem& p, const char* address) {
+    for (size_t b = 0; b < p.buffers.size(); b++) {
+        const Buffer& buffer = *p.buffers[b];
+        if (address >= buffer.data && address < buffer.data + (buffer.size ? buffer.size : 1)) return (int)b;
     }
+    return -1;
+}
+
+/* The buffer whose entries are addresses themselves; -1 if none. */
+int buffer_of_rows(const Problem& p) {
+    std::vector<char> args = p.args;
+    return p.op == HR_OP_choose ? buffer_at(p, args, "rows") : -1;
+}
+
+void add_to(char* data, size_t size, int64_t added) {
+    for (size_t i = 0; i < size / 4; i++) ((int32_t*)data)[i] += (int32_t)added;
 }
 
 const int64_t FAR = (int64_t)1 << 32;
@@ -81,7 +91,7 @@ Far far_apart(const Problem& p) {
     static const struct { const char *ld, *of[2]; int64_t bytes; } strides[] = {
         {"ld_x", {"x", ""}, 4}, {"ld_y", {"y", ""}, 4}, {"ld_out", {"out", ""}, 4}, {"ld_res", {"residual", ""}, 4},
         {"ld_q", {"q", ""}, 1}, {"ld_s", {"scales", "sums"}, 4}, {"ld_list", {"lists", "list_weights"}, 4}};
-    Far far = {std::vector<Place>(p.buffers.size()), p.args, std::vector<std::vector<int64_t>>(p.buffers.size()), false};
+    Far far = {std::vector<Place>(p.buffers.size()), p.args, std::vector<int64_t>(p.buffers.size()), false};
     std::vector<char> before = p.args;
     const bool linear = p.op >= HR_OP_linear_i4 && p.op <= HR_OP_linear_f;
     const auto spread = [&](int buffer, int64_t row, int64_t stride) {
@@ -106,7 +116,7 @@ Far far_apart(const Problem& p) {
     const auto shift = [&](const char* ints, int64_t by, std::initializer_list<const char*> moved, int64_t units) {
         const int buffer = buffer_at(p, before, ints);
         if (buffer < 0) return;
-        far.added[(size_t)buffer] = {by}, far.any = true;
+        far.added[(size_t)buffer] = by, far.any = true;
         for (const char* name : moved) {
             const int b = buffer_at(p, before, name);
             if (b >= 0) far.places[(size_t)b].shift = (int64_t)p.buffers[(size_t)b]->size / p.units * units;
@@ -123,12 +133,11 @@ Far far_apart(const Problem& p) {
         for (const char* ints : {"blocks", "slots", "copy_slots"})
             shift(ints, tiles * 16 / block, {"k", "v", "k_scale", "v_scale"}, tiles);
     }
-    const int begin = p.op == HR_OP_choose ? buffer_at(p, before, "begin") : -1;
-    const int64_t rows = begin < 0 ? 0 : (int64_t)p.buffers[(size_t)begin]->size / 8;
+    const int addresses = buffer_of_rows(p);
+    const int64_t rows = addresses < 0 ? 0 : (int64_t)p.buffers[(size_t)addresses]->size / 8;
     if (rows > 1) {
         const int64_t row = *field(before, p.op, "width") * 4, more = FAR / (rows - 1) + 1;
-        spread(buffer_at(p, before, "x"), row, row + more * 4);
-        for (int64_t i = 0; i < rows; i++) far.added[(size_t)begin].push_back(i * more);
+        spread(buffer_of(p, *(char**)p.buffers[(size_t)addresses]->data), row, row + more * 4);
     }
     return far;
 }
@@ -136,7 +145,6 @@ Far far_apart(const Problem& p) {
 Outcome run(const Problem& problem, const hr::Kernels& kernels, int num_threads, const Far* far) {
     std::vector<std::unique_ptr<Buffer>> copies;
     std::vector<std::unique_ptr<Wide>> wide(problem.buffers.size());
-    const bool longs = problem.op == HR_OP_choose;
     for (size_t b = 0; b < problem.buffers.size(); b++) {
         const Buffer& from = *problem.buffers[b];
         copies.push_back(std::make_unique<Buffer>(from.size));
@@ -150,20 +158,28 @@ Outcome run(const Problem& problem, const hr::Kernels& kernels, int num_threads,
             wide[b] = std::make_unique<Wide>((size_t)(place.shift + (rows - 1) * place.stride + last));
             copy_rows(wide[b]->data, from.data, size, place, false);
         }
-        add_to(copies[b]->data, from.size, far->added[b], longs, 1);
+        add_to(copies[b]->data, from.size, far->added[b]);
     }
+    /* Where an address of the problem's own memory lies in the copies. */
+    const auto moved = [&](char* address) {
+        const int at = buffer_of(problem, address);
+        if (at < 0) return address;
+        const size_t b = (size_t)at;
+        const int64_t offset = address - problem.buffers[b]->data, row = far ? far->places[b].row : 0;
+        return wide[b] ? wide[b]->data + (row ? offset / row * far->places[b].stride : 0) : copies[b]->data + offset;
+    };
     std::vector<char> args = far ? far->args : problem.args;
     for (size_t i = 0; i < args.size() / 8; i++) {
         if (kinds[problem.op][i] != 'p') continue;
         char* address;
         memcpy(&address, &args[i * 8], 8);
-        for (size_t b = 0; b < copies.size(); b++) {
-            const Buffer& from = *problem.buffers[b];
-            if (address < from.data || address >= from.data + (from.size ? from.size : 1)) continue;
-            char* moved = wide[b] ? wide[b]->data : copies[b]->data + (address - from.data);
-            memcpy(&args[i * 8], &moved, 8);
-            break;
-        }
+        address = moved(address);
+        memcpy(&args[i * 8], &address, 8);
+    }
+    const int addresses = buffer_of_rows(problem);
+    for (size_t i = 0; addresses >= 0 && i < copies[(size_t)addresses]->size / 8; i++) {
+        char** row = (char**)copies[(size_t)addresses]->data + i;
+        *row = moved(*row);
     }
     hr::Tape tape(kernels);
     tape.add(problem.op, args.data(), args.size());
@@ -172,7 +188,8 @@ Outcome run(const Problem& problem, const hr::Kernels& kernels, int num_threads,
     Outcome outcome;
     for (size_t b = 0; b < copies.size(); b++) {
         if (wide[b]) copy_rows(wide[b]->data, copies[b]->data, (int64_t)copies[b]->size, far->places[b], true);
-        if (far) add_to(copies[b]->data, copies[b]->size, far->added[b], longs, -1);
+        if (far) add_to(copies[b]->data, copies[b]->size, -far->added[b]);
+        if ((int)b == addresses) memcpy(copies[b]->data, problem.buffers[b]->data, copies[b]->size);
         outcome.memory.emplace_back(copies[b]->data, copies[b]->data + copies[b]->size);
     }
     outcome.dims.assign(tape.dims(), tape.dims() + tape.dims_used());

@@ -216,10 +216,10 @@ def test_control_a_product_over_all_rows_is_noticed(
         key = fields["weights"].ctypes.data
         if key not in dense:
             dense[key] = CpuMatrix("", "f", fields["weights"], num_in, num_out, 0, fields["type"]).dense()
-        out = view.array("x", np.float32, view.rows, fields["ld_x"])[:, :num_in] @ dense[key].T
+        out = view.array("x", np.float32, view.num_rows, fields["ld_x"])[:, :num_in] @ dense[key].T
         if fields["residual"] is not None:
-            out += view.array("residual", np.float32, view.rows, fields["ld_res"])[:, :num_out]
-        view.array("out", np.float32, view.rows, fields["ld_out"])[:, :num_out] = out
+            out += view.array("residual", np.float32, view.num_rows, fields["ld_res"])[:, :num_out]
+        view.array("out", np.float32, view.num_rows, fields["ld_out"])[:, :num_out] = out
 
     def run_tape(tape: Tape, dims: list[int], num_threads: int = 0) -> None:
         for node in tape.nodes:

@@ -181,9 +181,9 @@ def test_control_activations_quantised_by_the_whole_batch_are_noticed(
 
 
 def scale_by_batch(view: View) -> None:
-    codes = view.array("q", np.int8, view.rows, view["ld_q"])
-    scales = view.array("scales", np.float32, view.rows, view["ld_s"])
-    sums = view.array("sums", np.int32, view.rows, view["ld_s"])
+    codes = view.array("q", np.int8, view.num_rows, view["ld_q"])
+    scales = view.array("scales", np.float32, view.num_rows, view["ld_s"])
+    sums = view.array("sums", np.int32, view.num_rows, view["ld_s"])
     width = min(codes.shape[1], scales.shape[1] * view["group"])
     values = codes[:, :width] * np.repeat(scales, view["group"], axis=1)[:, :width]
     scales[:] = scales.max(axis=0)

@@ -1,5 +1,5 @@
-"""The tape's own oracle: every record of every model_type and form of weights and cache beside plain numpy. The last
-tests plant a wrong field in one record, and see that record named first."""
+"""Every record of every model_type and form of weights and cache beside the operators of torch_ref. The last tests
+plant a wrong field in one record, and see that record named first."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.models.harness import load, random_ids, save_random, scattered_tables
+from tests.models.test_gguf import BIG, MIXTURES, quantised
 
 from headrace import models
 from headrace.backends.base import Chunks
@@ -19,7 +20,7 @@ from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.cpu.verify import Difference, verify
+from headrace.backends.cpu.verify import REFERENCE, Difference, verify
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -70,13 +71,28 @@ def step(program: TapedProgram) -> list[int]:
 
 @pytest.mark.parametrize(("weights", "cache"), FORMS)
 @pytest.mark.parametrize("model_type", models.names())
-def test_every_record_agrees_with_numpy(
+def test_every_record_agrees_with_torch_ref(
     model_type: str, weights: str, cache: str, directories: dict[str, Path]
 ) -> None:
     program = program_of(directories[model_type], cache, **WEIGHTS[weights])
     assert verify(program.tape, step(program)) == []
     wanted = {"float32": "linear_f", "bfloat16": "linear_f", "int4": "linear_i4", "int4-g32-asym": "linear_i4"}
     assert wanted.get(weights, "linear_i8") in {node.op for node in program.tape.nodes}
+
+
+@pytest.mark.parametrize("mixture", ["Q4_K_M", "Q3_K+Q2_K"])
+def test_every_record_over_k_quants_agrees_with_torch_ref(mixture: str, tmp_path: Path) -> None:
+    save_random(BIG, tmp_path)
+    program = program_of(quantised(tmp_path, MIXTURES[mixture]))
+    assert verify(program.tape, step(program)) == []
+    assert {"linear_k", "embedding"} <= {node.op for node in program.tape.nodes}
+    node = next(node for node in program.tape.nodes if node.op == "embedding")
+    assert node.fields["type"] >= 12, "the table is of K-quants"
+    assert planted(program, node, "ids", node.fields["ids"] + 1)[0].op == "embedding"
+
+
+def test_every_operator_of_a_tape_has_a_reference() -> None:
+    assert REFERENCE.keys() == require_native().schema().keys() - {"choose"}
 
 
 def planted(program: TapedProgram, node: Node, field: str, value: Any) -> list[Difference]:
@@ -134,6 +150,9 @@ PLANTS: list[tuple[str, dict[str, Any], str, str, Callable[[Any], Any]]] = [
     ("mixtral", {}, "moe_group", "top_k", lambda old: 1),
     ("llama", {}, "finite", "finite", lambda old: np.zeros_like(old)),
     ("llama", {}, "top_k", "width", lambda old: old - 150),
+    ("llama", {}, "attention", "scale", lambda old: old * 1.0001),
+    ("gpt2", {}, "layer_norm", "eps", lambda old: old * 100),
+    ("qwen2", {}, "linear_f", "bias", lambda old: old * np.float32(1.0002)),
 ]
 
 

@@ -138,16 +138,16 @@ def test_what_is_wrong_is_told(native: ModuleType) -> None:
 
 
 def test_fields_are_packed_by_name(native: ModuleType) -> None:
-    right = {"dim": 0, "x": 0, "ld_x": 8, "width": 8, "factor": 0.5, "out": 0, "ld_out": 8}
-    assert len(pack("scale", **right)) == 8 * len(native.schema()["scale"])
-    with pytest.raises(TypeError, match=r"missing \['factor'\]"):
-        pack("scale", **{name: value for name, value in right.items() if name != "factor"})
-    with pytest.raises(TypeError, match=r"unknown \['fcator'\]"):
-        pack("scale", **right, fcator=1.0)
-    with pytest.raises(TypeError, match="scale"):
-        pack("scale", **right | {"width": 8.5})
-    with pytest.raises(TypeError, match="sclae"):
-        pack("sclae", **right)
+    right = {"dim": 0, "x": 0, "ld_x": 8, "width": 8, "cap": 0.5, "out": 0, "ld_out": 8}
+    assert len(pack("softcap", **right)) == 8 * len(native.schema()["softcap"])
+    with pytest.raises(TypeError, match=r"missing \['cap'\]"):
+        pack("softcap", **{name: value for name, value in right.items() if name != "cap"})
+    with pytest.raises(TypeError, match=r"unknown \['cpa'\]"):
+        pack("softcap", **right, cpa=1.0)
+    with pytest.raises(TypeError, match="softcap"):
+        pack("softcap", **right | {"width": 8.5})
+    with pytest.raises(TypeError, match="sotfcap"):
+        pack("sotfcap", **right)
 
 
 @pytest.mark.parametrize("format", ["i4", "i8", "f"])

@@ -56,7 +56,7 @@ def spin(seconds: float) -> None:
 def test_an_idle_team_uses_no_cpu(native: ModuleType) -> None:
     x = np.ones((8, 32), np.float32)
     tape = native.Tape()
-    record(tape, "scale", dim=0, x=x.ctypes.data, ld_x=32, width=32, factor=1.0, out=x.ctypes.data, ld_out=32)
+    record(tape, "softcap", dim=0, x=x.ctypes.data, ld_x=32, width=32, cap=1.0, out=x.ctypes.data, ld_out=32)
     tape.run([8, 0, 0], 4)
     time.sleep(0.05)
     assert busy_seconds(lambda: time.sleep(1.0)) < 0.1

@@ -6,8 +6,6 @@ Called by `runner.choosing`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +13,8 @@ from headrace.backends.cpu.native import record, require_native
 
 MAX_WIDTH = 2**18
 
-Chosen = tuple[NDArray[np.int64], NDArray[np.float64], int]
+Choice = tuple[NDArray[np.int64], NDArray[np.float64], int]
+"""Token ids, scaled logits and total of a row."""
 
 
 class Chooser:
@@ -28,21 +27,19 @@ class Chooser:
         if width > MAX_WIDTH:
             raise ValueError(f"rows of {width} logits: a thread's memory has room for {MAX_WIDTH}")
         self.width, self._num_threads, self._max_rows = width, num_threads, max_rows
-        self._anchor = np.zeros(1, np.float32)
-        self._begin, self._top_k, self._count, self._drawn, self._total = np.zeros((5, max_rows), np.int64)
-        self._seed, self._position = np.zeros((2, max_rows), np.uint64)
-        self._cuts = np.zeros((4, max_rows))
+        # The operator's fields with a number for each row; "rows" are the addresses of the rows themselves.
+        whole, unsigned, double = (np.dtype(kind) for kind in (np.int64, np.uint64, np.float64))
+        dtypes = {"rows": unsigned, "greatest": double, "temperature": double, "floor": double, "top_k": whole,
+                  "top_p": double, "drawn": whole, "seed": unsigned, "position": unsigned, "count": whole,
+                  "total": whole}  # fmt: skip
+        self._fields = {name: np.zeros(max_rows, dtype) for name, dtype in dtypes.items()}
         # Pages come into being as they are written: few, but for rows without top_k.
         self._ids = np.empty((max_rows, width), np.int32)
         self._scaled = np.empty((max_rows, width), np.float64)
-        greatest, temperature, floor, top_p = self._cuts
-        arrays: dict[str, NDArray[Any]] = {
-            "x": self._anchor, "begin": self._begin, "greatest": greatest, "temperature": temperature, "floor": floor,
-            "top_k": self._top_k, "top_p": top_p, "ids": self._ids, "scaled": self._scaled, "count": self._count,
-            "drawn": self._drawn, "seed": self._seed, "position": self._position, "total": self._total,
-        }  # fmt: skip
+        arrays = self._fields | {"ids": self._ids, "scaled": self._scaled}
         self._tape = require_native().Tape(isa)
-        record(self._tape, "choose", dim=0, width=width, **{name: a.ctypes.data for name, a in arrays.items()})
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
+        record(self._tape, "choose", dim=0, width=width, **addresses)
 
     def __call__(
         self,
@@ -50,23 +47,38 @@ class Chooser:
         top_k: list[int],
         cuts: list[tuple[float, float, float, float]],
         keys: list[tuple[int, int] | None],
-    ) -> list[Chosen]:
-        """Token ids, ascending, scaled logits and total of each row. A cut is greatest, temperature, floor, top_p; a
-        key is seed and position where the row is drawn from next: see csrc/include/kernels.h."""
-        found: list[Chosen] = []
+    ) -> list[Choice]:
+        """Return token ids, ascending, scaled logits and total of each row.
+
+        A cut is greatest, temperature, floor, top_p; a key is seed and position where the row is drawn from next: see
+        csrc/include/kernels.h.
+        """
+        choices: list[Choice] = []
         for start in range(0, len(rows), self._max_rows):
-            part = [np.ascontiguousarray(row, np.float32) for row in rows[start : start + self._max_rows]]
-            num = len(part)
-            # Offsets in floats from one address: rows lie in the step's logits, or in somebody's copies.
-            self._begin[:num] = [(row.ctypes.data - self._anchor.ctypes.data) // 4 for row in part]
-            self._top_k[:num] = top_k[start : start + num]
-            self._cuts[:, :num] = np.transpose(cuts[start : start + num])
-            part_keys = keys[start : start + num]
-            self._drawn[:num] = [key is not None for key in part_keys]
-            self._seed[:num], self._position[:num] = np.transpose([key or (0, 0) for key in part_keys])
-            self._tape.run([num, 0, 0], self._num_threads)
-            for at, (count, total) in enumerate(
-                zip(self._count[:num].tolist(), self._total[:num].tolist(), strict=True)
-            ):
-                found.append((self._ids[at, :count].astype(np.int64), self._scaled[at, :count].copy(), total))
-        return found
+            part = slice(start, start + self._max_rows)
+            choices += self._choose(rows[part], top_k[part], cuts[part], keys[part])
+        return choices
+
+    def _choose(
+        self,
+        rows: list[NDArray[np.float32]],
+        top_k: list[int],
+        cuts: list[tuple[float, float, float, float]],
+        keys: list[tuple[int, int] | None],
+    ) -> list[Choice]:
+        rows = [np.ascontiguousarray(row, np.float32) for row in rows]
+        values = dict(zip(("greatest", "temperature", "floor", "top_p"), zip(*cuts, strict=True), strict=True)) | {
+            "rows": [row.ctypes.data for row in rows],
+            "top_k": top_k,
+            "drawn": [key is not None for key in keys],
+            "seed": [key[0] if key else 0 for key in keys],
+            "position": [key[1] if key else 0 for key in keys],
+        }
+        for name, numbers in values.items():
+            self._fields[name][: len(rows)] = numbers
+        self._tape.run([len(rows), 0, 0], self._num_threads)
+        counts, totals = (self._fields[name][: len(rows)].tolist() for name in ("count", "total"))
+        return [
+            (self._ids[i, :count].astype(np.int64), self._scaled[i, :count].copy(), total)
+            for i, (count, total) in enumerate(zip(counts, totals, strict=True))
+        ]

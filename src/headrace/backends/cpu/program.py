@@ -20,7 +20,6 @@ from headrace.backends.cpu.graph import ALIGN, LOGITS, ROWS, SEQS, Buffer, Node,
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps, StepRows
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.cpu.verify import verify
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class TapedProgram:
     Args:
         max_chunks: pieces of sequences in one call, and rows of logits.
         max_blocks: entries of all block tables of one call together.
-        check: compute every step once more beside plain numpy, and log what differs.
+        check: compute every step once more beside torch_ref, and log what differs.
         layers: those whose residual streams `features` gives.
     """
 
@@ -127,14 +126,19 @@ class TapedProgram:
         dims = [num_rows, num_chunks, len(rows)]
         self.tape.run(dims, self.num_threads)
         if self._check:
-            for found in verify(self.tape, dims):
-                logger.error("record %d, %s: %s differs by %.2g", *astuple(found))
+            self._verify(dims)
         if self._finite_rows[:num_rows].all():
             finite = [True] * num_chunks
         else:
             begin = self.inputs.row_begin
             finite = [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
         return finite, self._take(len(rows))
+
+    def _verify(self, dims: list[int]) -> None:
+        from headrace.backends.cpu.verify import verify  # it imports torch
+
+        for difference in verify(self.tape, dims):
+            logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> Logits:
         self.wanted[: len(rows)] = rows
