@@ -92,15 +92,6 @@ class Ops(Protocol):
         """Prepare one linear layer; the weights are asked of `source` some rows at a time."""
         ...
 
-    def stacked(self, name: str, matrices: Sequence[Matrix]) -> Matrix:
-        """Matrices of other forms over the same inputs as one, their outputs one after the other, for backends with
-        layouts."""
-        ...
-
-    def packed(self, matrix: Any) -> Matrix:
-        """A linear layer out of a packed file (`checkpoint.packed.PackedMatrix`), for backends with layouts."""
-        ...
-
     def linear(self, x: Array, matrix: Matrix) -> Array:
         """x [R, in] -> [R, out]."""
         ...
@@ -278,16 +269,12 @@ class Backend(Protocol):
         """An embedding table [V, H] as `Ops.embedding` takes it."""
         ...
 
-    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory for packed matrices, for backends with layouts. Raises MemoryError."""
-        ...
-
     def layouts(self) -> dict[str, str]:
-        """Return the name of each kind of matrix's layout; empty if matrices can not be kept and mapped."""
-        ...
+        """Return the name of the layout of each kind of matrix.
 
-    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
-        """Size of a packed matrix, for backends with layouts."""
+        A backend with layouts also has the methods of `checkpoint.packing.PackedBackend`, by which matrices are kept in
+        a file and mapped; the others return an empty dict.
+        """
         ...
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:

@@ -22,7 +22,7 @@ from headrace.backends.base import Array, Backend, Matrix
 from headrace.checkpoint.gguf_config import BLOCK_BYTES, FLOATS, Part, Reading
 from headrace.checkpoint.mapped import MappedTensor, Names, stacked_name
 from headrace.checkpoint.packed import PackedWriter
-from headrace.checkpoint.packing import Packable
+from headrace.checkpoint.packing import Packable, has_layouts
 from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
@@ -256,7 +256,7 @@ class GGUFWeights:
         self, names: Sequence[str], parts: list[Rows], scheme: Scheme | None, bias: Tensor | None, exact: bool
     ) -> Matrix:
         source = GGUFMatrix(stacked_name(names), parts, self._backend.dtype, scheme, exact)
-        if source.mixed and self._backend.layouts():
+        if source.mixed and has_layouts(self._backend):
             made, begin, row = [], 0, 0
             for end in range(1, len(parts) + 1):
                 if end < len(parts) and parts[end].kind == parts[begin].kind:
@@ -265,7 +265,8 @@ class GGUFWeights:
                 some = None if bias is None else bias[row:last]
                 made.append(self._matrix(names[begin:end], parts[begin:end], scheme, some, exact))
                 begin, row = end, last
-            return self._backend.ops.stacked(source.name, made)
+            stack: Matrix = self._backend.ops.stacked(source.name, made)
+            return stack
         own = None if bias is None else self._backend.constant(bias)
         matrix: Matrix = self._backend.ops.matrix(source, own)
         if self._writer is not None:

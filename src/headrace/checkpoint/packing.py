@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Backend
 
 
 class Packable(Protocol):
@@ -29,16 +32,16 @@ class Packable(Protocol):
 
 class PackedOps(Protocol):
     def stacked(self, name: str, matrices: Sequence[Any]) -> Any:
-        """Matrices over the same inputs as one."""
+        """Return matrices of several forms over the same inputs as one, their outputs one after the other."""
         ...
 
     def packed(self, matrix: Any) -> Any:
-        """The mapped matrix (`checkpoint.packed.PackedMatrix`) as the backend's own."""
+        """Return a mapped matrix (`checkpoint.packed.PackedMatrix`) as one of the backend's own."""
         ...
 
 
 class PackedBackend(Protocol):
-    """What a backend has beside `backends.base.Backend` if its weights can be mapped."""
+    """What a backend with layouts has beside `backends.base.Backend`: its matrices can be kept in a file and mapped."""
 
     dtype: str
 
@@ -50,14 +53,21 @@ class PackedBackend(Protocol):
     def table(self, values: Any) -> Any: ...
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory that is read fast, starting on a page."""
+        """Return memory for matrices that is read fast, starting on a page. Raises MemoryError."""
         ...
 
     def layouts(self) -> dict[str, str]:
-        """Name of the layout of each kind of matrix; changes when the bytes do."""
+        """Return the name of the layout of each kind of matrix; it changes when the bytes do."""
         ...
 
-    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int: ...
+    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
+        """Return the size of a packed matrix."""
+        ...
+
+
+def has_layouts(backend: Backend) -> TypeGuard[PackedBackend]:
+    """Return whether the matrices of `backend` can be kept in a file, mapped and stacked."""
+    return bool(backend.layouts())
 
 
 class Origin(Protocol):

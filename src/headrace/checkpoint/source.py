@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.backends.base import Backend
 from headrace.checkpoint.packed import Form, PackedWeights, PackedWriter, find
-from headrace.checkpoint.packing import Origin
+from headrace.checkpoint.packing import Origin, has_layouts
 from headrace.protocol.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def with_weights(
     """
     layouts = backend.layouts()
     form = Form(quantization or "", backend.dtype, layouts)
-    if layouts:
+    if has_layouts(backend):
         packed = find(checkpoint, form, backend)
         if packed is not None:
             try:

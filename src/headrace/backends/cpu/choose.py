@@ -6,6 +6,9 @@ Called by `runner.choosing`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,13 +35,13 @@ class Chooser:
         dtypes = {"rows": unsigned, "greatest": double, "temperature": double, "floor": double, "top_k": whole,
                   "top_p": double, "drawn": whole, "seed": unsigned, "position": unsigned, "count": whole,
                   "total": whole}  # fmt: skip
-        self._fields = {name: np.zeros(max_rows, dtype) for name, dtype in dtypes.items()}
+        self._fields: dict[str, NDArray[Any]] = {name: np.zeros(max_rows, dtype) for name, dtype in dtypes.items()}
         # Pages come into being as they are written: few, but for rows without top_k.
         self._ids = np.empty((max_rows, width), np.int32)
         self._scaled = np.empty((max_rows, width), np.float64)
-        arrays = self._fields | {"ids": self._ids, "scaled": self._scaled}
+        addresses = {name: array.ctypes.data for name, array in self._fields.items()}
+        addresses |= {"ids": self._ids.ctypes.data, "scaled": self._scaled.ctypes.data}
         self._tape = require_native().Tape(isa)
-        addresses = {name: array.ctypes.data for name, array in arrays.items()}
         record(self._tape, "choose", dim=0, width=width, **addresses)
 
     def __call__(
@@ -67,7 +70,12 @@ class Chooser:
         keys: list[tuple[int, int] | None],
     ) -> list[Choice]:
         rows = [np.ascontiguousarray(row, np.float32) for row in rows]
-        values = dict(zip(("greatest", "temperature", "floor", "top_p"), zip(*cuts, strict=True), strict=True)) | {
+        greatest, temperature, floor, top_p = zip(*cuts, strict=True)
+        values: dict[str, Sequence[float]] = {
+            "greatest": greatest,
+            "temperature": temperature,
+            "floor": floor,
+            "top_p": top_p,
             "rows": [row.ctypes.data for row in rows],
             "top_k": top_k,
             "drawn": [key is not None for key in keys],

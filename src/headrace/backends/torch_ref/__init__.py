@@ -40,14 +40,8 @@ class TorchRef:
 
     table = constant
 
-    def allocate(self, num_bytes: int) -> Any:
-        raise NotImplementedError("torch_ref packs no weights")
-
     def layouts(self) -> dict[str, str]:
         return {}
-
-    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
-        raise NotImplementedError("torch_ref packs no weights")
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
         return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * ITEM_BYTES.get(kv_dtype, 4)

@@ -70,12 +70,6 @@ class RefOps:
         self.matrices.append(RefMatrix(data, own, num_in, num_out, source.name, source.scheme))
         return self.matrices[-1]
 
-    def stacked(self, name: str, matrices: Sequence[Matrix]) -> RefMatrix:
-        raise NotImplementedError("torch_ref has one form of matrices")
-
-    def packed(self, matrix: object) -> RefMatrix:
-        raise NotImplementedError("torch_ref maps no packed weights")
-
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         if not isinstance(matrix, RefMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
