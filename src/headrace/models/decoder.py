@@ -185,7 +185,7 @@ class Decoder:
         """The rope settings of all layers, or of those with full attention."""
         return config.rope
 
-    def make_norm(self, name: str) -> RMSNorm:
+    def make_norm(self, name: str) -> Callable[[Array], Array]:
         return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps, self.norm_offset)
 
     def embed(self, token_ids: Array) -> Array:

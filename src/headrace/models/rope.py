@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer"): one table of angles, and the known ways to stretch it.
 
 The table has a row for each position that may occur, made once when the model is loaded, so that the angle of a
-position never depends on how long its sequence is. Called by the model files; turning the heads is `Ops.rope`'s.
+position never depends on how long its sequence is. Called by the model files; `Ops.rope_store` turns the heads.
 
 `dynamic` (NTK, u/emozilla 2023) asks for a base that grows with the sequence. Here position p takes the base of a
 sequence of p + 1 tokens, the moment it is first computed; `transformers` does the same when it decodes token by token,
