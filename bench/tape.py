@@ -35,7 +35,7 @@ def fill(program: TapedProgram, rows: int, prompt: int, context: int) -> list[in
         chunks = Chunks([context] * rows, [[7]] * rows, tables)
     num_rows = program.fill(chunks)
     num_logits = len(chunks.starts)
-    program.wanted[:num_logits] = program.inputs.row_begin[1 : num_logits + 1] - 1
+    program.logit_rows[:num_logits] = program.inputs.row_begin[1 : num_logits + 1] - 1
     return [num_rows, num_logits, num_logits]
 
 

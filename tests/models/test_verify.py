@@ -65,7 +65,7 @@ def step(program: TapedProgram) -> list[int]:
     tables = scattered_tables(lengths, program.block_size, program.num_blocks, 3)
     program.forward(Chunks([0, 0], [tokens[0][:70], tokens[1][:29]], tables[:2]), [])
     num_rows = program.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables))
-    program.wanted[:3] = [0, 11, num_rows - 1]
+    program.logit_rows[:3] = [0, 11, num_rows - 1]
     return [num_rows, 3, 3]
 
 

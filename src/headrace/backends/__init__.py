@@ -1,4 +1,4 @@
-"""Finds a backend by the name of its folder and picks the device. Called by `engine.load` alone."""
+"""Finds a backend by the name of its folder and chooses the device. Called by `engine.load` alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def names() -> list[str]:
-    """Names of the backends that exist: the folders beside this file."""
+    """Return the names of the backends: the folders beside this file."""
     return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.ispkg)
 
 
 def make_backend(name: str, device: str, dtype: str) -> Backend:
-    """The backend `name` on `device` ("auto" is cuda where there is one, else cpu), with weights of `dtype`.
+    """Return the backend `name` on `device` ("auto" is cuda where there is one, else cpu), with weights of `dtype`.
 
     "auto" is cpu, the native kernels, on a CPU; where they were not built, and on cuda, it is torch_ref. Raises
     `RequestError` naming what exists.
@@ -41,12 +41,12 @@ def make_backend(name: str, device: str, dtype: str) -> Backend:
         raise RequestError("device", device, "cpu on this machine: torch finds no CUDA device")
     if name == "auto":
         name = "torch_ref" if device != "cpu" else _best_on_cpu()
-    made: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
-    return made
+    backend: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
+    return backend
 
 
 def has_cuda() -> bool:
-    """Whether torch finds a CUDA device. Torch takes a second to import, so it is asked only where a driver is."""
+    """Return whether torch finds a CUDA device. Torch takes a second to import, so only where a driver is."""
     if not any(Path(node).exists() for node in GPU_NODES):
         return False
     import torch

@@ -1,9 +1,10 @@
-"""What a backend gives: memory, and the operators that models are written in.
+"""The protocols of a backend: memory, and the operators that models are written in.
 
-`Ops` is the whole vocabulary of a model file; `Backend` makes the ops and the KV cache. Both are protocols: a backend
-is a folder beside this file, found by its name, and need not inherit anything. What flows between operators is the
-backend's own `Array`: torch_ref computes torch tensors at once, cpu records what is to be computed. Knows shapes; must
-not know requests, the scheduler or the names of models. Called by `models` (ops) and by `runner` (memory).
+`Ops` has all operators that a model file may use; `Backend` owns the ops and makes programs with their KV cache. Both
+are protocols: a backend is a folder beside this file, found by its name, and need not inherit anything. Values between
+operators are of the backend's type `Array`: torch_ref computes torch tensors at once, cpu records what is to be
+computed. Knows shapes; must not know requests, the scheduler or the names of models. Called by `models` (ops) and by
+`runner` (memory).
 
 Every operator keeps the determinism law: a row's bits depend on that row's problem only, never on the other rows, their
 number, the row's place among them, or the number of threads.
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 Array: TypeAlias = Any
-"""A backend's rows of numbers: a torch.Tensor, or a value that is still to be computed. Models add them, no more."""
+"""A backend's rows of numbers: a torch.Tensor, or a value that is still to be computed. Models may add two, no more."""
 
 Cache: TypeAlias = Any
 """One layer's keys and values."""
@@ -55,7 +56,7 @@ class Turn(NamedTuple):
 
 
 class Matrix(Protocol):
-    """A linear layer's weights as the backend likes them, bias included. Opaque to models."""
+    """A linear layer's weights in the backend's form, bias included. Opaque to models."""
 
     @property
     def num_in(self) -> int: ...
@@ -74,22 +75,22 @@ class Rows(Protocol):
     token_ids: Array
     positions: Array
     features: Array
-    """[R, F], for models that look at more than token ids (`models.Model.feature_size`)."""
+    """[R, F], for models with inputs beside the token ids (`models.Model.feature_size`)."""
 
 
 class Ops(Protocol):
     """Operators. R rows, H hidden size, D head size; sums are kept in float32."""
 
     weight_bytes: int
-    """Of all matrices made."""
+    """Of all matrices."""
 
     @property
     def matrices(self) -> Sequence[Matrix]:
-        """All that were made, in their order; for tools."""
+        """All matrices, in the order in which they were made; for tools."""
         ...
 
     def matrix(self, source: MatrixSource, bias: Array | None = None) -> Matrix:
-        """Prepare one linear layer; the weights are asked of `source` some rows at a time."""
+        """Return one linear layer; its weights are read from `source` some rows at a time."""
         ...
 
     def linear(self, x: Array, matrix: Matrix) -> Array:
@@ -124,7 +125,7 @@ class Ops(Protocol):
     ) -> Array:
         """qkv [R, heads] -> queries [R, num_heads * D]; keys and values go to the rows' slots of the cache.
 
-        Queries and keys are normed and turned on the way, where that is given. Pairs of a turn are (i, i + P).
+        Queries and keys are first normed (`q_norm`, `k_norm`) and turned (`turn`). Pairs of a turn are (i, i + P).
         """
         ...
 
@@ -174,7 +175,7 @@ class Ops(Protocol):
 
 
 class KVShape(NamedTuple):
-    """What the cache must hold of each position."""
+    """What the cache holds of each position."""
 
     num_layers: int
     num_kv_heads: int
@@ -184,7 +185,7 @@ class KVShape(NamedTuple):
 class Chunks(NamedTuple):
     """What one call computes: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
 
-    `copies` are (row, slot) pairs in the rows' order: where the row's keys and values go beside its own slot.
+    `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written.
     """
 
     starts: list[int]
@@ -194,7 +195,7 @@ class Chunks(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Logits of the wanted rows on the host: rows [S, V] float32, lent until the next call.
+    """Logits of the chosen rows on the host: rows [S, V] float32, valid until the next call.
 
     finite[i]: no NaN and no +inf in row i, and not -inf alone. best[i]: the likeliest token id, the lowest of equals.
     """
@@ -208,7 +209,7 @@ class Program(Protocol):
     """A model over its KV cache, ready to run. Positions are computed in any pieces; the bits stay the same."""
 
     model: Any
-    """What is run (`models.Model`)."""
+    """A `models.Model`."""
     vocab_size: int
     block_size: int
     num_blocks: int
@@ -224,27 +225,27 @@ class Program(Protocol):
     def forward(
         self, chunks: Chunks, rows: list[int], features: NDArray[np.float32] | None = None
     ) -> tuple[list[bool], Logits]:
-        """Compute the chunks; -> for each chunk whether its hidden states are finite, and the logits of `rows`.
+        """Compute the chunks; return for each chunk whether its hidden states are finite, and the logits of `rows`.
 
-        `features` [R, F]: what a model with a `feature_size` F looks at beside the token ids; it is copied.
+        `features` [R, F]: the input of a model with a `feature_size` F beside the token ids; it is copied.
         """
         ...
 
     def logits(self, rows: list[int]) -> Logits:
-        """Logits of other rows of the last `forward`."""
+        """Return the logits of other rows of the last `forward`."""
         ...
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
-        """Hidden states [S, H] of rows of the last `forward` after the final norm, lent until the next call. At most
-        `max_logits` of them."""
+        """Return the hidden states [S, H] of at most `max_logits` rows of the last `forward` after the final norm,
+        valid until the next call."""
         ...
 
     def features(self, rows: list[int]) -> NDArray[np.float32]:
-        """Of rows of the last `forward`, what the program was made to keep (`feature_layers`) [S, F], a copy."""
+        """Return a copy of the features (`feature_layers`) [S, F] of rows of the last `forward`."""
         ...
 
     def close(self) -> None:
-        """Give the memory back. May be called twice."""
+        """Free the memory. May be called twice."""
         ...
 
 
@@ -256,17 +257,17 @@ class Backend(Protocol):
     dtype: str
     """float32, bfloat16 or float16: of weights that are not quantised, and of a cache whose dtype is auto."""
     kv_dtypes: tuple[str, ...]
-    """What `kv_cache_dtype` may say beside auto."""
+    """Values of `kv_cache_dtype` beside auto."""
     block_tables: tuple[str, ...]
-    """GGUF's block types that an embedding table may be left in (`checkpoint.mapped.MappedTensor` of raw rows)."""
+    """GGUF's block types in which an embedding table is used as stored (`checkpoint.mapped.MappedTensor` of raw rows)."""
     ops: Ops
 
     def constant(self, values: Array) -> Array:
-        """A small array of the checkpoint (norm, bias, rope table; torch or numpy) as the operators take it."""
+        """Return a small array of the checkpoint (norm, bias, rope table; torch or numpy) as the operators take it."""
         ...
 
     def table(self, values: Array) -> Array:
-        """An embedding table [V, H] as `Ops.embedding` takes it."""
+        """Return an embedding table [V, H] as `Ops.embedding` takes it."""
         ...
 
     def layouts(self) -> dict[str, str]:
@@ -278,7 +279,7 @@ class Backend(Protocol):
         ...
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
-        """Bytes of a block over all layers."""
+        """Return the bytes of a block over all layers."""
         ...
 
     def program(
@@ -293,13 +294,13 @@ class Backend(Protocol):
         num_threads: int,
         feature_layers: Sequence[int] = (),
     ) -> Program:
-        """Put `model` (see `models.Model`) over a zeroed cache. `num_threads` 0: as many as are good for it.
+        """Return `model` (see `models.Model`) over a zeroed cache. `num_threads` 0: the number that suits the model.
 
-        `features` gives the residual streams before the layers `feature_layers` (their number: after the last), side by
-        side; without any, the hidden states after the final norm. Nothing is kept that nobody asks for.
+        `features` returns the residual streams before the layers `feature_layers` (their number: after the last), side
+        by side; without any, the hidden states after the final norm.
         """
         ...
 
     def available_memory(self) -> int:
-        """Bytes that could be allocated on the device now."""
+        """Return the bytes that could be allocated on the device now."""
         ...

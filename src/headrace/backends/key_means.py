@@ -1,7 +1,7 @@
 """The mean key of each layer's heads, which an int4 cache leaves out of what it stores.
 
 Keys have channels whose numbers hardly change from token to token (KIVI, arXiv 2402.02750), so most of a code's range
-would go to telling the same thing again. Scores of a query all move by the same amount when one vector is subtracted
+would repeat the same number. Scores of a query all move by the same amount when one vector is subtracted
 from all keys, and a softmax does not see that (SageAttention, arXiv 2410.02367, smooths its keys so). The vector is the
 model's: the mean over tokens drawn evenly from its vocabulary, measured once at load, and so no property of a request.
 Knows arrays; must not know models or requests. Called by backends.
@@ -20,7 +20,7 @@ HORIZON_BITS = 12
 
 
 def probe_tokens(vocab_size: int, length: int = LENGTH) -> list[list[int]]:
-    """Token ids [NUM_SEQS][length] spread evenly over the vocabulary, in no order that means anything (Weyl)."""
+    """Return token ids [NUM_SEQS][length] spread evenly over the vocabulary, in an arbitrary order (Weyl)."""
     spread = [(i * 2654435761 % 2**32) * vocab_size >> 32 for i in range(1, NUM_SEQS * length + 1)]
     return [spread[i * length : (i + 1) * length] for i in range(NUM_SEQS)]
 
@@ -39,18 +39,18 @@ def mean_key(
         return _mean(k).astype(np.float32)
     pairs = cos.shape[1]
     angles = cos.astype(np.float64) + 1j * sin.astype(np.float64)
-    turned = k[..., :pairs] + 1j * k[..., pairs : 2 * pairs]
-    mean = _mean(turned / angles[1 : len(k) + 1, None, None])
+    rotated = k[..., :pairs] + 1j * k[..., pairs : 2 * pairs]
+    mean = _mean(rotated / angles[1 : len(k) + 1, None, None])
     # The mean of 1, z, z^2, ... without a sine: each factor doubles how many of them there are.
-    z, kept = angles[1] / angles[0], angles[0]
+    z, share = angles[1] / angles[0], angles[0]
     for _ in range(HORIZON_BITS):
-        kept, z = kept * (1 + z) / 2, z * z
-    mean = mean * kept
+        share, z = share * (1 + z) / 2, z * z
+    mean = mean * share
     return np.concatenate([mean.real, mean.imag, _mean(k[..., 2 * pairs :])], axis=1).astype(np.float32)
 
 
 def _mean(x: NDArray[Any]) -> NDArray[Any]:
-    """Over the first two axes, entry by entry."""
+    """Return the mean over the first two axes, summed entry by entry."""
     total: NDArray[Any] = np.zeros(x.shape[2:], x.dtype)
     for position in x:
         for entry in position:

@@ -41,11 +41,11 @@ class Cpu:
         self.ops = CpuOps(dtype)
 
     def constant(self, values: Any) -> NDArray[np.float32]:
-        """float32, contiguous, of our own."""
+        """Return `values` as contiguous float32; a tensor is copied."""
         if isinstance(values, np.ndarray):
             return np.ascontiguousarray(values, np.float32)
-        copied: NDArray[np.float32] = values.detach().float().contiguous().numpy().copy()
-        return copied
+        copy: NDArray[np.float32] = values.detach().float().contiguous().numpy().copy()
+        return copy
 
     def table(self, values: Any) -> Table:
         """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory.
@@ -64,11 +64,11 @@ class Cpu:
         return Table(values.data_ptr(), TYPE_CODES[dtype], height, width, values)
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory that is read fast. Raises MemoryError."""
+        """Return memory that is read fast. Raises MemoryError."""
         return aligned(num_bytes)
 
     def layouts(self) -> dict[str, str]:
-        """The name of each format's layout: a packed file with other names is of no use here."""
+        """Return the name of each format's layout: a packed file with other names does not fit."""
         native = require_native()
         return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")}
 
@@ -102,15 +102,15 @@ class Cpu:
         )
 
     def _measure_keys(self, model: Any, kv: cache.KVCache, max_len: int, num_threads: int) -> None:
-        """Run the probe over a float32 cache, and tell each layer of `kv` its mean key."""
+        """Run the probe over a float32 cache, and set the mean key of each layer of `kv`."""
         length = min(LENGTH, max_len)
-        own = cache.KVCache(model.kv_shape, NUM_SEQS, length, "float32")
-        probe = TapedProgram(model, self.ops, own, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
+        probe_kv = cache.KVCache(model.kv_shape, NUM_SEQS, length, "float32")
+        probe = TapedProgram(model, self.ops, probe_kv, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
         tables = [[i] for i in range(NUM_SEQS)]
         probe.forward(Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables), [])
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
         for layer, store, look in zip(kv.layers, stores, looks, strict=True):
-            # A soft cap sees where scores lie.
+            # A soft cap depends on the scores themselves, so there no mean may be subtracted.
             if layer.key_mean is not None and not look["softcap"]:
                 keys = cache.numbers(store, "k", np.arange(NUM_SEQS * length))
                 turn = (store["cos"], store["sin"]) if store["pairs"] else (None, None)

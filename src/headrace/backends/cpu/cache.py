@@ -1,4 +1,4 @@
-"""The KV cache in the kernels' layout: slots in tiles of 16, keys turned so that sixteen scores are made at once.
+"""The KV cache in the kernels' layout: slots in tiles of 16, keys transposed for sixteen scores at a time.
 
 Owns the memory of all layers. The layout, to the element, is in csrc/include/kernels.h. Knows slots and blocks; must
 not know sequences. Made and used by `program`.
@@ -33,7 +33,7 @@ class LayerCache:
     and `row` are head_dim, or for int4 the bytes that it takes (`packed_sizes`).
 
     For int8 and fp8_e4m3 scales float32 [tiles, kv_heads, 16] of each; for int4 uint16 [tiles, kv_heads, 2, 16] (step
-    and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is left out of the keys.
+    and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is subtracted from the keys.
     """
 
     dtype: str
@@ -44,7 +44,7 @@ class LayerCache:
     key_mean: NDArray[np.float32] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The cache's fields that rope_store and attention share."""
+        """Return the fields of the cache that rope_store and attention share."""
         return {
             "kv_type": TYPE_CODES[self.dtype],
             "k": self.keys,
@@ -54,7 +54,7 @@ class LayerCache:
         }
 
     def by_slot(self) -> list[NDArray[Any]]:
-        """Views [tiles, 16, kv_heads, ...] of everything that belongs to a slot."""
+        """Return views [tiles, 16, kv_heads, ...] of everything that belongs to a slot."""
         last = self.dtype == "int4"
         views = [np.moveaxis(self.keys, 3, 1), np.moveaxis(self.values, 2, 1)]
         scales = [scales for scales in (self.key_scales, self.value_scales) if scales is not None]
@@ -62,22 +62,22 @@ class LayerCache:
 
 
 def packed_sizes(head_dim: int, dtype: str) -> tuple[int, int]:
-    """Elements that a token takes for one head: of its key, of its value."""
+    """Return the elements that a token takes for one head: of its key, of its value."""
     if dtype != "int4":
         return head_dim, head_dim
     return (head_dim + 1) // 2, head_dim // 32 * 16 + min(head_dim % 32, 16)
 
 
 def block_bytes(shape: KVShape, block_size: int, dtype: str) -> int:
-    """Bytes of a block over all layers, scales included."""
+    """Return the bytes of a block over all layers, scales included."""
     per_head = sum(packed_sizes(shape.head_dim, dtype)) * np.dtype(STORED[dtype]).itemsize
     per_head += 8 if dtype in SCALED else 0
     return shape.num_layers * block_size * shape.num_kv_heads * per_head
 
 
 def numbers(fields: Mapping[str, Any], name: str, slots: NDArray[Any]) -> F64:
-    """What a cache with these fields of rope_store or attention holds at `slots` of "k" (less k_mean) or "v":
-    [slots, kv_heads, head_dim]."""
+    """Return the numbers [slots, kv_heads, head_dim] of "k" (less k_mean) or "v" at `slots` of a cache, which has these
+    fields in rope_store and attention."""
     dtype, (tile, lane) = TYPE_NAMES[fields["kv_type"]], np.divmod(slots, TILE)
     codes = np.moveaxis(fields[name], 3 if name == "k" else 2, 1)[tile, lane]
     scales = fields[f"{name}_scale"]
@@ -85,14 +85,14 @@ def numbers(fields: Mapping[str, Any], name: str, slots: NDArray[Any]) -> F64:
         at = np.arange(fields["head_dim"])
         byte, shift = (at // 2, at % 2 * 4) if name == "k" else (at // 32 * 16 + at % 16, at % 32 // 16 * 4)
         step, least = np.moveaxis(widened(np.moveaxis(scales, 3, 1)[tile, lane], "bfloat16"), -1, 0)
-        found: F64 = (codes[..., byte] >> shift & 15) * step[..., None] + least[..., None]
-        return found
-    found = widened(codes, dtype)
-    return found if scales is None else found * np.moveaxis(scales, 2, 1)[tile, lane][..., None]
+        x: F64 = (codes[..., byte] >> shift & 15) * step[..., None] + least[..., None]
+        return x
+    x = widened(codes, dtype)
+    return x if scales is None else x * np.moveaxis(scales, 2, 1)[tile, lane][..., None]
 
 
 def widened(raw: NDArray[Any], dtype: str) -> F64:
-    """Stored numbers as float64, without their scales; bfloat16 comes as uint16, fp8 as uint8."""
+    """Return stored numbers as float64, without their scales; bfloat16 is stored as uint16, fp8 as uint8."""
     if dtype == "bfloat16":
         raw = (raw.astype(np.uint32) << 16).view(np.float32)
     elif dtype == "fp8_e5m2":
@@ -104,7 +104,7 @@ def widened(raw: NDArray[Any], dtype: str) -> F64:
 
 
 class KVCache:
-    """Zeroed layers [num_layers] over `num_blocks` blocks. Memory is taken from the system as slots are written."""
+    """Zeroed layers [num_layers] over `num_blocks` blocks. Pages come into memory as slots are written."""
 
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, dtype: str) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -112,8 +112,8 @@ class KVCache:
         heads, size = shape.num_kv_heads, shape.head_dim
 
         def zeros(*dims: int, item: Any) -> NDArray[Any]:
-            made: NDArray[Any] = aligned(int(np.prod(dims)) * np.dtype(item).itemsize).view(item).reshape(dims)
-            return made
+            array: NDArray[Any] = aligned(int(np.prod(dims)) * np.dtype(item).itemsize).view(item).reshape(dims)
+            return array
 
         self.layers = []
         rows, row = packed_sizes(size, dtype)
@@ -125,7 +125,7 @@ class KVCache:
                 scales = [zeros(tiles, heads, TILE, item=np.float32) for _ in range(2)]
             mean = None
             if dtype == "int4":
-                scales = [own.view(np.uint16).reshape(tiles, heads, 2, TILE) for own in scales]
+                scales = [part.view(np.uint16).reshape(tiles, heads, 2, TILE) for part in scales]
                 mean = np.zeros((heads, size), np.float32)
             self.layers.append(LayerCache(dtype, keys, values, scales[0], scales[1], mean))
 

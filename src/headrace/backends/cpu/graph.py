@@ -1,4 +1,4 @@
-"""What a model's forward pass asks for, written down: values, the buffers they live in, and the nodes that fill them.
+"""A model's forward pass as a graph: values, the buffers that hold them, and the nodes that fill the buffers.
 
 `Graph` owns the order of nodes and, when it is finished, where every buffer lies: buffers whose lives do not overlap
 share memory. Knows operators by name and sizes by row; must not know models, nor call the native library. Filled by
@@ -78,7 +78,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """Rows of `width` float32 numbers in the first columns of `buffer`. Adding two is what models may do with them."""
+    """Rows of `width` float32 numbers in the first columns of `buffer`. Models may add two values, no more."""
 
     graph: Graph
     buffer: Buffer
@@ -102,7 +102,7 @@ class Value:
 class Graph:
     """Nodes in the order in which they run.
 
-    `use` and `make` keep the lives of buffers; every node's buffers must pass through them before the node is put.
+    `buffer`, `touch` and `read` keep the lives of buffers: every buffer of a node must pass through them before `put`.
     """
 
     def __init__(self) -> None:
@@ -110,23 +110,23 @@ class Graph:
         self.buffers: dict[Buffer, None] = {}
 
     def buffer(self, row_bytes: int, dim: int) -> Buffer:
-        """A new buffer that the next node fills."""
+        """Return a new buffer that the next node fills."""
         at = len(self.nodes)
         buffer = Buffer(-(-row_bytes // ALIGN) * ALIGN, dim, at, at)
         self.buffers[buffer] = None
         return buffer
 
     def value(self, width: int, dim: int) -> Value:
-        """A new value that the next node fills."""
+        """Return a new value that the next node fills."""
         return Value(self, self.buffer(4 * width, dim), width)
 
     def touch(self, buffer: Buffer) -> Buffer:
-        """`buffer` is read by the next node."""
+        """Return `buffer`, which the next node reads."""
         buffer.last = len(self.nodes)
         return buffer
 
     def read(self, value: Value) -> Buffer:
-        """The floats of `value`, for the next node."""
+        """Return the floats of `value`, which the next node reads."""
         value.num_uses += 1
         return self.touch(value.buffer)
 
@@ -138,7 +138,7 @@ class Graph:
         return node
 
     def add(self, x: Value, y: Value) -> Value:
-        """x + y. The sum is taken in passing where y was just made by a linear layer and nobody else looks at it."""
+        """Return x + y. If y is unread and the last node, a linear layer, made it, that node adds x as its residual."""
         if y.node is not None and y.node is self.nodes[-1] and y.num_uses == 0 and not y.quantised:
             node = y.node
             if node.op.startswith("linear") and node.fields["residual"] is None and x.buffer is not y.buffer:
@@ -152,25 +152,25 @@ class Graph:
         return out
 
     def quantised(self, x: Value, group: int) -> Quantised:
-        """Codes of `x` in groups: written by the node that makes x where that can, else by a node of its own."""
-        found = x.quantised.get(group)
-        if found is None:
+        """Return the codes of `x` in groups: written by the node that makes x if it can, else by a node `quantize`."""
+        codes = x.quantised.get(group)
+        if codes is None:
             ld_q = -(-x.width // 64) * 64 + 64  # never a power of two: rows that alias in the cache halve the speed
             ld_s = -(-x.width // group)
             parts = [self.buffer(size, x.dim) for size in (ld_q, 4 * ld_s, 4 * ld_s)]
-            found = Quantised(parts[0], parts[1], parts[2], group)
-            x.quantised[group] = found
+            codes = Quantised(parts[0], parts[1], parts[2], group)
+            x.quantised[group] = codes
             node = x.node
             if node is not None and "q" in node.fields and node.fields["q"] is None:
                 for part in parts:
                     part.first = node.index
-                node.fields |= found.fields()
+                node.fields |= codes.fields()
             else:
-                fields = {"x": self.read(x), "ld_x": x.ld, "width": x.width} | found.fields()
+                fields = {"x": self.read(x), "ld_x": x.ld, "width": x.width} | codes.fields()
                 self.put("quantize", x.dim, None, fields)
-        for part in found.buffers():
+        for part in codes.buffers():
             self.touch(part)
-        return found
+        return codes
 
     def drop(self, buffer: Buffer) -> None:
         """Leave `buffer` out of the arena: nothing is kept in it, or it lies elsewhere."""

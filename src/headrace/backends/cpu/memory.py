@@ -1,7 +1,7 @@
 """Memory for weights, caches and buffers, in huge pages where the system has them.
 
-In a virtual machine every miss of the address cache costs two walks: with pages of 2 MiB two threads were seen to read
-53 GB/s, with pages of 4 KiB 37 (docs/performance.md). Called by the parts of this backend, and by `checkpoint.packed`.
+In a virtual machine every miss of the address cache costs two walks: with pages of 2 MiB two threads read 53 GB/s,
+with pages of 4 KiB 37 (docs/performance.md). Called by the parts of this backend, and by `checkpoint.packed`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POOL_BYTES = 64 * 2**20
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes that start on a page, a huge one if they fill several. Pages are taken as they are touched.
+    """Return zeroed bytes that start on a page, a huge one if they fill several. A page comes into memory when touched.
 
     Raises MemoryError.
     """
@@ -29,7 +29,7 @@ def aligned(num_bytes: int) -> NDArray[np.uint8]:
     raw = np.frombuffer(mapping, np.uint8)
     skip = -raw.ctypes.data % HUGE if large else 0
     if large and hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without them refuses; small pages do the same, more slowly.
+        # A kernel without them refuses; small pages work too, more slowly.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return raw[skip : skip + num_bytes]
@@ -43,9 +43,9 @@ class Pool:
         self._free = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """`num_bytes` that start on a page. Raises MemoryError."""
+        """Return `num_bytes` that start on a page. Raises MemoryError."""
         whole = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if whole > len(self._free):
             self._free = aligned(max(POOL_BYTES, whole))
-        taken, self._free = self._free[:num_bytes], self._free[whole:]
-        return taken
+        piece, self._free = self._free[:num_bytes], self._free[whole:]
+        return piece

@@ -1,6 +1,6 @@
 """The face of the native core (`headrace._native`, built from csrc/): whether it is there, and records for its tapes.
 
-Knows names and fields of operators as the core tells them; must not know models or tensors. Called by the cpu backend
+Knows names and fields of operators from the core's schema; must not know models or tensors. Called by the cpu backend
 and by `headrace doctor`. The extension itself loads in a millisecond.
 """
 
@@ -27,7 +27,7 @@ class NativeMissingError(HeadraceError):
 
 @cache
 def native() -> tuple[ModuleType | None, str]:
-    """(the extension, "") or (None, why it can not be used). The ceiling of HEADRACE_ISA is set.
+    """Return (the extension, "") or (None, why it can not be used). Sets the ceiling of HEADRACE_ISA.
 
     Raises RequestError if HEADRACE_ISA names no ISA of this build and machine.
     """
@@ -36,15 +36,15 @@ def native() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) or "cannot import name" in str(error)
         return None, f"it was not built; {REMEDY}" if absent else f"it can not be loaded ({error}); {REMEDY}"
-    wanted = env.isa()
-    if wanted is not None and wanted not in _native.isas():
-        raise RequestError("HEADRACE_ISA", wanted, f"one of {', '.join(_native.isas())} on this machine")
-    _native.set_isa(wanted or "")
+    isa = env.isa()
+    if isa is not None and isa not in _native.isas():
+        raise RequestError("HEADRACE_ISA", isa, f"one of {', '.join(_native.isas())} on this machine")
+    _native.set_isa(isa or "")
     return _native, ""
 
 
 def require_native() -> ModuleType:
-    """The extension. Raises `NativeMissingError` where it was not built."""
+    """Return the extension. Raises `NativeMissingError` where it was not built."""
     module, reason = native()
     if module is None:
         raise NativeMissingError(f"there is no native core: {reason}")
@@ -53,7 +53,7 @@ def require_native() -> ModuleType:
 
 @cache
 def fields() -> dict[str, tuple[struct.Struct, dict[str, str]]]:
-    """For each operator how its arguments are packed, and their kinds: p address, i integer, f float."""
+    """Return for each operator how its arguments are packed, and their kinds: p address, i integer, f float."""
     codes = {"p": "Q", "i": "q", "f": "d"}
     return {
         op: (struct.Struct("=" + "".join(codes[k] for _, k in pairs)), dict(pairs))
@@ -62,7 +62,7 @@ def fields() -> dict[str, tuple[struct.Struct, dict[str, str]]]:
 
 
 def pack(op: str, **values: float) -> bytes:
-    """Arguments of an operator as the core reads them. Every field must be named; addresses are ints, 0 is NULL.
+    """Return an operator's arguments as the core reads them. All fields are required; addresses are ints, 0 is NULL.
 
     Raises TypeError for an operator or field that does not exist, one that is missing, or a value of the wrong kind.
     """
@@ -79,5 +79,5 @@ def pack(op: str, **values: float) -> bytes:
 
 
 def record(tape: Tape, op: str, **values: float) -> int:
-    """Append an operator to a tape and return its index. Raises as `pack`, and ValueError where nobody serves it."""
+    """Append an operator to a tape and return its index. Raises as `pack`, and ValueError where no ISA serves it."""
     return tape.add(op, pack(op, **values))

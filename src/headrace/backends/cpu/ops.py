@@ -1,7 +1,8 @@
-"""`Ops` that write down instead of computing: a model's forward pass, called once, becomes a `Graph`.
+"""`Ops` that record instead of computing: one call of a model's forward pass becomes a `Graph`.
 
 Each method puts the nodes of one operator; their meaning, to the bit, is in csrc/include/kernels.h. Quantisation of
-activations and additions to the residual are put into the neighbouring node where that can carry them. Knows no models.
+activations and additions to the residual become part of the neighbouring node where its operator allows it. Called by
+models; must not know them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where a step's ints lie: arrays that the program fills before each run (see `program.Inputs`)."""
+    """A step's ints: arrays that the program fills before each run."""
 
     token_ids: NDArray[np.int32]
     positions: NDArray[np.int32]
@@ -62,26 +63,26 @@ class CpuOps:
         self.graph, self.values = Graph(), []
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
-        made = make_matrix(source, bias, self.pool)
-        self.matrices.append(made)
-        self.weight_bytes += made.num_bytes
-        return made
+        matrix = make_matrix(source, bias, self.pool)
+        self.matrices.append(matrix)
+        self.weight_bytes += matrix.num_bytes
+        return matrix
 
     def stacked(self, name: str, matrices: Sequence[Matrix]) -> CpuStack:
         parts = tuple(matrix for matrix in matrices if isinstance(matrix, CpuMatrix))
         self.matrices = [matrix for matrix in self.matrices if matrix not in parts]
-        made = CpuStack(name, parts)
-        self.matrices.append(made)
-        return made
+        stack = CpuStack(name, parts)
+        self.matrices.append(stack)
+        return stack
 
     def packed(self, record: PackedRecord) -> CpuMatrix:
-        """A matrix that was packed before and is mapped now."""
-        made = CpuMatrix(
+        """Return a matrix that was packed before and is mapped now."""
+        matrix = CpuMatrix(
             record.name, record.kind, record.data, record.num_in, record.num_out, record.group, record.flag, record.bias
         )
-        self.matrices.append(made)
-        self.weight_bytes += made.data.nbytes
-        return made
+        self.matrices.append(matrix)
+        self.weight_bytes += matrix.data.nbytes
+        return matrix
 
     def embedding(self, ids: NDArray[np.int32], table: Table, scale: float = 1.0) -> Value:
         out = self._value(table.width, 0)
@@ -126,14 +127,15 @@ class CpuOps:
         return out
 
     def linear(self, x: Value, matrix: Matrix) -> Value:
-        own = own_matrix(matrix)
-        if own.outliers is None:
-            return self._linear(x, self.graph.quantised(x, own.act_group) if own.kind != "f" else None, own)
-        # Outliers go through in float; what is quantised has zeros in their place, exactly.
-        picked = self._linear(x, None, own.outliers.pick)
-        rest = x + self._linear(picked, None, own.outliers.back)
-        main = self._linear(rest, self.graph.quantised(rest, own.act_group), own)
-        return main + self._linear(picked, None, own.outliers.kept)
+        weights = cpu_matrix(matrix)
+        if weights.outliers is None:
+            codes = self.graph.quantised(x, weights.act_group) if weights.kind != "f" else None
+            return self._linear(x, codes, weights)
+        # Outliers are multiplied in float; in what is quantised they are exactly zero.
+        outliers = self._linear(x, None, weights.outliers.pick)
+        rest = x + self._linear(outliers, None, weights.outliers.back)
+        product = self._linear(rest, self.graph.quantised(rest, weights.act_group), weights)
+        return product + self._linear(outliers, None, weights.outliers.kept)
 
     def rope_store(
         self,
@@ -206,8 +208,8 @@ class CpuOps:
         kind: Activation,
     ) -> Value:
         graph, num_experts = self.graph, router.num_out
-        first = own_matrix(gate_up[0])
-        split = any(own_matrix(matrix).outliers is not None for matrix in gate_up)
+        first = cpu_matrix(gate_up[0])
+        split = any(cpu_matrix(matrix).outliers is not None for matrix in gate_up)
         source = graph.quantised(x, first.act_group) if first.kind != "f" and not split else None
         logits = self.linear(x, router)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
@@ -221,9 +223,9 @@ class CpuOps:
         out = self._value(x.width, x.dim)
         graph.put("zero", x.dim, out, {"out": out.buffer, "ld_out": out.ld, "width": x.width})
         for expert_id in range(num_experts):
-            own = ("row_of", lists, expert_id)
-            matrices = own_matrix(gate_up[expert_id]), own_matrix(down[expert_id])
-            self._expert(x, source, own, FREE + expert_id, *matrices, kind, out, list_weights)
+            rows = ("row_of", lists, expert_id)
+            matrices = cpu_matrix(gate_up[expert_id]), cpu_matrix(down[expert_id])
+            self._expert(x, source, rows, FREE + expert_id, *matrices, kind, out, list_weights)
             graph.touch(lists)
             graph.touch(list_weights)
         return out
@@ -243,15 +245,15 @@ class CpuOps:
         graph = self.graph
         nothing: dict[str, Any] = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None}
         del nothing["group"]
-        taken = self._value(x.width, dim)
+        gathered = self._value(x.width, dim)
         if source is None:
             fields = nothing | {"list": rows, "x": graph.read(x), "ld_x": x.ld, "width": x.width}
-            graph.put("moe_gather", dim, taken, fields | {"out": taken.buffer, "ld_out": taken.ld})
-            own = None
+            graph.put("moe_gather", dim, gathered, fields | {"out": gathered.buffer, "ld_out": gathered.ld})
+            codes = None
         else:
             sizes = (source.ld_q, 4 * source.ld_s, 4 * source.ld_s)
             parts = [graph.buffer(size, dim) for size in sizes]
-            own = Quantised(parts[0], parts[1], parts[2], source.group)
+            codes = Quantised(parts[0], parts[1], parts[2], source.group)
             fields = nothing | source.fields() | {"list": rows, "x": None, "ld_x": 0, "width": x.width}
             fields |= {"out": None, "ld_out": 0, "to_q": parts[0], "to_scales": parts[1], "to_sums": parts[2]}
             del fields["group"]
@@ -260,15 +262,15 @@ class CpuOps:
             graph.put("moe_gather", dim, None, fields)
             for part in parts:
                 graph.touch(part)
-            taken.quantised[source.group] = own
-            graph.drop(taken.buffer)
-        inner = self.linear(taken, gate_up) if own is None else self._linear(taken, own, gate_up)
-        made = self.linear(self.gated(inner, kind), down)
+            gathered.quantised[source.group] = codes
+            graph.drop(gathered.buffer)
+        inner = self.linear(gathered, gate_up) if codes is None else self._linear(gathered, codes, gate_up)
+        y = self.linear(self.gated(inner, kind), down)
         fields = {
             "list": rows,
             "list_weights": ("row_of", list_weights, rows[2]),
-            "x": graph.read(made),
-            "ld_x": made.ld,
+            "x": graph.read(y),
+            "ld_x": y.ld,
         }
         fields |= {"width": x.width, "out": graph.touch(out.buffer), "ld_out": out.ld}
         graph.put("moe_scatter", dim, None, fields)
@@ -284,7 +286,7 @@ class CpuOps:
                 self.graph.touch(buffer)
             self._product(x, quantised, part, out, ("column", out.buffer, column))
             column += part.num_out
-        out.node = None  # none of them makes all of it, so that nothing can be added in passing
+        out.node = None  # no node makes all of it, so none can add a residual
         return out
 
     def _product(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix, out: Value, at: Any) -> None:
@@ -313,9 +315,9 @@ class CpuOps:
         )
 
     def _value(self, width: int, dim: int) -> Value:
-        made = self.graph.value(width, dim)
-        self.values.append(made)
-        return made
+        value = self.graph.value(width, dim)
+        self.values.append(value)
+        return value
 
     def _in_out(self, x: Value, out: Value) -> dict[str, Any]:
         return {
@@ -327,14 +329,14 @@ class CpuOps:
         }
 
 
-def own_matrix(matrix: Matrix) -> CpuMatrix | CpuStack:
+def cpu_matrix(matrix: Matrix) -> CpuMatrix | CpuStack:
     if not isinstance(matrix, CpuMatrix | CpuStack):
         raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
     return matrix
 
 
 def rounded(value: float, dtype: str) -> float:
-    """`value` as `dtype` holds it: a factor that training applied in that dtype."""
+    """Return `value` as `dtype` holds it: a factor that training applied in that dtype."""
     if dtype == "float16":
         return float(np.float16(value))
     single = np.float32(value)

@@ -24,11 +24,11 @@ from headrace.backends.cpu.tape import Tape
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
-"""Guesses after each other in a tree; of what several paths have, each path's blocks get a copy."""
+"""Draft tokens on a path of a tree; what several paths share is copied to the blocks of each."""
 
 MAX_ROWS = 512
 """Rows of one native call. A longer step is computed in portions: reading the weights again costs less than the memory
-for more rows, and what is between two operators stays in the cache."""
+for more rows, and what one operator passes to the next stays in the CPU's cache."""
 
 F32 = NDArray[np.float32]
 
@@ -39,7 +39,7 @@ class TapedProgram:
     Args:
         max_chunks: pieces of sequences in one call, and rows of logits.
         max_blocks: entries of all block tables of one call together.
-        check: compute every step once more beside torch_ref, and log what differs.
+        check: compute every step a second time beside torch_ref, and log what differs.
         layers: those whose residual streams `features` gives.
     """
 
@@ -56,7 +56,7 @@ class TapedProgram:
         check: bool = False,
         layers: Sequence[int] = (),
     ) -> None:
-        self.model = model  # and with it the embedding table, whose address the tape knows
+        self.model = model  # it keeps the embedding table alive, whose address is on the tape
         self.cache, self.num_threads = cache, num_threads
         self.vocab_size: int = model.vocab_size
         self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
@@ -66,10 +66,10 @@ class TapedProgram:
         ops.begin()
         graph = ops.graph
         size = model.feature_size
-        # Not of the arena either: the caller's numbers are copied here before the run.
-        given = Value(graph, Buffer(-(-4 * size // ALIGN) * ALIGN, ROWS, 0, 0), size) if size else None
-        ld = given.ld if given else 0
-        self._given = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
+        # Features lie outside the arena: the caller's numbers are copied here before the run.
+        features = Value(graph, Buffer(-(-4 * size // ALIGN) * ALIGN, ROWS, 0, 0), size) if size else None
+        ld = features.ld if features else 0
+        self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = StepRows(
             token_ids=np.zeros(max_rows, np.int32),
             positions=np.zeros(max_rows, np.int32),
@@ -82,30 +82,30 @@ class TapedProgram:
             copy_slots=np.zeros(max_rows * (MAX_DEPTH + cache.block_size), np.int32),
             block_size=cache.block_size,
             max_rows=max_rows,
-            features=given,
+            features=features,
         )
-        self.wanted = np.zeros(max_chunks, np.int32)
+        self.logit_rows = np.zeros(max_chunks, np.int32)
         self._finite_rows = np.zeros(max_rows, np.int32)
         self._finite_logits = np.zeros(max_chunks, np.int32)
         self._best_ids = np.zeros(max_chunks, np.int32)
         self._best_values = np.zeros(max_chunks, np.float32)
         streams: list[Value] = []
         hidden = model.forward(self.inputs, cache.layers, streams if layers else None)
-        self._kept = [streams[layer] for layer in layers]
+        self._streams = [streams[layer] for layer in layers]
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
         graph.put("finite", ROWS, None, fields)
         self._num_forward = len(graph.nodes)
-        logits: Value = model.logits(hidden, self.wanted)
-        # They leave the arena: the caller reads them after the run.
+        logits: Value = model.logits(hidden, self.logit_rows)
+        # Logits lie outside the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
         graph.drop(logits.buffer)
         _place(graph.nodes[self._num_forward :], {id(logits.buffer): self._logits})
-        if given is not None:
-            _place(graph.nodes, {id(given.buffer): self._given})
+        if features is not None:
+            _place(graph.nodes, {id(features.buffer): self._features})
         best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
         graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
         # The hidden states stay until the next step, for `logits` of other rows.
-        for value in (hidden, *self._kept):
+        for value in (hidden, *self._streams):
             graph.read(value)
         graph.drop_unread(ops.values)
         self.hidden = hidden
@@ -120,9 +120,9 @@ class TapedProgram:
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], Logits]:
         num_rows = self.fill(chunks)
         if features is not None:
-            self._given[:num_rows, : self.model.feature_size] = features
+            self._features[:num_rows, : self.model.feature_size] = features
         num_chunks = len(chunks.starts)
-        self.wanted[: len(rows)] = rows
+        self.logit_rows[: len(rows)] = rows
         dims = [num_rows, num_chunks, len(rows)]
         self.tape.run(dims, self.num_threads)
         if self._check:
@@ -141,25 +141,25 @@ class TapedProgram:
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> Logits:
-        self.wanted[: len(rows)] = rows
+        self.logit_rows[: len(rows)] = rows
         dims = [0, 0, len(rows)]
         self.tape.run_range(self._num_forward, len(self.tape.nodes), dims, self.num_threads)
         return self._take(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         tape, out = self._final = self._final or self._record_final()
-        self.wanted[: len(rows)] = rows
+        self.logit_rows[: len(rows)] = rows
         tape.run([0, 0, len(rows)], self.num_threads)
         return out[: len(rows), : self.hidden.width]
 
     def _record_final(self) -> tuple[Tape, NDArray[np.float32]]:
-        """Select and final norm on a tape of their own, recorded when they are first asked for: the step's tape would
-        run them for nothing. It reads the hidden states where the step left them."""
+        """Record select and final norm on a second tape, which reads the hidden states of the last step: on the step's
+        tape they would run in each step, and few callers need them."""
         ops, most = self._ops, self.max_logits
         ops.begin()
         graph = ops.graph
         source = Value(graph, Buffer(self.hidden.buffer.row_bytes, ROWS, 0, 0), self.hidden.width)
-        final: Value = self.model.final(source, self.wanted)
+        final: Value = self.model.final(source, self.logit_rows)
         out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
         places = {id(source.buffer): self.tape.floats(self.hidden.buffer, self.max_rows), id(final.buffer): out}
         _place(graph.nodes, places)
@@ -169,9 +169,9 @@ class TapedProgram:
         return tape, out
 
     def features(self, rows: list[int]) -> F32:
-        if self._kept:
-            kept = [self.tape.floats(value.buffer, self.max_rows)[rows, : value.width] for value in self._kept]
-            return kept[0] if len(kept) == 1 else np.concatenate(kept, axis=1)
+        if self._streams:
+            parts = [self.tape.floats(value.buffer, self.max_rows)[rows, : value.width] for value in self._streams]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         most = self.max_logits
         parts = [self.hidden_states(rows[i : i + most]).copy() for i in range(0, len(rows), most)]
         return np.concatenate(parts) if parts else np.empty((0, self.hidden.width), np.float32)
@@ -184,11 +184,11 @@ class TapedProgram:
         self.cache.layers = []
 
     def fill(self, chunks: Chunks) -> int:
-        """Write the step's ints where the tape reads them; -> number of rows."""
+        """Write the step's ints to where the tape reads them; return the number of rows."""
         inputs, size = self.inputs, self.block_size
         at = blocks_at = 0
-        for i, (start, own, table) in enumerate(zip(chunks.starts, chunks.token_ids, chunks.tables, strict=True)):
-            length = len(own)
+        for i, (start, token_ids, table) in enumerate(zip(chunks.starts, chunks.token_ids, chunks.tables, strict=True)):
+            length = len(token_ids)
             stop = at + length
             needed = (start + length + size - 1) // size
             inputs.row_begin[i] = at
@@ -196,15 +196,15 @@ class TapedProgram:
             inputs.table_begin[i] = blocks_at
             inputs.blocks[blocks_at : blocks_at + needed] = table[:needed]
             if length == 1:
-                inputs.token_ids[at] = own[0]
+                inputs.token_ids[at] = token_ids[0]
                 inputs.positions[at] = start
                 inputs.slots[at] = table[start // size] * size + start % size
             else:
-                inputs.token_ids[at:stop] = own
+                inputs.token_ids[at:stop] = token_ids
                 positions = np.arange(start, start + length, dtype=np.int32)
                 inputs.positions[at:stop] = positions
-                own_blocks = inputs.blocks[blocks_at : blocks_at + needed]
-                inputs.slots[at:stop] = own_blocks[positions // size] * size + positions % size
+                block_ids = inputs.blocks[blocks_at : blocks_at + needed]
+                inputs.slots[at:stop] = block_ids[positions // size] * size + positions % size
             at = stop
             blocks_at += needed
         self._fill_copies(chunks, at)
@@ -229,7 +229,7 @@ class TapedProgram:
 
 
 def _place(nodes: Sequence[Node], places: dict[int, F32]) -> None:
-    """Let fields that hold a buffer, told by its id(), hold an array instead."""
+    """Put an array into each field that holds a buffer; `places` maps the id() of a buffer to its array."""
     for node in nodes:
         for name, value in node.fields.items():
             node.fields[name] = places.get(id(value), value)

@@ -1,4 +1,4 @@
-"""A graph on the native tape: addresses resolved, one native call a step, and ways to look inside.
+"""A graph on the native tape: addresses resolved, one native call a step, and tools to inspect it.
 
 `Tape` owns the arena of intermediate buffers and keeps every array alive whose address it recorded. Knows nodes and
 buffers; must not know requests. Made by `program`.
@@ -20,7 +20,7 @@ DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """What one record took: `seconds` (median), the bytes of weights it read, the operations it did."""
+    """Time of one record: `seconds` (median), bytes of weights that it read, operations that it did."""
 
     index: int
     op: str
@@ -58,12 +58,12 @@ class Tape:
         self._native.run_range(first, last, dims, num_threads)
 
     def close(self) -> None:
-        """Give the arena back."""
+        """Free the arena."""
         self._native = require_native().Tape("")
         self.arena = aligned(64)
 
     def dump(self) -> list[str]:
-        """One line for each record: number, operator, dimension, widths, weights."""
+        """Return a line for each record: number, operator, dimension, widths, weights."""
         lines = []
         for i, node in enumerate(self.nodes):
             sizes = " ".join(
@@ -79,24 +79,24 @@ class Tape:
         return lines
 
     def profile(self, dims: list[int], repeats: int = 5, num_threads: int = 0) -> list[OpTime]:
-        """Times of every record at these sizes, medians over `repeats` runs. What the inputs hold is used as it is."""
+        """Return the times of all records at these sizes, medians over `repeats` runs, with the inputs as they are."""
         runs = np.array([self._native.profile(dims, num_threads) for _ in range(repeats)])
         seconds = np.median(runs, axis=0) * 1e-9
         times = []
-        for i, (node, taken) in enumerate(zip(self.nodes, seconds, strict=True)):
+        for i, (node, time) in enumerate(zip(self.nodes, seconds, strict=True)):
             num_rows = dims[node.dim] if node.dim < len(dims) else 0
-            times.append(OpTime(i, node.op, node.note, float(taken), node.read_bytes, node.row_ops * num_rows))
+            times.append(OpTime(i, node.op, node.note, float(time), node.read_bytes, node.row_ops * num_rows))
         return times
 
     def expert_dims(self) -> list[int]:
-        """Rows of each expert in the last run, where the model has experts."""
+        """Return the number of rows of each expert in the last run; empty for a model without experts."""
         return [int(size) for size in self._native.dims()[3:]]
 
     def address(self, buffer: Buffer) -> int:
         return int(self.arena.ctypes.data) + buffer.offset
 
     def floats(self, buffer: Buffer, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The first rows of a buffer as float32, a view."""
+        """Return the first rows of a buffer as float32, a view."""
         size = buffer.row_bytes * num_rows
         return self.arena[buffer.offset : buffer.offset + size].view(np.float32).reshape(num_rows, -1)
 
@@ -104,7 +104,7 @@ class Tape:
         return {name: self.resolve(value) for name, value in node.fields.items()}
 
     def resolve(self, value: Any) -> Any:
-        """A field's value as the record has it: arrays and buffers by their address."""
+        """Return a field's value as the record holds it: arrays and buffers by their address."""
         if value is None:
             return 0
         if isinstance(value, Buffer):

@@ -206,7 +206,7 @@ def _rope_store(view: View) -> Expected:
     q_norm, k_norm = (None if w is None else HeadNorm(w, view["eps"], view["offset"]) for w in norms)
     # A cache with a slot for each row, in its order.
     slots = torch.arange(view.num_rows)
-    rows = ForwardBatch(slots, view.ints("positions"), slots, slots, [], [], slots[:, None])
+    rows = ForwardBatch(slots, view.ints("positions"), slots, [], [], slots[:, None])
     cache = torch.zeros(2, view.num_rows, 1, heads.num_kv_heads, heads.head_dim)
     query = view.ops.rope_store(qkv, heads, rows, cache, turn, q_norm, k_norm)
     key, value = cache[:, :, 0]

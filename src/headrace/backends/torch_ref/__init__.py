@@ -62,10 +62,10 @@ class TorchRef:
         size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         kv = torch.zeros(size, dtype=DTYPES.get(kv_dtype, torch.float32), device=self.ops.device)
         num_threads = num_threads or self.num_threads(self.ops.weight_bytes)
-        made = EagerProgram(model, self.ops, kv, num_threads, feature_layers, kv_dtype)
+        program = EagerProgram(model, self.ops, kv, num_threads, feature_layers, kv_dtype)
         if kv_dtype == "int4":
-            made.measure_keys((max_blocks_per_seq - 1) * block_size + 1)
-        return made
+            program.measure_keys((max_blocks_per_seq - 1) * block_size + 1)
+        return program
 
     def available_memory(self) -> int:
         if self.ops.device.type == "cuda":
@@ -73,7 +73,7 @@ class TorchRef:
         return int(psutil.virtual_memory().available)
 
     def num_threads(self, weight_bytes: int) -> int:
-        """Threads to compute with, for a model of that size; bits do not depend on them."""
+        """Return the number of threads for a model of that size; bits do not depend on it."""
         return 1 if weight_bytes < SMALL_MODEL_BYTES else torch.get_num_threads()
 
 

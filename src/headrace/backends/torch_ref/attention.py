@@ -1,8 +1,8 @@
 """Paged attention in spans of 128 positions, counted from position 0 of the sequence.
 
-A row at position p meets the same spans, of the same shape and in the same order, whether it came alone, in a chunk or
-in a batch, so its bits are the same. Rows are put into groups with equal numbers of spans; a group is either rows of
-many sequences, each with keys of its own, or neighbours of one sequence that share the keys. Called by `ops` only.
+A row at position p goes through the same spans, of the same shape and in the same order, whether it is alone, in a
+chunk or in a batch, so its bits are the same. A group has rows with equal numbers of spans: either rows of many
+sequences, each with its own keys, or neighbours of one sequence that share the keys. Called by `ops` only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_GATHER = 2**18  # cached positions * kv_heads * head_dim gathered at once fo
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows [R] that see `num_spans` spans. `slots` [B * num_spans * 128] with B = R, or 1 if the keys are shared;
-    `hidden` [num_spans, 1, R, 1, 128] is True where a row must not look."""
+    `hidden` [num_spans, 1, R, 1, 128] is True for keys that a row does not see."""
 
     rows: Tensor
     slots: Tensor
@@ -83,21 +83,21 @@ def _group(pieces: list[Piece], block_tables: Tensor, block_size: int, window: i
     num_spans = pieces[0].num_spans
     table = torch.tensor([[p.chunk_id, p.low * SPAN, p.last] for p in pieces], device=device)
     keys = table[:, 1:2] + torch.arange(num_spans * SPAN, device=device)
-    # Beyond the row's own position the last key is repeated: it is the sequence's own, and never seen.
+    # Beyond the row's position the last key is repeated: it belongs to the sequence, and `hidden` masks it.
     inside = torch.minimum(keys, table[:, 2:3])
     blocks = block_tables[table[:, 0:1], inside // block_size]
     slots = (blocks * block_size + inside % block_size).view(-1)
     if len(pieces) == 1:
-        own = torch.arange(pieces[0].first, pieces[0].last + 1, device=device)
-        index = own + (pieces[0].row - pieces[0].first)
+        positions = torch.arange(pieces[0].first, pieces[0].last + 1, device=device)
+        index = positions + (pieces[0].row - pieces[0].first)
     else:
-        own = table[:, 2]
+        positions = table[:, 2]
         index = torch.tensor([p.row for p in pieces], device=device)
-    hidden = keys > own[:, None]
+    hidden = keys > positions[:, None]
     if window is not None:
-        hidden |= keys <= own[:, None] - window
+        hidden |= keys <= positions[:, None] - window
     hidden = hidden.view(-1, num_spans, SPAN).transpose(0, 1)[:, None, :, None]
-    return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(own) > 1)
+    return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(positions) > 1)
 
 
 def attention(
@@ -112,8 +112,8 @@ def attention(
     flat = cache.view(2, -1, num_kv_heads * head_dim)
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     for group in groups:
-        own = query.index_select(0, group.rows).float()
-        out[group.rows] = _attend(own, flat, group, num_kv_heads, head_dim, scale, softcap)
+        queries = query.index_select(0, group.rows).float()
+        out[group.rows] = _attend(queries, flat, group, num_kv_heads, head_dim, scale, softcap)
     return out
 
 
@@ -145,11 +145,11 @@ def _attend(
 
 def _gather(part: Tensor, group: Group, num_kv_heads: int, head_dim: int, extra: int) -> Tensor:
     """Cached keys or values of a group as float32 [num_spans, kv_heads, B, 128, D]."""
-    taken = part.index_select(0, group.slots).view(-1, group.num_spans, SPAN, num_kv_heads, head_dim)
-    taken = taken.permute(1, 3, 0, 2, 4)
+    numbers = part.index_select(0, group.slots).view(-1, group.num_spans, SPAN, num_kv_heads, head_dim)
+    numbers = numbers.permute(1, 3, 0, 2, 4)
     # One pass turns the axes, widens to float32 and pads.
-    out = torch.empty(*taken.shape[:-1], head_dim + extra, device=part.device)
-    out[..., :head_dim] = taken
+    out = torch.empty(*numbers.shape[:-1], head_dim + extra, device=part.device)
+    out[..., :head_dim] = numbers
     if extra:
         out[..., head_dim:] = 0.0
     return out

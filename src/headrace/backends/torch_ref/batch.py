@@ -19,17 +19,16 @@ from headrace.backends.base import Chunks
 class ForwardBatch:
     """R rows of C chunks.
 
-    token_ids, positions, slot_mapping, seq_index: int64 [R]; seq_index is the row's chunk.
+    token_ids, positions, slot_mapping: int64 [R].
     starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     features: [R, F], for models that look at them.
-    notes: what ropes and attention work out once a step, under keys of their own.
+    notes: what ropes and attention compute once a step, each under a key of its own.
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    seq_index: Tensor
     starts: list[int]
     lens: list[int]
     block_tables: Tensor
@@ -39,19 +38,18 @@ class ForwardBatch:
 
 
 def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device) -> ForwardBatch:
-    """Tensors of `chunks`."""
+    """Return the rows of `chunks`, on `device`."""
     lens = [len(ids) for ids in chunks.token_ids]
     longest = max(map(len, chunks.tables))
     block_tables = torch.tensor([t + [0] * (longest - len(t)) for t in chunks.tables], dtype=torch.int64)
-    seq_index = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+    chunk_ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
     pairs = zip(chunks.starts, lens, strict=True)
     positions = torch.tensor([p for start, n in pairs for p in range(start, start + n)])
-    slots = block_tables[seq_index, positions // block_size] * block_size + positions % block_size
+    slots = block_tables[chunk_ids, positions // block_size] * block_size + positions % block_size
     return ForwardBatch(
         token_ids=torch.tensor([t for ids in chunks.token_ids for t in ids]).to(device),
         positions=positions.to(device),
         slot_mapping=slots.to(device),
-        seq_index=seq_index.to(device),
         starts=chunks.starts,
         lens=lens,
         block_tables=block_tables.to(device),

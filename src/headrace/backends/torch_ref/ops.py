@@ -19,10 +19,9 @@ from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.quant.base import MatrixSource
-from headrace.quant.schemes import Scheme
 
 SLAB = 512
-"""Rows of a matrix that are asked for at once."""
+"""Rows of a matrix that are read from its source at once."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -41,7 +40,6 @@ class RefMatrix:
     num_in: int
     num_out: int
     name: str = ""
-    scheme: Scheme | None = None
 
     def dense(self) -> Tensor:
         return self.data[: self.num_in, : self.num_out].t().contiguous()
@@ -54,7 +52,7 @@ class RefOps:
         self.device = device
         self.dtype = dtype
         self.weight_bytes = 0
-        """Of all matrices made, as the checkpoint would hold them in `dtype`."""
+        """Of all matrices, as the checkpoint would hold them in `dtype`."""
         self.matrices: list[RefMatrix] = []
 
     def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> RefMatrix:
@@ -66,8 +64,8 @@ class RefOps:
             part = source.slab(first, last).dequantize().to(self.device, self.dtype)
             data[:num_in, first:last] = part.float().t().contiguous()
         self.weight_bytes += num_in * num_out * self.dtype.itemsize
-        own = None if bias is None else bias.to(self.device, self.dtype).float()
-        self.matrices.append(RefMatrix(data, own, num_in, num_out, source.name, source.scheme))
+        bias = None if bias is None else bias.to(self.device, self.dtype).float()
+        self.matrices.append(RefMatrix(data, bias, num_in, num_out, source.name))
         return self.matrices[-1]
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
@@ -106,10 +104,10 @@ class RefOps:
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         left, right = x[..., :half].float(), x[..., half : 2 * half].float()
-        turned = [left * cos - right * sin, right * cos + left * sin]
+        parts = [left * cos - right * sin, right * cos + left * sin]
         if 2 * half < x.shape[-1]:
-            turned.append(x[..., 2 * half :].float())
-        return torch.cat(turned, dim=-1).to(self.dtype)
+            parts.append(x[..., 2 * half :].float())
+        return torch.cat(parts, dim=-1).to(self.dtype)
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor | RoundedCache, slot_mapping: Tensor) -> None:
         """Write key and value [R, kv_heads, D] to slots of cache [2, num_blocks, block_size, kv_heads, D]."""
@@ -145,8 +143,8 @@ class RefOps:
             cache.turn = turn
         self.store(key, value, cache, rows.slot_mapping)
         if rows.copies is not None:
-            own, slots = rows.copies
-            self.store(key[own], value[own], cache, slots)
+            row_ids, slots = rows.copies
+            self.store(key[row_ids], value[row_ids], cache, slots)
         return query.flatten(1)
 
     def attention(
@@ -196,6 +194,6 @@ class RefOps:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)
-            made = self.linear(self.gated(self.linear(x[row], gate_up[expert_id]), kind), down[expert_id])
-            out[row] += made.float() * weights[row, place].unsqueeze(1)
+            y = self.linear(self.gated(self.linear(x[row], gate_up[expert_id]), kind), down[expert_id])
+            out[row] += y.float() * weights[row, place].unsqueeze(1)
         return out.to(self.dtype)

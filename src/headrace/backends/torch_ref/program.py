@@ -39,25 +39,25 @@ class EagerProgram:
         kv_dtype: str = "float32",
     ) -> None:
         self.model, self.ops, self.kv = model, ops, kv
-        self._caches: Any = [RoundedCache(own, kv_dtype) for own in kv] if kv_dtype in KINDS else kv
+        self._caches: Any = [RoundedCache(layer, kv_dtype) for layer in kv] if kv_dtype in KINDS else kv
         self.num_threads = num_threads
         self.vocab_size: int = model.vocab_size
         self.num_blocks, self.block_size = kv.shape[2], kv.shape[3]
         self._hidden: Tensor | None = None
-        self._layers, self._kept = layers, [kv.new_empty(0)] * len(layers)
+        self._layers, self._streams = layers, [kv.new_empty(0)] * len(layers)
 
     def measure_keys(self, max_len: int) -> None:
-        """Run the probe over a float32 cache, and tell each layer's cache its mean key."""
+        """Run the probe over a float32 cache, and set each layer's mean key."""
         length = min(LENGTH, max_len)
         sizes = (len(self.kv), 2, NUM_SEQS, length, *self.kv.shape[4:])
         probe = EagerProgram(self.model, self.ops, self.kv.new_zeros(sizes), self.num_threads)
-        probe._caches = [RoundedCache(own, "float32") for own in probe.kv]
+        probe._caches = [RoundedCache(layer, "float32") for layer in probe.kv]
         tokens = probe_tokens(self.vocab_size, length)
         # A drafter sees zeros beside its tokens, as on the native backend.
         features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)
         probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]), [], features)
-        for own, probed in zip(self._caches, probe._caches, strict=True):
-            own.learn_mean(probed, NUM_SEQS, length)
+        for cache, probed in zip(self._caches, probe._caches, strict=True):
+            cache.learn_mean(probed, NUM_SEQS, length)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with torch.inference_mode():
@@ -76,12 +76,12 @@ class EagerProgram:
                 batch.features = torch.from_numpy(features).to(self.kv.device, self.ops.dtype)
             streams: list[Tensor] = []
             self._hidden = hidden = self.model.forward(batch, self._caches, streams if self._layers else None)
-            self._kept = [streams[layer] for layer in self._layers]
-            # A chunk without logits is looked at too: what it left in the cache must not be published (R-17).
+            self._streams = [streams[layer] for layer in self._layers]
+            # A chunk without logits is checked too: what it wrote to the cache must not be published (R-17).
             finite = [bool(part.all()) for part in torch.split(torch.isfinite(hidden).all(dim=-1), batch.lens)]
             return finite, self._logits(rows)
         finally:
-            torch.set_num_threads(before)  # the process may be somebody else's
+            torch.set_num_threads(before)  # a library must not change the process's setting
 
     @torch.inference_mode()
     def logits(self, rows: list[int]) -> Logits:
@@ -91,27 +91,27 @@ class EagerProgram:
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         if not rows or self._hidden is None:
             return np.empty((0, self.model.hidden_size), np.float32)
-        wanted = torch.tensor(rows, device=self._hidden.device)
-        found: NDArray[np.float32] = self.model.final(self._hidden, wanted).float().cpu().numpy()
-        return found
+        row_ids = torch.tensor(rows, device=self._hidden.device)
+        hidden: NDArray[np.float32] = self.model.final(self._hidden, row_ids).float().cpu().numpy()
+        return hidden
 
     @torch.inference_mode()
     def features(self, rows: list[int]) -> NDArray[np.float32]:
         if not self._layers:
             return self.hidden_states(rows)
-        wanted = torch.tensor(rows, dtype=torch.int64, device=self.kv.device)
-        found: NDArray[np.float32] = torch.cat([x[wanted] for x in self._kept], dim=1).float().cpu().numpy()
-        return found
+        row_ids = torch.tensor(rows, dtype=torch.int64, device=self.kv.device)
+        features: NDArray[np.float32] = torch.cat([x[row_ids] for x in self._streams], dim=1).float().cpu().numpy()
+        return features
 
     def close(self) -> None:
-        self.kv, self._caches, self._hidden, self._kept = self.kv.new_empty(0), [], None, []
+        self.kv, self._caches, self._hidden, self._streams = self.kv.new_empty(0), [], None, []
 
     def _logits(self, rows: list[int]) -> Logits:
         if not rows or self._hidden is None:
             return Logits(np.empty((0, self.vocab_size), np.float32), [], [])
-        wanted = torch.tensor(rows, device=self._hidden.device)
-        logits = self.model.logits(self._hidden, wanted).float()
-        # -inf alone means: this token never. It must not be all that there is.
+        row_ids = torch.tensor(rows, device=self._hidden.device)
+        logits = self.model.logits(self._hidden, row_ids).float()
+        # -inf forbids a token; a row of -inf alone is not finite.
         best, ids = logits.max(dim=-1)
         finite = (torch.isfinite(best) & ~torch.isnan(logits).any(dim=-1)).tolist()
         return Logits(logits.cpu().numpy(), finite, ids.tolist())

@@ -1,7 +1,8 @@
 """A layer's cache whose numbers are what quantised codes stand for: the oracle of the native caches.
 
-Codes are made as csrc/include/kernels.h says, and widened again at once: the cache holds float32, so it shows what
-rounding costs and saves no memory. Knows tensors; must not know requests. Made by `program`, used by `ops`.
+Numbers are rounded to codes as csrc/include/kernels.h defines them, and widened again at once: the cache holds float32,
+so it shows what rounding costs and saves no memory. Knows tensors; must not know requests. Made by `program`, used by
+`ops`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ E4M3_MOST = 448.0
 
 @dataclass(slots=True, eq=False)
 class RoundedCache:
-    """data float32 [2, num_blocks, block_size, kv_heads, D] of one layer. `mean` [kv_heads, D] is left out of int4's
-    keys before they are rounded. `turn` and `softcap` are what the layer's operators were last given."""
+    """data float32 [2, num_blocks, block_size, kv_heads, D] of one layer. `mean` [kv_heads, D] is subtracted from
+    int4's keys before they are rounded. `turn` and `softcap` are those of the layer's last operators."""
 
     data: Tensor
     dtype: str
@@ -31,15 +32,15 @@ class RoundedCache:
     softcap: float = 0.0
 
     def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, kv_heads, D] as the cache gives them back, float32."""
+        """Return keys and values [R, kv_heads, D] as the cache holds them, float32."""
         key, value = key.float(), value.float()
         if self.mean is None:
             return as_stored(key, self.dtype), as_stored(value, self.dtype)
         return as_stored(key - self.mean, self.dtype) + self.mean, as_stored(value, self.dtype)
 
     def learn_mean(self, probed: RoundedCache, num_seqs: int, length: int) -> None:
-        """From a cache that the probe has filled, one block for each of its sequences."""
-        # A soft cap sees where scores lie.
+        """Set `mean` from a cache that the probe has filled, one block for each of its sequences."""
+        # A soft cap depends on the scores themselves, so there no mean may be subtracted.
         if not probed.softcap:
             keys: Any = probed.data[0, :num_seqs, :length].cpu().numpy()
             turn = probed.turn
@@ -48,7 +49,7 @@ class RoundedCache:
 
 
 def as_stored(x: Tensor, dtype: str) -> Tensor:
-    """x [..., D] float32 rounded to `dtype` and back, with scales over the last axis where it has them."""
+    """Return x [..., D] float32 rounded to `dtype` and back, with scales over the last axis where it has them."""
     if dtype == "float32":
         return x
     if dtype == "fp8_e5m2":

@@ -1,8 +1,8 @@
 """Products, sums and transcendental functions whose bits for one row do not depend on the other rows.
 
 Framework kernels choose their order of summation by the whole problem, and vectorised ones treat the ragged end of a
-tensor by another formula. Here each call is arranged so that neither can happen (ADR 0008). Plain torch, no state but
-what was learnt about a shape; called by the operators of `torch_ref` only.
+tensor by another formula. Here each call is arranged so that neither can happen (ADR 0008). Plain torch; the only state
+is which shapes allow batched products. Called by the operators of `torch_ref` only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def aligned(a: Tensor) -> Tensor:
-    """`a` contiguous and starting on a cache line; a copy if need be."""
+    """Return `a`, or a copy of it, contiguous and starting on a cache line."""
     a = a.contiguous()
     return a if a.data_ptr() % 64 == 0 else a.clone()
 
@@ -67,7 +67,7 @@ def one_call_is_exact(m: int, k: int, n: int, transposed: bool) -> bool:
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """Sum over the last dimension, which is kept. torch sums each row by itself, but for a lone and very long one."""
+    """Sum over the last dimension, which stays. torch sums each row by itself, except a lone and very long one."""
     if x.shape[-1] >= SPLIT and x.numel() == x.shape[-1]:
         return torch.stack([x, x]).sum(-1, keepdim=True)[0]
     return x.sum(-1, keepdim=True)
@@ -82,9 +82,9 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if size % 64:
         flat = F.pad(flat, (0, -size % 64))
     if flat.numel() <= PIECE:
-        done = function(aligned(flat))
+        out = function(aligned(flat))
     else:
-        done = torch.empty_like(flat)
-        for piece, target in zip(torch.split(flat, PIECE), torch.split(done, PIECE), strict=True):
+        out = torch.empty_like(flat)
+        for piece, target in zip(torch.split(flat, PIECE), torch.split(out, PIECE), strict=True):
             target.copy_(function(aligned(piece)))
-    return done[:size].view(x.shape)
+    return out[:size].view(x.shape)
