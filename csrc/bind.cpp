@@ -1,4 +1,4 @@
-/* The binding: lists, numbers and bytes in, native calls out. Checks names and sizes; takes pointers on trust. */
+/* The binding: lists, numbers and bytes in, native calls out. Checks names and sizes; pointers are not checked. */
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -23,8 +23,8 @@ using std::vector;
 
 namespace {
 
-/* Lets other Python threads run. A daemon thread that wants the GIL back while the interpreter ends is unwound by
- * Python before 3.14, which C++ answers with std::terminate; it is held here instead, as later versions do. */
+/* Releases the GIL. Python before 3.14 unwinds a daemon thread that takes the GIL again while the interpreter ends, and C++
+ * answers with std::terminate; here such a thread waits for ever instead, as in later versions. */
 struct WithoutGil {
     PyThreadState* state = PyEval_SaveThread();
     ~WithoutGil() {
@@ -75,9 +75,9 @@ std::map<string, bool> decide(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t l
 
 std::map<string, string> served(const string& isa) {
     hr::Kernels kernels = hr::choose(isa);
-    std::map<string, string> found;
-    for (int op = 0; op < HR_NUM_OPS; op++) found[op_names[op]] = kernels.isa[op];
-    return found;
+    std::map<string, string> isa_of;
+    for (int op = 0; op < HR_NUM_OPS; op++) isa_of[op_names[op]] = kernels.isa[op];
+    return isa_of;
 }
 
 int checked_threads(int64_t num) {
@@ -164,7 +164,7 @@ void pack(const string& name, uintptr_t codes, uintptr_t d, uintptr_t m, int64_t
     int64_t scales = name == "i8" && flag == 0 ? 1 : name == "f" || name == "k" ? 0 : (num_in + group - 1) / group;
     Packing packing = {&format, (const char*)codes, (const float*)d, (const float*)m, num_in, group, flag,
                        first, last, num_out, format.row_bytes(num_in, flag), scales, (void*)packed};
-    /* Below a quarter of a million weights waking the others takes longer than packing. */
+    /* Below a quarter of a million weights waking the other threads takes longer than packing. */
     hr::team_run((last - first) * num_in < 1 << 18 ? 1 : 0, pack_panels, &packing);
 }
 
@@ -178,13 +178,13 @@ nb::list limits(int64_t num_threads, double seconds, int64_t most_bytes) {
     int num = checked_threads(num_threads);
     if (!(seconds > 0 && seconds <= 60)) throw std::invalid_argument("seconds must be above 0 and at most 60");
     if (most_bytes < 1 << 20) throw std::invalid_argument("most_bytes must be at least a MiB");
-    vector<hr::Limit> found;
+    vector<hr::Limit> measured;
     {
         WithoutGil no_gil;
-        found = hr::measure_limits(num, seconds, most_bytes);
+        measured = hr::measure_limits(num, seconds, most_bytes);
     }
     nb::list rows;
-    for (const hr::Limit& limit : found) {
+    for (const hr::Limit& limit : measured) {
         nb::dict row;
         row["what"] = limit.what, row["isa"] = limit.isa, row["rate"] = limit.rate;
         row["least"] = limit.least, row["most"] = limit.most, row["bytes"] = limit.bytes;
@@ -198,7 +198,7 @@ nb::list limits(int64_t num_threads, double seconds, int64_t most_bytes) {
 NB_MODULE(_native, module) {
     using namespace nb::literals;
     module.doc() = "The native core: operators by ISA, the tape, the thread team. See backends/cpu/native.py.";
-    /* What a failed test or an interrupted program still holds at exit is no leak worth a page of text. */
+    /* A failed test or an interrupted program holds objects at exit; they are no leaks. */
     nb::set_leak_warnings(false);
     module.def("schema", schema);
     module.def("isas", isas);

@@ -24,14 +24,14 @@ uint64_t decide(const CpuWords& words) {
     bool os_avx512 = os_avx && (words.xcr0 & 0xe0) == 0xe0;
     bool os_amx = xsave && (words.xcr0 & 0x60000) == 0x60000;
 
-    uint64_t found = 0;
+    uint64_t bits = 0;
     if (!os_avx || !all(words.leaf1_ecx, bit(28) | bit(12) | bit(29)) || !all(words.leaf7_ebx, bit(5))) return 0;
-    found |= HR_CPU_AVX2;
-    if (os_avx512 && all(words.leaf7_ebx, bit(16) | bit(17) | bit(30) | bit(31))) found |= HR_CPU_AVX512;
-    if ((found & HR_CPU_AVX512) && all(words.leaf7_ecx, bit(11))) found |= HR_CPU_VNNI512;
-    if (all(words.leaf7_1_eax, bit(4))) found |= HR_CPU_AVX_VNNI;
-    if (os_amx && all(words.leaf7_edx, bit(24) | bit(25))) found |= HR_CPU_AMX_INT8;
-    return found;
+    bits |= HR_CPU_AVX2;
+    if (os_avx512 && all(words.leaf7_ebx, bit(16) | bit(17) | bit(30) | bit(31))) bits |= HR_CPU_AVX512;
+    if ((bits & HR_CPU_AVX512) && all(words.leaf7_ecx, bit(11))) bits |= HR_CPU_VNNI512;
+    if (all(words.leaf7_1_eax, bit(4))) bits |= HR_CPU_AVX_VNNI;
+    if (os_amx && all(words.leaf7_edx, bit(24) | bit(25))) bits |= HR_CPU_AMX_INT8;
+    return bits;
 }
 
 CpuWords read_cpu() {
@@ -53,8 +53,8 @@ CpuWords read_cpu() {
 }
 
 uint64_t features() {
-    static const uint64_t found = decide(read_cpu());
-    return found;
+    static const uint64_t bits = decide(read_cpu());
+    return bits;
 }
 
 static const std::vector<const HrKernelTable*>& built() {
@@ -66,10 +66,10 @@ static const std::vector<const HrKernelTable*>& built() {
 
 const std::vector<const HrKernelTable*>& tables() {
     static const std::vector<const HrKernelTable*> able = [] {
-        std::vector<const HrKernelTable*> kept;
+        std::vector<const HrKernelTable*> runnable;
         for (const HrKernelTable* table : built())
-            if ((table->needs & ~features()) == 0) kept.push_back(table);
-        return kept;
+            if ((table->needs & ~features()) == 0) runnable.push_back(table);
+        return runnable;
     }();
     return able;
 }

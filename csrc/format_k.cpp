@@ -56,8 +56,8 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t, int64_t ty
         int scale, least;
         memcpy(&d, header + row % HR_PANEL * 2, 2), memcpy(&dm, header + HR_LINE + row % HR_PANEL * 2, 2);
         hr_k_scales(header, type, row % HR_PANEL, k % HR_K_BLOCK / hr_k_sub(type), &scale, &least);
-        const float own = HR_NS::widen_f16(d) * (float)scale;
-        const float product = (float)(hr_code(base, &l, row, k) - hr_k_middle(type)) * own;
+        const float step = HR_NS::widen_f16(d) * (float)scale;
+        const float product = (float)(hr_code(base, &l, row, k) - hr_k_middle(type)) * step;
         out[k] = hr_k_has_min(type) ? product + HR_NS::widen_f16(dm) * (float)least : product;
     }
 }

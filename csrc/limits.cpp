@@ -80,7 +80,7 @@ Limit measure_loop(const char* isa, const char* what, void (*body)(int64_t), dou
 
 std::vector<Limit> measure_limits(int num, double seconds, int64_t most_bytes) {
     num = team_run(num, [](void*, int, int) {}, nullptr); /* how many there really are */
-    std::vector<Limit> found;
+    std::vector<Limit> limits;
     std::vector<const HrProbe*> probes;
 #define X(isa) probes.push_back(&hr_##isa::probe);
     HR_ISAS(X)
@@ -106,16 +106,16 @@ std::vector<Limit> measure_limits(int num, double seconds, int64_t most_bytes) {
             std::vector<double> rates;
             double bytes = (double)(size / (size_t)num / 4096 * 4096) * num * reading.passes;
             for (int i = 0; i < PIECES; i++) rates.push_back(bytes / timed(num, read_part, &reading));
-            found.push_back(summary(probe->isa, "read", rates, (int64_t)size));
+            limits.push_back(summary(probe->isa, "read", rates, (int64_t)size));
             reading.passes = 1;
         }
         munmap(data, size);
     }
     for (const HrProbe* probe : probes) {
-        if (probe->int8) found.push_back(measure_loop(probe->isa, "int8", probe->int8, probe->int8_ops, num, seconds));
-        if (probe->f32) found.push_back(measure_loop(probe->isa, "f32", probe->f32, probe->f32_ops, num, seconds));
+        if (probe->int8) limits.push_back(measure_loop(probe->isa, "int8", probe->int8, probe->int8_ops, num, seconds));
+        if (probe->f32) limits.push_back(measure_loop(probe->isa, "f32", probe->f32, probe->f32_ops, num, seconds));
     }
-    return found;
+    return limits;
 }
 
 }  // namespace hr

@@ -83,7 +83,7 @@ void Tape::walk(void* context, int tid, int num) {
     int64_t before = ns ? now_ns() : 0;
     for (int64_t i = walk.first; i < walk.last; i++) {
         const Record& record = records[i];
-        /* All threads see the same number: whoever wrote it did so before the last barrier. */
+        /* All threads read the same number: it was written before the last barrier. */
         if (dims[*(const int64_t*)record.args] > 0) {
             record.fn(record.args, &task);
             /* Behind the last one the end of the run is barrier enough. */

@@ -103,7 +103,7 @@ struct Worker {
 
 struct Team {
     pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    std::vector<Place> places; /* one for each core first, then the others; found at the first run */
+    std::vector<Place> places; /* one for each core first, then the others; filled at the first run */
     std::atomic<int> default_num{0}, wanted_num{0};
     Worker* workers[MAX_THREADS] = {};
     int num_started = 1; /* the caller counts */
@@ -146,9 +146,9 @@ std::vector<Place> find_places() {
         for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
             if (!CPU_ISSET(cpu, &mask)) continue;
             int core = core_of(cpu);
-            bool taken = false;
-            for (const Place& place : firsts) taken |= place.core == core;
-            (taken ? others : firsts).push_back({cpu, core});
+            bool has_thread = false;
+            for (const Place& place : firsts) has_thread |= place.core == core;
+            (has_thread ? others : firsts).push_back({cpu, core});
         }
 #endif
     firsts.insert(firsts.end(), others.begin(), others.end());
@@ -208,10 +208,10 @@ void child_after_fork() {
 }
 
 Team* make_team() {
-    Team* made = new Team; /* never deleted: a thread of Python's may still be in a run while the process ends */
+    Team* new_team = new Team; /* never deleted: a Python thread may still be in a run while the process ends */
     pthread_atfork(before_fork, parent_after_fork, child_after_fork);
     atexit(close_team);
-    return made;
+    return new_team;
 }
 
 /* With the lock held. */
@@ -258,8 +258,8 @@ void grow(int num) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-/* Workers sit on cores of their own, and none on the caller's: it comes from where the system put it. With more threads
- * than CPUs the system does as it likes. */
+/* Pins each worker to a CPU of its own, first on other cores than the caller's; the caller stays where it is. With more
+ * threads than CPUs a worker may run on any of them. */
 void place(int num) {
 #if defined(__linux__)
     int cpu = sched_getcpu(), core = -1;

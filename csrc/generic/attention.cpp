@@ -264,10 +264,10 @@ Sums weights(const HrArgs_attention* a, const Span& span, float* s, float q_sum,
         V w = exp_falling(sub(load(s + t * 16), mark));
         sum = add(sum, w);
         if constexpr (K::type == HR_I4) { /* of a hidden key it may be anything, and its weight of 0 would not help */
-            V own = K::least(span.v_scale[t]);
-            if (t * 16 + 16 > hi) own = select(first_n(hi - t * 16), own, zero());
-            if (t * 16 < lo) own = select(first_n(lo - t * 16), zero(), own);
-            least = fma(w, own, least);
+            V minima = K::least(span.v_scale[t]);
+            if (t * 16 + 16 > hi) minima = select(first_n(hi - t * 16), minima, zero());
+            if (t * 16 < lo) minima = select(first_n(lo - t * 16), zero(), minima);
+            least = fma(w, minima, least);
         }
         if constexpr (K::scaled) w = mul(w, K::scale(span.v_scale[t]));
         store(s + t * 16, w);
@@ -283,8 +283,8 @@ void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t bas
         int64_t n = base + i;
         best[i] = st.m[n], sums[i] = 0.0f;
         if (st.lo[n] < st.hi[n]) {
-            Sums own = weights<K>(a, span, st.s + n * LD_S, st.q_sum[n], st.lo[n], st.hi[n], best + i);
-            sums[i] = own.w, leasts[i] = own.least;
+            Sums totals = weights<K>(a, span, st.s + n * LD_S, st.q_sum[n], st.lo[n], st.hi[n], best + i);
+            sums[i] = totals.w, leasts[i] = totals.least;
         }
     }
     V alpha = exp_falling(sub(load_n(st.m + base, combos), load_n(best, combos)));
@@ -383,7 +383,7 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
     for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = st.b[n] = 0.0f;
     memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
 
-    bool more = false, taken = false;
+    bool more = false, has_next = false;
     Keys then = keys;
     Span span = {};
     span.ld_v = c.value_row;
@@ -395,8 +395,8 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
             int32_t lo = (int32_t)most(0, low - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
             for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
         }
-        if (!taken && begin + 2 * HR_SPAN >= keys.last) {
-            taken = true, more = work->take(next_piece);
+        if (!has_next && begin + 2 * HR_SPAN >= keys.last) {
+            has_next = true, more = work->take(next_piece);
             if (more) then = keys_of(a, *next_piece);
         }
         if (gather)

@@ -23,10 +23,10 @@ HR_INLINE void scale8(const float* x, int64_t n, double greatest, double tempera
 }
 
 /* round(exp(t) * 2^44), t <= 0: see kernels.h. */
-HR_INLINE void weigh8(const Doubles& given, Longs& w) {
+HR_INLINE void weigh8(const Doubles& scaled, Longs& w) {
     const double magic = 6755399441055744.0, whole = 4503599627370496.0;
     const Doubles least = {-700, -700, -700, -700, -700, -700, -700, -700};
-    Doubles t = given > least ? given : least;
+    Doubles t = scaled > least ? scaled : least;
     const Doubles z = t * 1.4426950408889634 + magic, n = z - magic;
     t = t - n * 0.6931471803691238;
     t = t - n * 1.9082149292705877e-10;
@@ -191,7 +191,7 @@ static int64_t leave_winners(Chosen& all, uint64_t seed, uint64_t position, int6
     }
     /* exp(3) / total, and 2^52 for the uniform numbers' whole part; a little more, for what rounding did. */
     const double reach = 20.085536923187668 / (double)total * 4503599627370496.0 * (1 + 1e-9);
-    int64_t kept = 0;
+    int64_t num_winners = 0;
     for (int64_t i = 0; i < all.count;) {
         uint64_t blocks[BATCH] = {0};
         int64_t num = 0, end = i;
@@ -208,11 +208,11 @@ static int64_t leave_winners(Chosen& all, uint64_t seed, uint64_t position, int6
             if (at < 0 || blocks[at] != (uint32_t)id >> 1) at++;
             const uint64_t word = id & 1 ? odd[at] : even[at];
             if ((double)((1ull << 52) - (word >> 12)) - 0.5 > ((double)mass[i] + 1.0) * reach) continue;
-            all.ids[kept] = id;
-            all.scaled[kept++] = all.scaled[i];
+            all.ids[num_winners] = id;
+            all.scaled[num_winners++] = all.scaled[i];
         }
     }
-    all.count = kept;
+    all.count = num_winners;
     return total;
 }
 

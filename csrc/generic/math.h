@@ -25,7 +25,7 @@ HR_INLINE V exp(V x) {
     return select(lt(set1(88.3f), x), set1(__builtin_inff()), p);
 }
 
-/* 1 - 2 / (1 + exp(2x)); absolute error below 2e-7, which is what soft caps ask for. */
+/* 1 - 2 / (1 + exp(2x)); absolute error below 2e-7, which is enough for soft caps. */
 HR_INLINE V tanh(V x) { return sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp(add(x, x))))); }
 
 /* erf within 6e-8, by two polynomials: up to |x| = 475/512 in x * x, beyond that of log(1 - erf |x|). (N. Juffa,

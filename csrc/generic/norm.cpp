@@ -1,4 +1,4 @@
-/* Norms of rows, quantised in the same pass where asked. */
+/* Norms of rows, quantised in the same pass if q is not NULL. */
 #include HR_VEC_H
 #include "generic/ops.h"
 #include "generic/quantize.h"

@@ -1,4 +1,4 @@
-/* Rows quantised as they are made: a group of inputs gets its codes, scale and sum while it is in the first cache. */
+/* Rows quantised as they are computed: a group of inputs gets its codes, scale and sum while it is in the first cache. */
 #pragma once
 #include "generic/share.h"
 

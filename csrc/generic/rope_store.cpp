@@ -33,7 +33,7 @@ void turn_head(float* x, const float* cos, const float* sin, int64_t pairs) {
     }
 }
 
-/* The greatest |x|; NaN where an x is not finite, so that the scale tells. */
+/* The greatest |x|; NaN where an x is not finite, so that the scale is NaN too. */
 float amax_of(const float* x, int64_t width) {
     V top = zero(), bad = zero();
     for (int64_t i = 0; i < width; i += 16) {

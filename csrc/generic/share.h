@@ -36,7 +36,7 @@ HR_INLINE void each_vector(int64_t begin, int64_t end, F f) {
     if (i < end) f(i, end - i);
 }
 
-/* With n == 16 known when compiled, the plain load and store are taken. */
+/* With n == 16 known when compiled, the plain load and store are used. */
 HR_INLINE V load_some(const float* p, int64_t n) { return n == 16 ? load(p) : load_n(p, n); }
 HR_INLINE void store_some(float* p, V x, int64_t n) { n == 16 ? store(p, x) : store_n(p, x, n); }
 

@@ -28,7 +28,7 @@ const std::vector<const HrKernelTable*>& tables();
 /* The table of tables: each operator with the highest ISA that has it, up to a ceiling. */
 struct Kernels {
     HrOpFn op[HR_NUM_OPS];
-    const char* isa[HR_NUM_OPS]; /* "" where nobody serves */
+    const char* isa[HR_NUM_OPS]; /* "" where no ISA serves */
 };
 
 /* `isa` is the ceiling; "" is the one of `set_isa`, or the best. Throws std::invalid_argument for an ISA that this

@@ -41,13 +41,13 @@ enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_MAX_GROUP = 1 << 17 };                                      /* inputs with one scale: 127 * 128 of each fit int32 */
 enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
 
-/* What a thread is told about the call. `dims` are the sizes that change from step to step; operators may write those
+/* A call as one thread sees it. `dims` are the sizes that change from step to step; operators may write those
  * from HR_DIM_FREE on. `counter` is 0 when the operator begins. */
 typedef struct {
     int32_t tid, num_threads;
     int64_t* dims;
     int64_t* counter;
-    void* scratch; /* HR_SCRATCH_BYTES, on a cache line, own to the thread, unspecified contents */
+    void* scratch; /* HR_SCRATCH_BYTES, on a cache line, private to the thread, unspecified contents */
 } HrTask;
 
 /* The next piece of work: 0, 1, 2, ... over all threads together. */
@@ -260,7 +260,7 @@ typedef struct {
 
 /* Packing: one layout for each format, the same for all ISAs, so that packed files can be mapped on any machine.
  * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix
- * can be packed on their own: rows first ... last-1, where first is a multiple of the panel.
+ * can be packed one by one: rows first ... last-1, where first is a multiple of the panel.
  *
  * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, 0 ... 63 for i6, signed -128 ... 127 for i8; d and m: float [num_out][groups] (i8 with
  * weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact).

@@ -1,4 +1,4 @@
-/* The thread team of the process: made when it is first needed, woken for each run, asleep soon after it.
+/* The thread team of the process: started by the first run, woken for each run, asleep soon after it.
  *
  * Owns threads, their places on the CPUs, their scratch memory and the barrier. Knows no operators. The thread that
  * calls `team_run` takes part as tid 0 and is never pinned: the workers are, and step aside when one of them sits on

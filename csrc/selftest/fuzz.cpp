@@ -122,10 +122,10 @@ int64_t packing(const std::string& name, uint64_t seed) {
     for (int parts = 0; parts < 2; parts++)
         for (int64_t first = 0, last; first < num_out; first = last) {
             last = parts ? std::min(num_out, first + format.panel * p.random.whole(1, 3)) : num_out;
-            Problem own(seed); /* memory of the part alone */
+            Problem memory(seed); /* memory of the part alone */
             const int64_t rows = last - first;
-            char* part = own.make<char>(rows * row_bytes);
-            float *part_d = own.make<float>(rows * per_row), *part_m = own.make<float>(rows * per_row);
+            char* part = memory.make<char>(rows * row_bytes);
+            float *part_d = memory.make<float>(rows * per_row), *part_m = memory.make<float>(rows * per_row);
             memcpy(part, (char*)codes + first * row_bytes, (size_t)(rows * row_bytes));
             memcpy(part_d, d + first * per_row, (size_t)(rows * per_row) * 4);
             memcpy(part_m, m + first * per_row, (size_t)(rows * per_row) * 4);
@@ -172,16 +172,16 @@ void narrow_add(const void* raw, HrTask* task) {
 
 void greedy_add(const void*, HrTask* task) { ((char*)task->scratch)[HR_SCRATCH_BYTES] = 1; }
 
-/* A fault in a process of its own: true if the sanitizers or the comparison tell. */
+/* Runs a fault in another process; true if the sanitizers or the comparison notice it. */
 bool noticed(const std::string& name) {
-    char own[4096] = {};
-    if (readlink("/proc/self/exe", own, sizeof own - 1) < 0) return false;
-    FILE* told = popen(("'" + std::string(own) + "' planted " + name + " 2>&1").c_str(), "r");
-    if (!told) return false;
+    char program[4096] = {};
+    if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) return false;
+    FILE* output = popen(("'" + std::string(program) + "' planted " + name + " 2>&1").c_str(), "r");
+    if (!output) return false;
     std::string text;
     char part[4096];
-    while (size_t n = fread(part, 1, sizeof part, told)) text.append(part, n);
-    const bool ended_well = pclose(told) == 0;
+    while (size_t n = fread(part, 1, sizeof part, output)) text.append(part, n);
+    const bool ended_well = pclose(output) == 0;
     const char* sign = name == "narrow-index" ? "DIFFERS far apart" : "AddressSanitizer: heap-buffer-overflow";
     return !ended_well && text.find(sign) != std::string::npos;
 }
@@ -226,10 +226,10 @@ int fuzz(int64_t count, uint64_t seed, int64_t first) {
         const std::string format = packer ? formats[kind - (int64_t)all.size()] : "";
         const std::string name = packer ? "pack_" + format : all[(size_t)kind].op;
         snprintf(now, sizeof now, "%s (again: selftest fuzz 1 %lld %lld)", name.c_str(), (long long)seed, (long long)i);
-        const uint64_t own = seed * 1000000007u + (uint64_t)i;
+        const uint64_t problem_seed = seed * 1000000007u + (uint64_t)i;
         Count& counted = counts[name];
         counted.shapes++;
-        counted.runs += packer ? packing(format, own) : trial(all[(size_t)kind], own);
+        counted.runs += packer ? packing(format, problem_seed) : trial(all[(size_t)kind], problem_seed);
     }
     int64_t runs = 0;
     std::string operators, isas;
@@ -240,11 +240,11 @@ int fuzz(int64_t count, uint64_t seed, int64_t first) {
     }
     for (const HrKernelTable* table : hr::tables())
         isas += std::string(isas.empty() ? "\"" : ", \"") + table->isa + "\"";
-    const std::pair<const char*, int64_t> told[] = {
+    const std::pair<const char*, int64_t> totals[] = {
         {"shapes", count},       {"runs", runs},               {"seed", (int64_t)seed},  {"first", first},
         {"far_apart", far_runs}, {"without_rows", empty_runs}, {"refused", refusals},    {"failures", failures}};
     printf("{\"isas\": [%s], \"planted_noticed\": {%s}, ", isas.c_str(), caught.c_str());
-    for (const auto& [name, number] : told) printf("\"%s\": %lld, ", name, (long long)number);
+    for (const auto& [name, number] : totals) printf("\"%s\": %lld, ", name, (long long)number);
     printf("\"operators\": {%s}}\n", operators.c_str());
     return failures ? 1 : 0;
 }

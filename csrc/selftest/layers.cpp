@@ -138,7 +138,7 @@ struct Cache {
     float *k_scale, *v_scale;
 };
 
-/* A cache full of NaN, which nobody may see. */
+/* A cache full of NaN, which no result may show. */
 Cache cache_of(Problem& p, int64_t num_slots) {
     Cache c = {};
     c.type = p.random.whole(0, 6), c.kv_heads = p.random.whole(1, 3);
@@ -150,16 +150,16 @@ Cache cache_of(Problem& p, int64_t num_slots) {
     for (void** half : {&c.k, &c.v}) {
         const int64_t count = c.num_slots * c.kv_heads * (half == &c.k ? c.key_rows : c.value_row);
         if (c.type == HR_F32) {
-            float* made = p.make<float>(count);
-            for (int64_t i = 0; i < count; i++) made[i] = std::numeric_limits<float>::quiet_NaN();
-            *half = made;
+            float* numbers = p.make<float>(count);
+            for (int64_t i = 0; i < count; i++) numbers[i] = std::numeric_limits<float>::quiet_NaN();
+            *half = numbers;
         } else if (c.type >= HR_I8) {
             *half = p.make<int8_t>(count);
             if (c.type == HR_E5M2) memset(*half, 0x7e, (size_t)count);
         } else {
-            uint16_t* made = p.make<uint16_t>(count);
-            for (int64_t i = 0; i < count; i++) made[i] = c.type == HR_F16 ? 0x7e00 : 0x7fc0;
-            *half = made;
+            uint16_t* numbers = p.make<uint16_t>(count);
+            for (int64_t i = 0; i < count; i++) numbers[i] = c.type == HR_F16 ? 0x7e00 : 0x7fc0;
+            *half = numbers;
         }
     }
     for (float** half : {&c.k_scale, &c.v_scale}) {

@@ -40,7 +40,7 @@ void compare(const Named& named, const std::vector<const HrKernelTable*>& tables
     std::string served;
     for (const HrKernelTable* table : tables)
         if (op >= 0 && table->op[op]) served += std::string(" ") + table->isa;
-    printf("%-12s %4d runs compared;%s\n", named.op, compared, served.empty() ? " nobody serves it" : served.c_str());
+    printf("%-12s %4d runs compared;%s\n", named.op, compared, served.empty() ? " no ISA serves it" : served.c_str());
 }
 
 }  // namespace

@@ -64,19 +64,19 @@ struct Problem {
         return (T*)buffers.back()->data;
     }
     float* floats(int64_t count) {
-        float* made = make<float>(count);
-        for (int64_t i = 0; i < count; i++) made[i] = random.number();
-        return made;
+        float* numbers = make<float>(count);
+        for (int64_t i = 0; i < count; i++) numbers[i] = random.number();
+        return numbers;
     }
     int32_t* wholes(int64_t count, int64_t least, int64_t most) {
-        int32_t* made = make<int32_t>(count);
-        for (int64_t i = 0; i < count; i++) made[i] = (int32_t)random.whole(least, most);
-        return made;
+        int32_t* numbers = make<int32_t>(count);
+        for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)random.whole(least, most);
+        return numbers;
     }
     template <class Args>
-    void take(int which, const Args& given) {
+    void take(int which, const Args& fields) {
         op = which;
-        args.assign((const char*)&given, (const char*)&given + sizeof given);
+        args.assign((const char*)&fields, (const char*)&fields + sizeof fields);
     }
 };
 

@@ -4,16 +4,16 @@
 
 void* stored(Problem& p, int64_t type, int64_t count) {
     if (type == HR_F32) return p.floats(count);
-    uint16_t* made = p.make<uint16_t>(count);
+    uint16_t* numbers = p.make<uint16_t>(count);
     for (int64_t i = 0; i < count; i++) {
         uint32_t sign = p.random.next() & 0x8000, fraction = p.random.next();
         /* Exponents around that of 1, and now and then a subnormal of f16. */
         uint32_t exponent = (uint32_t)(type == HR_F16 ? p.random.whole(p.random.next() % 16 ? 10 : 0, 16)
                                                       : p.random.whole(120, 128));
         const int bits = type == HR_F16 ? 10 : 7;
-        made[i] = (uint16_t)(sign | exponent << bits | (fraction & ((1u << bits) - 1)));
+        numbers[i] = (uint16_t)(sign | exponent << bits | (fraction & ((1u << bits) - 1)));
     }
-    return made;
+    return numbers;
 }
 
 uint8_t* k_blocks(Problem& p, int64_t type, int64_t count) {

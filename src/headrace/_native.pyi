@@ -1,6 +1,6 @@
 """The native core, built from csrc/. Semantics of the operators: csrc/include/kernels.h. Addresses are ints, 0 is NULL.
 
-All calls raise ValueError for unknown names and for sizes and numbers out of range; addresses are taken on trust.
+All calls raise ValueError for unknown names and for sizes and numbers out of range; addresses are not checked.
 """
 
 from typing import TypedDict
@@ -14,31 +14,31 @@ class Limit(TypedDict):
     bytes: int  # size of the buffer that was read, else 0
 
 def schema() -> dict[str, list[tuple[str, str]]]:
-    """Operators, each with its fields in order and their kinds: p address, i int64, f double."""
+    """Return the operators, each with its fields in order and their kinds: p address, i int64, f double."""
 
 def isas() -> list[str]:
-    """ISAs of this build that this machine can run, in rising order; the first is scalar."""
+    """Return the ISAs of this build that this machine can run, in rising order; the first is scalar."""
 
 def features() -> dict[str, bool]: ...
 def decide(
     leaf1_ecx: int, leaf7_ebx: int, leaf7_ecx: int, leaf7_edx: int, leaf7_1_eax: int, xcr0: int
 ) -> dict[str, bool]:
-    """What `features` would be on a machine with these words of CPUID and XCR0."""
+    """Return what `features` returns on a machine with these words of CPUID and XCR0."""
 
 def served(isa: str = "") -> dict[str, str]:
-    """For each operator the ISA that serves it up to this ceiling; "" where nobody does."""
+    """Return for each operator the ISA that serves it up to this ceiling; "" where none does."""
 
 def set_isa(isa: str) -> None:
-    """The ceiling for tapes that name none; "" is the best of the machine."""
+    """Set the ceiling for tapes that name none; "" is the best of the machine."""
 
 def num_threads() -> int:
-    """Threads of a run that names no number: the cores that the process may use, unless it was set."""
+    """Return the threads of a run that names no number: the cores that the process may use, unless it was set."""
 
 def set_num_threads(num: int) -> None:
-    """1 ... 256; 0 is the default again."""
+    """Set the threads of a run that names no number, 1 ... 256; 0 is the default again."""
 
 class Tape:
-    """Operators in order. To be used by one thread at a time; runs of several tapes take turns."""
+    """Operators in order. One thread at a time may use a tape; runs of several tapes take turns."""
 
     def __init__(self, isa: str = "") -> None: ...
     def add(self, op: str, args: bytes) -> int:
@@ -51,21 +51,21 @@ class Tape:
         """Run records first ... last - 1."""
 
     def profile(self, dims: list[int], num_threads: int = 0) -> list[int]:
-        """Run all records; nanoseconds of each, its barrier included, about 0 for those left out."""
+        """Run all records; return the nanoseconds of each, its barrier included, about 0 for those without rows."""
 
     def dims(self) -> list[int]:
-        """The sizes after the last run: the three given, then those that operators wrote."""
+        """Return the sizes after the last run: the three of the call, then those that operators wrote."""
 
     def ops(self) -> list[str]:
-        """The operator of each record."""
+        """Return the operator of each record."""
 
     def __len__(self) -> int: ...
 
 def layout(format: str) -> str:
-    """Name of a format's packed layout; it changes when the bytes do. Formats: i4, i6, i8, k, f."""
+    """Return the name of a format's packed layout; it changes when the bytes do. Formats: i4, i6, i8, k, f."""
 
 def panel(format: str) -> int:
-    """Outputs that are packed together."""
+    """Return the number of outputs that are packed together."""
 
 def packed_bytes(format: str, num_out: int, num_in: int, group: int, flag: int) -> int: ...
 def pack(

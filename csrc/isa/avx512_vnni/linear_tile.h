@@ -1,6 +1,6 @@
 /* The tiles of the linear layers of integer codes in AVX-512 VNNI: up to 12 rows by 2 blocks of 16 outputs. */
 #pragma once
-/* gcc 12 takes the "undefined" operands in its own header for mistakes. */
+/* gcc 12 warns of the "undefined" operands in its own header. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
