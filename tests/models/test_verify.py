@@ -38,7 +38,7 @@ BLOCK_SIZES = {"float32": 16, "float16": 8, "bfloat16": 5, "int8": 16, "int4": 1
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Each record runs by itself here: a second thread would wait more than it works."""
+    """Each record runs by itself here, where a second thread only costs time."""
     require_native().set_num_threads(1)
     yield
     require_native().set_num_threads(0)
@@ -46,10 +46,10 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in models.names()}
-    for name, directory in made.items():
+    folders = {name: tmp_path_factory.mktemp(name) for name in models.names()}
+    for name, directory in folders.items():
         save_random(models.find(name).TINY, directory)
-    return made
+    return folders
 
 
 def program_of(directory: Path, cache: str = "float32", **options: Any) -> TapedProgram:
@@ -59,7 +59,7 @@ def program_of(directory: Path, cache: str = "float32", **options: Any) -> Taped
 
 
 def step(program: TapedProgram) -> list[int]:
-    """Three sequences have been begun; in the step that lies ready now two go on and one begins. -> its dims."""
+    """Compute a step of two sequences, and fill in the next: both go on and a third begins. Return its dims."""
     lengths = [71, 40, 33]
     tokens = [random_ids(n, program.vocab_size, i) for i, n in enumerate(lengths)]
     tables = scattered_tables(lengths, program.block_size, program.num_blocks, 3)
@@ -76,8 +76,8 @@ def test_every_record_agrees_with_torch_ref(
 ) -> None:
     program = program_of(directories[model_type], cache, **WEIGHTS[weights])
     assert verify(program.tape, step(program)) == []
-    wanted = {"float32": "linear_f", "bfloat16": "linear_f", "int4": "linear_i4", "int4-g32-asym": "linear_i4"}
-    assert wanted.get(weights, "linear_i8") in {node.op for node in program.tape.nodes}
+    operators = {"float32": "linear_f", "bfloat16": "linear_f", "int4": "linear_i4", "int4-g32-asym": "linear_i4"}
+    assert operators.get(weights, "linear_i8") in {node.op for node in program.tape.nodes}
 
 
 @pytest.mark.parametrize("mixture", ["Q4_K_M", "Q3_K+Q2_K"])
@@ -96,7 +96,7 @@ def test_every_operator_of_a_tape_has_a_reference() -> None:
 
 
 def planted(program: TapedProgram, node: Node, field: str, value: Any) -> list[Difference]:
-    """What `verify` finds if record `node` was made with another `value`, which the graph does not tell."""
+    """Return what `verify` reports if record `node` has another `value` than the graph."""
     right = node.fields[field]
     node.fields[field] = value
     program.tape = Tape(program.tape.graph, program.tape.most)
@@ -105,11 +105,11 @@ def planted(program: TapedProgram, node: Node, field: str, value: Any) -> list[D
 
 
 def spoilt(weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A copy with some bytes turned round."""
-    made = aligned(len(weights))
-    made[:] = weights
-    made[256:288] = made[256:288][::-1]
-    return made
+    """Return a copy with some bytes reversed."""
+    copy = aligned(len(weights))
+    copy[:] = weights
+    copy[256:288] = copy[256:288][::-1]
+    return copy
 
 
 PLANTS: list[tuple[str, dict[str, Any], str, str, Callable[[Any], Any]]] = [
@@ -165,9 +165,9 @@ def test_control_a_wrong_field_of_one_record_is_named_first(
     program = program_of(directories[model_type], **options)
     nodes = [node for node in program.tape.nodes if node.op == op and node.fields[field] is not None]
     node = nodes[len(nodes) // 2]
-    found = planted(program, node, field, change(node.fields[field]))
-    assert found
-    assert (found[0].index, found[0].op) == (node.index, op)
+    differences = planted(program, node, field, change(node.fields[field]))
+    assert differences
+    assert (differences[0].index, differences[0].op) == (node.index, op)
 
 
 def test_HEADRACE_DEBUG_3_logs_what_differs(
