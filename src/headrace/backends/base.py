@@ -259,7 +259,7 @@ class Backend(Protocol):
     kv_dtypes: tuple[str, ...]
     """Values of `kv_cache_dtype` beside auto."""
     block_tables: tuple[str, ...]
-    """GGUF's block types in which an embedding table is used as stored (`checkpoint.mapped.MappedTensor` of raw rows)."""
+    """GGUF block types in which an embedding table is used as stored (`checkpoint.mapped.MappedTensor` of raw rows)."""
     ops: Ops
 
     def constant(self, values: Array) -> Array:
