@@ -1,0 +1,2 @@
+def take(record, models, work):
+    pass
