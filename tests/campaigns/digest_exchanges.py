@@ -76,7 +76,8 @@ RESPONSES: list[dict[str, Any]] = [
      {"type": "function_call_output", "call_id": "c1", "output": "18"}]},
     {"text": {"format": {"type": "json_schema", "name": "pet", "schema": SCHEMA}}, "max_output_tokens": 60},
     {"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, {"metadata": {"a": "b"}, "user": "u"},
-    {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, {"temperature": 0, "top_p": 0.5},
+    {"max_output_tokens": 8, "top_logprobs": 2, "include": ["message.output_text.logprobs"]},
+    {"temperature": 0, "top_p": 0.5},
     {"reasoning": {"effort": "low", "summary": "auto"}, "service_tier": "flex", "truncation": "auto"},
     {"min_p": 0.1, "repetition_penalty": 1.2}, {"input": [{"type": "reasoning", "summary": [], "content": [
         {"type": "reasoning_text", "text": "Hm."}]}, {"role": "user", "content": "Hi"}]}, {"no_such_field": 1},

@@ -39,9 +39,8 @@ JOINED_LISTS = {
     "tokens", "token_logprobs", "top_logprobs", "text_offset", "token_ids", "logprobs", "completion_probabilities",
 }  # fmt: skip
 COUNTERS = {
-    "sequence_number", "tokens_predicted", "predicted_n", "completion_tokens", "total_tokens", "tokens_cached",
+    "tokens_predicted", "predicted_n", "completion_tokens", "total_tokens", "tokens_cached",
 }  # fmt: skip
-DELTAS = re.compile(r"delta$")
 
 
 class Normaliser:
@@ -60,6 +59,9 @@ class Normaliser:
 
     def value(self, value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
+            if value.get("purpose") == "batch_output":
+                # Its answers have times of varying length.
+                value = value | {"bytes": "<bytes>"}
             return {self.text(name): self.value(item, name) for name, item in value.items()}
         if isinstance(value, list):
             return [self.value(item) for item in value]
@@ -78,6 +80,8 @@ class Stream:
         self.skeletons: list[Any] = []
         self.texts: dict[str, Any] = {}
         self.counters: dict[str, Any] = {}
+        self.numbers: list[int] = []
+        self.has_text = False
 
     def add(self, name: str, event: Any) -> None:
         if not isinstance(event, dict):
@@ -86,9 +90,14 @@ class Stream:
         places = [str(event.get(key, "")) for key in ("type", "item_id", "output_index", "content_index", "index")]
         self.has_text = False
         skeleton = [name, self.strip(event, " ".join([name, *places]), "")]
-        # A joined text has as many events as the server had turns to write it: one is kept.
-        if not self.has_text or skeleton not in self.skeletons:
+        # A joined text has as many events as the server had turns to write it: one is kept. Where there was one turn
+        # only, the last event has the whole text: the skeleton that it leaves out is put before it.
+        if not self.has_text:
             self.skeletons.append(skeleton)
+            return
+        for each in ([name, as_delta(skeleton[1])], skeleton):
+            if each not in self.skeletons:
+                self.skeletons.append(each)
 
     def strip(self, value: Any, path: str, parent: str) -> Any:
         if isinstance(value, list):
@@ -104,8 +113,13 @@ class Stream:
             joins = (isinstance(item, str) and key in JOINED) or (
                 isinstance(item, list) and (key in JOINED_LISTS or (key == "content" and parent == "logprobs"))
             )
-            if joins:
-                kept[key] = type(item)()
+            if key == "sequence_number":
+                self.numbers.append(item)
+            elif key == "logprobs" and parent == "part":
+                kept[key] = "<logprobs of the first piece>"
+            elif joins:
+                if parent != "delta" or "role" in value:
+                    kept[key] = type(item)()
                 if item:
                     self.has_text = True
                     self.texts[below] = self.texts.get(below, type(item)()) + item
@@ -117,7 +131,21 @@ class Stream:
         return kept
 
     def plain(self) -> dict[str, Any]:
-        return {"events": self.skeletons, "texts": self.texts, "counters": self.counters}
+        in_order = self.numbers == list(range(len(self.numbers)))
+        return {"events": self.skeletons, "texts": self.texts, "counters": self.counters, "in_order": in_order}
+
+
+def as_delta(event: dict[str, Any]) -> dict[str, Any]:
+    """The skeleton of an event with text, without what only the last event of a choice has."""
+    rest = {name: value for name, value in event.items() if name not in ("timings", "usage")}
+    if "choices" not in event:
+        return event
+    ends = {"finish_reason": None, "stop_reason": None}
+    rest["choices"] = [
+        {name: ends.get(name, value) for name, value in choice.items() if name != "warnings"}
+        for choice in event["choices"]
+    ]
+    return rest
 
 
 def events_of(text: str) -> Iterator[tuple[str, Any]]:

@@ -296,7 +296,7 @@ def take_keys(record: Record, work: Path) -> None:
         document = server.send("GET", "/openapi.json", headers={"authorization": "Bearer admin-key-1234"}).json()
         sent: dict[str, dict[str, str]] = {
             "none": {}, "wrong": {"authorization": "Bearer wrong-key-1234"}, "basic": {"authorization": "Basic YTpi"},
-            "empty": {"authorization": "Bearer "}, "watch": {"authorization": "Bearer watch-key-1234"},
+            "empty": {"authorization": "Bearer"}, "watch": {"authorization": "Bearer watch-key-1234"},
         }  # fmt: skip
         for path, methods in document["paths"].items():
             for method in methods:

@@ -16,11 +16,17 @@ commits whose modules have moved. `digest_models` writes checkpoints, `digest_of
 What is left out, because it is not the same in two takes of one commit:
 
 - ids of replies, files, batches, calls and requests: numbered in the order in which an exchange shows them first;
-- times and durations: `created`, `*_at`, `*_ms`, `*_per_second`, `*_duration`, and values of /metrics and /load;
-- the port in texts, the paths of the take's own folders, and the number that follows "headrace:" in logs;
+- times and durations: `created`, `*_at`, `*_ms`, `*_per_second`, `*_duration`, and the values of /metrics;
+- the port in texts, the paths of the take's own folders, speeds and sizes in a command's outputs, and the size of a
+  batch's output, which holds durations;
 - chunk boundaries of streams: deltas are joined by event type, choice and field, and a skeleton of each sort of event
-  is kept where that sort came first. Whether a delta came before or after the skeleton of another sort is not kept;
-- headers Date, Content-Length, Connection, Transfer-Encoding, and the values of X-Request-Id and Retry-After.
+  is kept where that sort came first. Of `sequence_number` it is kept whether they count from 0. The log-probabilities
+  in `response.content_part.added` are those of the first piece, so they are left out;
+- headers Date, Content-Length, Connection, Transfer-Encoding, and the values of X-Request-Id and Retry-After;
+- the text of a 429, which has the seconds to wait.
+
+No case takes the log-probabilities of a whole response (`/v1/responses`) that ends with an end-of-text token: whether
+that token is among them depends on how the engine's steps fall into pieces.
 """
 
 from __future__ import annotations
