@@ -78,7 +78,9 @@ def run(normal: Normaliser, *arguments: str, stdin: str = "") -> dict[str, Any]:
     def tidy(text: str) -> str:
         return MEASURED.sub("<measured>", STAMP.sub("<time>", normal.text(text)))
 
-    return {"status": done.returncode, "stdout": tidy(done.stdout), "stderr": tidy(done.stderr)}
+    # `generate --json` prints one object.
+    printed = normal.value(json.loads(done.stdout)) if done.stdout.startswith("{") else tidy(done.stdout)
+    return {"status": done.returncode, "stdout": printed, "stderr": tidy(done.stderr)}
 
 
 def take(record: Record, models: Path, work: Path) -> None:

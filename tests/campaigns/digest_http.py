@@ -27,6 +27,8 @@ REPLY_SECONDS = 300
 ID = re.compile(
     r"(?<![0-9a-f])([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{24})(?![0-9a-f])"
 )
+CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""Of a call in Mistral's format."""
 TIME = re.compile(r"^(created|\w+_at)$")
 DURATION = re.compile(r"^\w+(_ms|_per_second|_duration)$")
 DROPPED_HEADERS = {"date", "content-length", "connection", "transfer-encoding", "server"}
@@ -46,7 +48,7 @@ COUNTERS = {
 class Normaliser:
     """Replaces what is drawn or measured in one exchange; equal ids stay equal."""
 
-    def __init__(self, port: int, hidden: tuple[str, ...] = ()) -> None:
+    def __init__(self, port: int = 0, hidden: tuple[str, ...] = ()) -> None:
         self.ids: dict[str, str] = {}
         self.port = port
         self.hidden = hidden
@@ -54,7 +56,8 @@ class Normaliser:
     def text(self, text: str) -> str:
         for path in self.hidden:
             text = text.replace(path, "<folder>")
-        text = text.replace(f":{self.port}", ":<port>")
+        if self.port:
+            text = text.replace(f":{self.port}", ":<port>")
         return ID.sub(lambda match: self.ids.setdefault(match.group(), f"<id {len(self.ids) + 1}>"), text)
 
     def value(self, value: Any, key: str = "") -> Any:
@@ -68,6 +71,8 @@ class Normaliser:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             if TIME.match(key):
                 return "<time>"
+            if key in ("id", "call_id") and isinstance(value, str) and CALL_ID.fullmatch(value):
+                return self.ids.setdefault(value, f"<id {len(self.ids) + 1}>")
             if DURATION.match(key) and not isinstance(value, str):
                 return "<duration>"
         return self.text(value) if isinstance(value, str) else value
