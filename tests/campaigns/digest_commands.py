@@ -41,8 +41,7 @@ GENERATES: dict[str, list[str]] = {
 REFUSED: dict[str, list[str]] = {
     "nothing": ["nothing"], "version": ["--version"], "serve-port": ["serve", "--port", "x"],
     "serve-parser": ["serve", "--tool-call-parser", "none-such"], "serve-model": ["serve", "/no/such/model"],
-    "serve-reasoning": ["serve", "--reasoning-parser", "none-such"], "serve-keys": ["serve", "--api-key-file",
-    "/no/file"],
+    "serve-reasoning": ["serve", "--reasoning-parser", "none-such"],
     "serve-template": ["serve", "--chat-template", "/no/file"], "quantize": ["quantize"],
     "quantize-model": ["quantize", "/no/such/model", "/no/out"], "run-batch": ["run-batch", "/no/in", "/no/out"],
     "replay": ["replay", "/no/file"], "verify": ["verify", "builtin"], "bench": ["bench", "nothing"],
