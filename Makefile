@@ -50,7 +50,7 @@ test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARG
 	$(BIN)/python -m pytest -m "not slow" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
-	$(BIN)/python -m tests.unit.tools.bfcl $(ARGS)
+	$(BIN)/python -m tests.programs.bfcl $(ARGS)
 
 check: $(STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
@@ -63,13 +63,13 @@ fix: $(STAMP)  ## format, and mend what the linter can mend
 
 docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
 	$(BIN)/python -m headrace.cli.reference docs
-	$(BIN)/python -m tests.compatibility docs/compatibility.md --keep
+	$(BIN)/python -m tests.programs.compatibility docs/compatibility.md --keep
 
 compatibility: $(STAMP)  ## run the tests that docs/compatibility.md names, and write it (minutes)
-	$(BIN)/python -m tests.compatibility docs/compatibility.md
+	$(BIN)/python -m tests.programs.compatibility docs/compatibility.md
 
 test-openapi: $(STAMP)  ## schemathesis against the OpenAPI document of a live server over a fake engine
-	$(BIN)/python -m tests.server.fuzz_openapi 10 $(ARGS)
+	$(BIN)/python -m tests.programs.fuzz_openapi 10 $(ARGS)
 
 bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; keep them in bench/results, plot them
 	$(RECORD) startup -- python -m bench.startup
@@ -81,13 +81,13 @@ bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; ke
 	$(BIN)/python -m bench.plot
 
 test-schemas: $(STAMP)  ## MaskBench's JSON schemas in SCHEMAS against the grammars: counts, kept in bench/results
-	$(RECORD) schemas -- python -m tests.schemas $(SCHEMAS)
+	$(RECORD) schemas -- python -m tests.programs.schemas $(SCHEMAS)
 
 sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the real scheduler
-	$(BIN)/python -m tests.sim $(ARGS)
+	$(BIN)/python -m tests.programs.sim $(ARGS)
 
 fuzz-gguf: $(STAMP)  ## damaged GGUF files, 100,000 more at a time (ARGS="--count N --seed S"); counts in build/fuzz-gguf
-	$(BIN)/python -m tests.fuzz_gguf $(ARGS)
+	$(BIN)/python -m tests.programs.fuzz_gguf $(ARGS)
 
 campaign-commit: $(STAMP)  ## the campaigns of docs/reliability.md that fit 15 minutes; counts in bench/results/campaign-commit.json
 	$(BIN)/python -m tests.campaigns commit $(ARGS)

@@ -46,7 +46,7 @@ class Campaign(NamedTuple):
 
 
 def simulate(size: tuple[int, int], seed: int) -> Counts:
-    from tests.sim.__main__ import run_and_replay
+    from tests.programs.sim.__main__ import run_and_replay
 
     num_seeds, num_steps = size
     first = seed * 10**6
@@ -87,7 +87,7 @@ def drafters(num_prompts: int, seed: int) -> Counts:
 
 def gguf(num: int, seed: int) -> Counts:
     import torch
-    from tests.fuzz_gguf import campaign
+    from tests.programs.fuzz_gguf import campaign
 
     torch.set_num_threads(1)
     counts = campaign(num, seed, 0, ROOT / "build" / "fuzz-gguf")
@@ -167,7 +167,7 @@ def isolation(num: int, seed: int) -> Counts:
 
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
-    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit/core").glob("test_planted_*.py"))]
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *files],
         cwd=ROOT, capture_output=True, text=True, check=False,

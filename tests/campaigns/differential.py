@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from tests.e2e.law import PROMPTS, Bits, groups_of, make_core, run
+from tests.support.law import PROMPTS, Bits, groups_of, make_core, run
 
 from headrace import hub
 from headrace.protocol.constraints import StructuredOutputs

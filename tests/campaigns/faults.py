@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import psutil
 from tests.campaigns.streams import Told, asked, is_whole, read, same
-from tests.e2e.serving import Served, gauge, serve
+from tests.support.serving import Served, gauge, serve
 
 KINDS = ("kill", "stop", "segv", "abort", "memory")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}

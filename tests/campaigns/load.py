@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from tests.campaigns.oracle_server import oracle
-from tests.server import fake
+from tests.support import fake
 
 from headrace.insight.simulated import Oracle
 from headrace.protocol.params import SamplingParams

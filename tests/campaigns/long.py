@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from tests.e2e.law import make_core
+from tests.support.law import make_core
 
 from headrace import hub
 from headrace.engine.core import EngineCore

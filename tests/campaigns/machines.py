@@ -23,9 +23,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.server.conftest import write_tokenizer
-from tests.unit.core.test_block_pool import PoolMachine
-from tests.unit.core.test_prefix_cache import PrefixMachine
+from tests.core.test_block_pool import PoolMachine
+from tests.core.test_prefix_cache import PrefixMachine
+from tests.support.server import write_tokenizer
 
 from headrace.core.queue import WaitingQueue
 from headrace.protocol.params import SamplingParams

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT / "build" / "mutation"))
 
 CORE = "src/headrace/core"
 FILES = ("scheduler", "batches", "requests", "finish", "blocks", "tables", "prefix", "queue")
-TESTS = "tests/unit/core"
+TESTS = "tests/core"
 # These start another process, which would have the unchanged source. What test_simulation has more is in other stages.
 NOT_USED = ("test_simulation.py", "test_S_05_checks_survive")
 # State machines of hypothesis, and what makes thousands of requests: for the files that they are about.
@@ -171,7 +171,7 @@ class Finder(MetaPathFinder):
 
 def simulated(first: int, last: int) -> bool:
     """Whether seeds first ... last - 1 of the simulation see nothing wrong."""
-    from tests.sim.__main__ import run_seed
+    from tests.programs.sim.__main__ import run_seed
 
     return all(not run_seed(seed, 150).violation for seed in range(first, last))
 
@@ -190,7 +190,7 @@ def without(names: tuple[str, ...]) -> str:
     return " and ".join(f"not {name.removesuffix('.py')}" for name in names)
 
 
-PLANTED = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTS).glob("test_planted_*.py"))
+PLANTED = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTS).rglob("test_planted_*.py"))
 # The quickest first. Each is told the changed file ("" for none).
 STAGES: tuple[Callable[[str], bool], ...] = (
     lambda _: simulated(0, 10),

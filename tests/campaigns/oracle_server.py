@@ -76,7 +76,7 @@ def oracle(
     delay: float = 0.0, max_queued: int = 1024, leak: int = 0, drain: float = 30.0, max_num_seqs: int = 128
 ) -> Iterator[Oracle]:
     """A ready server. On leaving it is stopped by SIGTERM, unless it is gone, and has to exit with 0."""
-    from tests.server.conftest import write_tokenizer
+    from tests.support.server import write_tokenizer
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -127,7 +127,7 @@ class Watched:
 
 
 def main() -> int:
-    from tests.server import fake
+    from tests.support import fake
 
     from headrace.engine import logs
     from headrace.engine.client import EngineClient

@@ -2,7 +2,7 @@
 
 A target makes sound inputs and uses a damaged one; it may raise what its callers expect and nothing else. A mutation is
 a function of (target, seed, number), so that each can be made again: `damaged(target, seed, number)`. GGUF files have a
-campaign of their own, `tests.fuzz_gguf`.
+campaign of their own, `tests.programs.fuzz_gguf`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tests.server.conftest import TEMPLATE, write_tokenizer
+from tests.support.server import TEMPLATE, write_tokenizer
 
 from headrace import hub, models
 from headrace.checkpoint.mapped import MappedFile, read_config

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import httpx
-from tests.server.conftest import Live
+from tests.support.server import Live
 
 from headrace import hub
 from headrace.engine import build

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import msgspec
-from tests.e2e.law import PROMPTS, Bits, groups_of, make_core, run
+from tests.support.law import PROMPTS, Bits, groups_of, make_core, run
 
 from headrace import hub
 from headrace.protocol.constraints import StructuredOutputs

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.e2e.law import PROMPTS, make_core
-from tests.models.harness import BACKENDS, save_random
+from tests.support.harness import BACKENDS, save_random
+from tests.support.law import PROMPTS, make_core
 
 from headrace import LLM, hub
 from headrace.engine.core import EngineCore
@@ -130,8 +130,8 @@ def test_control_a_wrong_row_is_noticed(
 
 def test_tokens_and_vectors_in_one_batch(requests: list[Request], reference: Bits) -> None:
     """Requests for text beside them change nothing, and are changed by nothing."""
-    from tests.e2e.law import make_requests as text_requests
-    from tests.e2e.law import run_alone
+    from tests.support.law import make_requests as text_requests
+    from tests.support.law import run_alone
 
     texts = text_requests()[:6]
     want = run_alone(texts)

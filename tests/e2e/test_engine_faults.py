@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.checkpoints import llama_tensors, write_llama
+from tests.support.checkpoints import llama_tensors, write_llama
 
 from headrace import LLM
 from headrace.backends.base import Chunks

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.models.harness import make_batch, save_random
+from tests.support.harness import make_batch, save_random
 
 from headrace import models
 from headrace.backends.base import Chunks, Logits

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.e2e.serving import serve, wait_for
+from tests.support.serving import serve, wait_for
 
 MODELS = {
     "stories260K": ("derived/stories260K-hf", "stories260K/tok512.bin", "stories260K/golden.json"),

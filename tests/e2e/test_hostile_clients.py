@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-from tests.e2e.serving import Served, gauge, serve, wait_for
+from tests.support.serving import Served, gauge, serve, wait_for
 
 PROMPT = {"prompt": "Once upon a time", "temperature": 0.8, "seed": 5, "ignore_eos": True}
 USAGE = "headrace:kv_cache_usage_perc"

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.e2e.law import (
+from tests.support.law import (
     MAX_TOKENS,
     PROMPTS,
     Bits,
@@ -28,8 +28,8 @@ from tests.e2e.law import (
     run,
     run_alone,
 )  # fmt: skip
-from tests.e2e.serving import serve, wait_for
-from tests.shallow import shallow
+from tests.support.serving import serve, wait_for
+from tests.support.shallow import shallow
 
 from headrace import LLM
 from headrace.backends.cpu.matrix import CpuMatrix

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.law import PROMPTS, make_core, make_requests
-from tests.e2e.serving import serve, wait_for
-from tests.shallow import shallow
+from tests.support.law import PROMPTS, make_core, make_requests
+from tests.support.serving import serve, wait_for
+from tests.support.shallow import shallow
 
 from headrace import LLM, hub
 from headrace.core.scheduler import Scheduler

@@ -3,8 +3,8 @@ prefix cache, with every kind of parameters. And rejection sampling with each, w
 
 import msgspec
 import pytest
-from tests.e2e.law import assert_same, groups_of, make_core, make_requests, run, run_alone
 from tests.e2e.test_law_speculation import varied
+from tests.support.law import assert_same, groups_of, make_core, make_requests, run, run_alone
 
 DRAFTERS = {
     "draft_model": {"method": "draft_model"},

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
-from tests.shallow import shallow
+from tests.support.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
+from tests.support.shallow import shallow
 
 from headrace.protocol.step import Request
 from headrace.quantize.base import Options

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.e2e.law import Bits, assert_same, bits_of, groups_of, make_core, make_requests, run, run_alone
-from tests.shallow import shallow
+from tests.support.law import Bits, assert_same, bits_of, groups_of, make_core, make_requests, run, run_alone
+from tests.support.shallow import shallow
 
 from headrace import LLM, hub
 from headrace.engine.client import ProcessClient

@@ -6,8 +6,8 @@ import itertools
 
 import msgspec
 import pytest
-from tests.e2e.law import assert_same, groups_of, make_core, make_requests, run, run_alone
 from tests.e2e.speculation import Prophet, futures_of, speculate
+from tests.support.law import assert_same, groups_of, make_core, make_requests, run, run_alone
 
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.params import SamplingParams

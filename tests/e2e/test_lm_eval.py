@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.serving import serve
-from tests.models.harness import save_random
-from tests.server.conftest import write_tokenizer
+from tests.support.harness import save_random
+from tests.support.server import write_tokenizer
+from tests.support.serving import serve
 
 from headrace.models import llama
 

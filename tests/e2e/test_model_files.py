@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.test_client import read, request, run
+from tests.engine.test_client import read, request, run
 
 from headrace.builtin import directory
 from headrace.engine.client import EngineClient

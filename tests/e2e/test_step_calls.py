@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests.e2e.law import make_core
+from tests.support.law import make_core
 
 from headrace.engine.core import EngineCore
 from headrace.protocol.params import SamplingParams

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from tests.e2e.law import assert_same, make_core, run
-from tests.e2e.law import make_requests as make_strangers
-from tests.e2e.serving import serve
+from tests.support.law import assert_same, make_core, run
+from tests.support.law import make_requests as make_strangers
+from tests.support.serving import serve
 
 from headrace import LLM, hub
 from headrace.engine.build import build_engine

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from tests.e2e.serving import serve
+from tests.support.serving import serve
 
 # The built-in model has learnt neither tools nor reasoning; its template would open the reasoning as Qwen's does.
 TEMPLATE = (

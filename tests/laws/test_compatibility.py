@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests import compatibility
 from tests.laws.rules import ROOT
+from tests.programs import compatibility
 
 PAGE = ROOT / "docs" / "compatibility.md"
 

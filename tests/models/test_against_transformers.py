@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.harness import (
+from tests.support.harness import (
     BACKENDS,
     all_logits,
     chunk_sizes,

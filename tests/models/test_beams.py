@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.harness import random_ids, save_random
+from tests.support.harness import random_ids, save_random
 
 from headrace import LLM, models
 from headrace.protocol.beam import BeamSearchParams

@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.models.harness import Recorder, chunk_sizes, load, make_batch, random_ids, run, save_random, scattered_tables
+from tests.support.harness import (
+    Recorder,
+    chunk_sizes,
+    load,
+    make_batch,
+    random_ids,
+    run,
+    save_random,
+    scattered_tables,
+)
 
 from headrace import models
 from headrace.backends.base import Chunks, Logits

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.models.harness import BACKENDS, load, random_ids, save_random, scattered_tables
+from tests.support.harness import BACKENDS, load, random_ids, save_random, scattered_tables
 
 from headrace import models
 from headrace.backends.base import Chunks

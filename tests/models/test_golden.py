@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.harness import BACKENDS, DATA, follow, load, make_batch, run, scattered_tables
+from tests.support.harness import BACKENDS, DATA, follow, load, make_batch, run, scattered_tables
 
 MODELS = {
     "TinyStories-656K": (DATA / "models" / "TinyStories-656K", DATA / "models" / "TinyStories-656K" / "golden.json"),

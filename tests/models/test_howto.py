@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.laws import rules
-from tests.models.harness import BACKENDS, chunk_sizes, follow, load, random_ids, save_random
+from tests.support.harness import BACKENDS, chunk_sizes, follow, load, random_ids, save_random
 
 from headrace import models
 

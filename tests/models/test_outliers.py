@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.harness import follow, load, save_random
 from tests.models.test_quantised import distance
+from tests.support.harness import follow, load, save_random
 
 from headrace.backends.cpu import matrix as matrices
 from headrace.quantize.base import Options

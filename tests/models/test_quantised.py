@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.harness import follow, load, save_random
+from tests.support.harness import follow, load, save_random
 
 from headrace import hub, models
 from headrace.backends.cpu.matrix import CpuMatrix

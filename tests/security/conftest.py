@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.security.rig import write_keys
-from tests.server.conftest import Live, inproc, write_tokenizer
+from tests.support.server import Live, inproc, write_tokenizer
 
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer

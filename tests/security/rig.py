@@ -1,7 +1,7 @@
 """The route table as the tests of this tier see it, servers with locks, and bodies with something put into every field.
 
 `ACCESS` is written by hand: a route that is not in it, or opens to another class of keys, is red. `BODIES` (of
-tests/server) has a valid body for each POST route; a new one is red there until it has.
+tests/serve) has a valid body for each POST route; a new one is red there until it has.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from urllib.parse import unquote
 
 import httpx
 from fastapi import FastAPI
-from tests.server.conftest import Live
-from tests.server.test_refusals import BODIES, NO_BODY
+from tests.serve.test_refusals import BODIES, NO_BODY
+from tests.support.server import Live
 
 FORMS = {"/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"}}
 READS = ("GET", "HEAD")

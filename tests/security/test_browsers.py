@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError

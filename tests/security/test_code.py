@@ -12,7 +12,7 @@ from urllib.parse import quote
 import huggingface_hub
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live
+from tests.support.server import HTTP, Live
 
 from headrace import hub
 
@@ -82,7 +82,7 @@ def test_S_04_no_field_of_a_request_reaches_a_loader(live: Live, monkeypatch: py
 
 
 def test_S_07_a_template_of_a_requests_own_is_refused_on_every_route(live: Live) -> None:
-    """Only the model's template is rendered, in its sandbox; see tests/unit/text/test_sandbox.py for what it holds."""
+    """Only the model's template is rendered, in its sandbox; see tests/text/test_sandbox.py for what it holds."""
     evil = "{{ cycler.__init__.__globals__.os.popen('id').read() }}"
     for path in rig.posts():
         for name in ("chat_template", "template"):

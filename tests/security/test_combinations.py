@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import Live, brittle
+from tests.support.server import Live, brittle
 
 from headrace import hub
 from headrace.engine import build

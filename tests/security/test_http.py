@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.serve.gates import doors, limits, wire

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError

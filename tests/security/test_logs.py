@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, logged
+from tests.support.server import HTTP, Live, logged
 
 from headrace.engine.logs import Lines, escaped
 from headrace.serve.apis.openai import completions

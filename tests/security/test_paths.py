@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from tests.laws import rules
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer

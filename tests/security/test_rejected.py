@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live
+from tests.support.server import HTTP, Live
 
 MEDIA: list[dict[str, Any]] = [
     {"prompt_embeds": "AAAA"},

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.server.conftest import HTTP, write_tokenizer
+from tests.support.server import HTTP, write_tokenizer
 
-SERVE = Path(__file__).resolve().parents[1] / "server" / "serve_fake.py"
+SERVE = Path(__file__).resolve().parents[1] / "programs" / "serve_fake.py"
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.security import rig
-from tests.server.conftest import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc
 
 from headrace.engine import generation, tenants
 from headrace.engine.rates import Limits, RateLimitError, Rates

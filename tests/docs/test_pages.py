@@ -1,0 +1,295 @@
+"""Every command, snippet and example of the README and of the how-tos is run once, on the built-in model.
+
+One server answers all `curl` commands and all clients; `headrace` commands and Python snippets run in this process.
+What can not run here is in `NOT_RUN`, with the reason, and its flags are checked all the same.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs import pages
+from tests.docs.pages import PAGES, SHELLS, Block, blocks, commands, program
+from tests.support.serving import serve
+
+from headrace.cli import main
+from headrace.cli import serve as serve_command
+
+NOT_RUN = {
+    "make": "sets up an environment, or runs these tests",
+    "git worktree": "changes the repository",
+    "pip install": "changes the environment",
+    "python -m pip install": "changes the environment",
+    "pytest": "the tests themselves",
+    "lm_eval": "650 MB of packages; tests/e2e/test_lm_eval.py runs it",
+    "python -m bench.compare": "other engines, 30 GB, hours",
+    "python -m bench.pairs": "another checkout, minutes",
+    "python -m bench.record": "minutes, and it writes into the repository",
+    "python -m bench.plot": "it writes into the repository",
+    "python -m bench.speculation": "it writes into the repository",
+    "python training/": "minutes to hours",
+    "tail": "a log of training",
+    "headrace bench speculate": "minutes; tests/cli/test_verify_speculation.py runs it",
+    "headrace verify": "ten seconds; tests/cli/test_verify_speculation.py runs it",
+    "headrace replay": "a log of a server; tests/e2e/test_replay.py runs it",
+}
+"""Beginnings of commands, and why these are not run."""
+LIMITS = {
+    "headrace generate": ["--max-tokens", "8"],
+    "headrace chat": ["--max-tokens", "8"],
+    "headrace bench serve": ["--num-prompts", "2", "--random-output-len", "4", "--request-rate", "100"],
+    "headrace quantize": ["--num-calibration-tokens", "64"],
+}
+"""Flags added to commands that are run, so that they take little time."""
+PLACES = {"path/to/model.gguf": "made.gguf", "path/to/model": "builtin", "./model": "builtin"}
+"""Placeholders of the pages, and what stands in their place."""
+SNIPPETS_NOT_RUN = {"howto-tools.md": "the built-in model calls no tools; tests/e2e/test_tools_model.py runs others"}
+"""Pages whose snippets are compiled alone, and why."""
+
+BLOCKS = [block for path in PAGES for block in blocks(path.name, path.read_text(encoding="utf-8"))]
+COMMANDS = [(block, words) for block in BLOCKS if block.language in SHELLS for words in commands(block.text)]
+
+
+def reason(words: list[str]) -> str:
+    """The entry of NOT_RUN that the command falls under, or nothing."""
+    text = " ".join([words[0].rpartition("/")[2], *words[1:]])
+    return next((beginning for beginning in NOT_RUN if text.startswith(beginning)), "")
+
+
+RUN = [(block, words) for block, words in COMMANDS if not reason(words)]
+
+
+def label(value: Any) -> str:
+    return " ".join(value)[:60] if isinstance(value, list) else str(value)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the server that all clients of the pages talk to."""
+    with serve("builtin", "--storage-dir", str(tmp_path_factory.mktemp("storage"))) as served:
+        yield served.url
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture
+def folder(root: Path, block: Block) -> Path:
+    """The folder in which the commands of a page run, with the files that pages name."""
+    path = root / block.page
+    path.mkdir(exist_ok=True)
+    (path / "schedule.log").touch()
+    [request] = [block.text for block in BLOCKS if block.page == "howto-batch.md" and block.language == "json"]
+    for name in ("in.jsonl", "requests.jsonl"):
+        (path / name).write_text(request)
+    (path / "text.txt").write_text("Once upon a time there was a little dog. He liked to run in the park. " * 8)
+    return path
+
+
+def run_headrace(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command in this process. Raises ValueError with its exit status if that is not 0."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", words)
+    try:
+        main.main()
+    except SystemExit as error:
+        if error.code:
+            raise ValueError(f"{' '.join(words)} ended with status {error.code}") from error
+
+
+def run_serve(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `headrace serve` up to the two configs, which are made and checked."""
+    build = serve_command.build
+    configs = []
+
+    def build_and_stop(struct: Any, fields: dict[str, Any]) -> Any:
+        configs.append(build(struct, fields))
+        if len(configs) == 2:
+            raise SystemExit(0)
+        return configs[-1]
+
+    monkeypatch.setattr(serve_command, "build", build_and_stop)
+    run_headrace(words, folder, monkeypatch)
+    assert len(configs) == 2
+
+
+def run(words: list[str], folder: Path, url: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if program(words) == "curl":
+        pages.check_reply(pages.curl(words[1:], url()))
+        return
+    if program(words) != "headrace":
+        raise ValueError(f"{words[0]} is neither run nor in NOT_RUN")
+    if words[1] == "serve":
+        run_serve(words, folder, monkeypatch)
+        return
+    words = [PLACES.get(word, word) for word in words]
+    if "made.gguf" in words and not (folder / "made.gguf").exists():
+        run_headrace(["headrace", "quantize", "builtin", "made.gguf", "--method", "Q8_0"], folder, monkeypatch)
+    for beginning, flags in LIMITS.items():
+        if " ".join(words).startswith(beginning):
+            words = [*words, *flags]
+    if words[1:3] == ["bench", "serve"]:
+        words += ["--base-url", url()]
+    if words[1] == "chat":
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    run_headrace(words, folder, monkeypatch)
+
+
+@pytest.mark.parametrize(("block", "words"), RUN, ids=label)
+def test_command(
+    block: Block, words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    run(words, folder, lambda: request.getfixturevalue("url"), monkeypatch)
+
+
+@pytest.mark.parametrize(("block", "words"), [(block, words) for block, words in COMMANDS if reason(words)], ids=label)
+def test_command_that_is_not_run(block: Block, words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    pages.check(words)
+
+
+def test_every_reason_is_needed() -> None:
+    unused = NOT_RUN.keys() - {reason(words) for _, words in COMMANDS}
+    assert not unused
+    assert len(RUN) > 25
+
+
+# -- snippets ----------------------------------------------------------------------------------------------------
+
+
+def names_for(block: Block) -> dict[str, Any]:
+    """Names that a snippet takes from the text around it."""
+    if block.page == "howto-sampling.md":
+        return {"token_ids": list(range(300, 400))}
+    if block.page == "howto-add-a-model.md":
+        from headrace.models import qwen2
+
+        return {"qwen2": qwen2, "Decoder": Any, "Attention": Any}
+    return {}
+
+
+SNIPPETS = [block for block in BLOCKS if block.language == "python"]
+
+
+def run_snippet(block: Block, url: Callable[[], str]) -> dict[str, Any]:
+    """Run a snippet against the server at `url()`, and return its names."""
+    text = block.text.replace("http://127.0.0.1:8000", url()) if "127.0.0.1:8000" in block.text else block.text
+    names = names_for(block)
+    exec(compile(text, str(block), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("block", [block for block in SNIPPETS if block.page not in SNIPPETS_NOT_RUN], ids=str)
+def test_snippet(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.chdir(folder)
+    run_snippet(block, lambda: str(request.getfixturevalue("url")))
+
+
+def test_snippets_that_are_not_run_are_python() -> None:
+    others = [block for block in SNIPPETS if block.page in SNIPPETS_NOT_RUN]
+    assert {block.page for block in others} == SNIPPETS_NOT_RUN.keys()
+    for block in others:
+        compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("client.responses.create(input='Hi', max_tokenz=1)", "max_tokenz"), ("from headrace import LLLM", "LLLM")],
+)
+def test_a_wrong_snippet_is_caught(line: str, message: str) -> None:
+    text = f"from openai import OpenAI\nclient = OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='none')\n{line}\n"
+    [block] = blocks("wrong.md", f"```python\n{text}```\n")
+    with pytest.raises((TypeError, ImportError), match=message):
+        run_snippet(block, lambda: "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
+def test_json(block: Block) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+def test_every_block_has_a_language_or_is_output() -> None:
+    """A block without a language is a log, a listing or a file: no line of it begins like a command."""
+    silent = [block for block in BLOCKS if block.language not in (*SHELLS, "python", "json")]
+    beginning = r"^\s*(?:\$ )?(?:headrace [a-z]|curl|python|pip|make|pytest) ?"
+    assert not [str(block) for block in silent if re.search(beginning, block.text, re.M)]
+    assert {block.language for block in silent} <= {""}
+
+
+# -- negative controls -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("headrace generate --prompt Once --max-tokenz 4", "status 2"),
+        ("headrace generate --prompt Once --temperature=-1", "status 2"),
+        ("headrace serve builtin --prot 8000", "status 2"),
+        ("headrace serve builtin --max-num-seqs 0", "status 2"),
+        ("headrace sreve builtin", "status 2"),
+        ("vllm serve builtin", "neither run nor in NOT_RUN"),
+        ("curl -q localhost:8000/health", "not known"),
+        ("curl localhost:8001/health", "not the server"),
+    ],
+)
+def test_a_wrong_command_is_caught(command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = blocks("wrong.md", f"```bash\n{command}\n```\n")
+    [words] = commands(block.text)
+    with pytest.raises(ValueError, match=message):
+        run(words, tmp_path, lambda: "http://127.0.0.1:9", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("headrace verify builtin --num-promts 3", "--num-promts"),
+        ("headrace bench speculate builtin --load many", "'many' is not a number"),
+        ("headrace dinner", "no command dinner"),
+        ("python -m bench.compare --qick", "--qick"),
+        ("python -m bench.plot --dpi 300", "takes no arguments"),
+        ("python -m bench.nothing", "bench.nothing"),
+        ("python training/pack.py", "required"),
+        ("python training/nothing.py", "there is no"),
+        ("make dinner", "no target dinner"),
+        ("pip install 'headrace[otel]'", "on no index"),
+        ("pip install -e '.[nothing]'", "no extra nothing"),
+        ("pytest tests/nothing", "there is no"),
+        ("rm -rf build", "nothing is known"),
+    ],
+)
+def test_a_wrong_word_of_a_command_that_is_not_run_is_caught(command: str, message: str) -> None:
+    [words] = commands(command)
+    with pytest.raises(ValueError, match=message):
+        pages.check(words)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"prompt": "Once", "max_tokens": -1}', "status 400"),
+        ('{"prompt": "Once", "max_tokenz": 4, "max_tokens": 1}', "max_tokenz"),
+    ],
+)
+def test_a_wrong_field_is_caught(body: str, message: str, url: str) -> None:
+    [words] = commands(f"curl localhost:8000/v1/completions -d '{body}'")
+    with pytest.raises(ValueError, match=message):
+        pages.check_reply(pages.curl(words[1:], url))
+
+
+def test_blocks_and_commands() -> None:
+    text = "a\n```bash\n$ one 'a\nb' \\\n  c   # why\ntwo && three &\n```\n  ```\n  out\n  ```\n"
+    first, second = blocks("p", text)
+    assert (first.line, first.language, second.line, second.language) == (2, "bash", 8, "")
+    assert list(commands(first.text)) == [["one", "a\nb", "c"], ["two"], ["three"]]
+    with pytest.raises(ValueError, match="within a quotation"):
+        list(commands("one 'two\n"))

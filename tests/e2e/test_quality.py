@@ -1,0 +1,207 @@
+"""`headrace bench quality` end to end: the order of the forms on the built-in model, both backends, what is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.shallow import shallow
+from typer.testing import CliRunner
+
+from headrace import hub
+from headrace.cli.bench.plans import QualityPlan
+from headrace.cli.bench.quality import (
+    Text,
+    file_text,
+    judge,
+    matrices_of,
+    measure_quality,
+    opened,
+    program_of,
+    reference_config,
+    sizes,
+    written_text,
+)
+from headrace.cli.main import app
+from headrace.insight import audit
+from headrace.llm import LLM
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.quantize.gguf_writer import convert
+
+PATH = Path(shallow())
+
+OWN = {"model": str(PATH), "dtype": "bfloat16", "backend": "cpu"}
+SMALL = {"num_gpu_blocks_override": 512, "max_num_seqs": 16}
+NUM_TOKENS = 2048
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[LLM]:
+    with closing(opened(EngineConfig(model=str(PATH), dtype="float32", backend="cpu", **SMALL))) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def text(reference: LLM) -> Text:
+    return written_text(reference, 512, NUM_TOKENS)
+
+
+def judged(reference: LLM, text: Text, **fields: Any) -> dict[str, Any]:
+    with closing(opened(EngineConfig(**(OWN | SMALL | fields)))) as own:
+        return judge(own, reference, text)
+
+
+@pytest.fixture(scope="module")
+def rows(reference: LLM, text: Text) -> dict[str, dict[str, Any]]:
+    named = {"bf16": {}} | {name: {"quantization": name} for name in ("int8", "int6", "int4", "int4-g128", "nf4")}
+    return {name: judged(reference, text, **fields) for name, fields in named.items()}
+
+
+def loss(row: dict[str, Any]) -> float:
+    return abs(row["perplexity"] / row["reference_perplexity"] - 1)
+
+
+def test_more_bits_lose_less(rows: dict[str, dict[str, Any]]) -> None:
+    kl = {name: row["mean_kl"] for name, row in rows.items()}
+    assert kl["bf16"] < kl["int8"] < kl["int6"] < kl["int4"] < kl["int4-g128"]
+    flips = {name: row["top1_flip_rate"] for name, row in rows.items()}
+    assert flips["bf16"] < flips["int8"] < flips["int6"] < flips["int4"]
+    bits = {name: row["bits_per_weight"] for name, row in rows.items()}
+    assert bits["int4-g128"] < bits["nf4"] < bits["int4"] < bits["int6"] < bits["int8"] < bits["bf16"] == 16
+
+
+def test_int8_is_within_three_thousandths_of_bf16(reference: LLM) -> None:
+    long = written_text(reference, 512, 8192)
+    found = {name: judged(reference, long, quantization=name)["perplexity"] for name in (None, "int8", "int4")}
+    assert abs(found["int8"] / found[None] - 1) < 3e-3
+    # The bound can be missed.
+    assert abs(found["int4"] / found[None] - 1) > 3e-3
+
+
+def test_errors_of_the_weights(rows: dict[str, dict[str, Any]]) -> None:
+    assert all(layer["relative_error"] == 0 for layer in rows["bf16"]["layers"])
+    worst = {name: row["layers"][0]["relative_error"] for name, row in rows.items()}
+    assert worst["int8"] < worst["int6"] < worst["int4"] < worst["int4-g128"] < 0.2
+    layers = rows["int4"]["layers"]
+    assert len(layers) == 4 * 4 + 1
+    assert [layer["relative_error"] for layer in layers] == sorted((e["relative_error"] for e in layers), reverse=True)
+
+
+def test_bits_of_blocks_of_two_types(tmp_path: Path) -> None:
+    """q, k and v of two types of GGUF's blocks are one matrix of parts, which takes what the file takes."""
+    path = tmp_path / "model.gguf"
+    convert(PATH, path, "Q4_K_M")
+    with closing(opened(EngineConfig(model=str(path), backend="cpu", **SMALL))) as own:
+        told = sizes(program_of(own), path)
+        assert any(hasattr(matrix, "parts") for matrix in matrices_of(program_of(own)))
+    assert told["held_bits_per_weight"] == pytest.approx(told["stored_bits_per_weight"], rel=1e-6)
+
+
+def test_figures_do_not_depend_on_threads_or_company(reference: LLM, text: Text) -> None:
+    told = judged(reference, text, quantization="int4")
+    others = judged(
+        reference, text, quantization="int4", num_threads=1, max_num_batched_tokens=48, max_num_seqs=3, block_size=32
+    )
+    assert told == others
+
+
+def test_both_backends_say_the_same_of_a_model(reference: LLM, text: Text) -> None:
+    few = Text(text.name, [window[:100] for window in text.windows[:2]], 0)
+    row = judged(reference, few, backend="torch_ref", dtype="float32")
+    assert row["mean_kl"] < 1e-9
+    assert row["top1_flip_rate"] == 0
+    assert row["held_bits_per_weight"] == 32
+    assert row["bits_per_weight"] == 16  # as stored
+    own = judged(reference, few, backend="torch_ref", quantization="int4")
+    assert own["held_bits_per_weight"] == pytest.approx(4.3, abs=0.05)
+
+
+def test_written_text_is_the_same_each_time(reference: LLM, text: Text) -> None:
+    judge(reference, None, text)  # which writes over the cache
+    assert written_text(reference, 512, NUM_TOKENS) == text
+    assert sum(len(window) - 1 for window in text.windows) == NUM_TOKENS
+    assert max(map(len, text.windows)) <= 512
+    decoded = "".join(reference.get_tokenizer().decode(window) for window in text.windows)
+    assert 0 < text.num_bytes <= len(decoded.encode()) + 64 * len(text.windows)
+
+
+def test_an_engine_with_a_prefix_cache_is_not_judged(text: Text) -> None:
+    with closing(LLM("builtin", **SMALL)) as own, pytest.raises(HeadraceError, match="no prefix cache"):
+        judge(own, None, text)
+
+
+def test_a_file_is_cut_into_windows_that_begin_a_text(reference: LLM, tmp_path: Path) -> None:
+    content = "Once upon a time there was a little girl named Lily. " * 200
+    (tmp_path / "story.txt").write_text(content)
+    tokenizer = reference.get_tokenizer()
+    made = file_text(reference, tmp_path / "story.txt", 64, 500)
+    assert sum(len(window) - 1 for window in made.windows) == 500
+    assert made.name == "story.txt"
+    begin = 1 if tokenizer.encode("")[:1] == [tokenizer.bos_token_id] else 0
+    joined = [token_id for window in made.windows for token_id in window[begin:]]
+    assert joined == tokenizer.encode(content, add_special_tokens=False)[: len(joined)]
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(HeadraceError, match="nothing to judge"):
+        judge(reference, None, file_text(reference, tmp_path / "empty.txt", 64, 500))
+    with pytest.raises(RequestError, match="text"):
+        measure_quality(QualityPlan(text=str(tmp_path / "absent.txt")), EngineConfig(**SMALL))
+
+
+def test_what_a_model_is_compared_with_if_nobody_says() -> None:
+    plan = QualityPlan()
+    plain = EngineConfig(model="builtin", backend="cpu")
+    assert reference_config(plan, EngineConfig(model="builtin", backend="cpu", quantization="int4")) == plain
+    assert reference_config(plan, EngineConfig(model="builtin", backend="cpu", kv_cache_dtype="int8")) == plain
+    assert reference_config(plan, plain) is None
+    other = reference_config(QualityPlan(reference="builtin", reference_dtype="float32"), plain)
+    assert other == EngineConfig(model="builtin", backend="cpu", dtype="float32")
+
+
+def test_command_keeps_its_figures_beside_the_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(hub.resolve("builtin"), folder, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    words = ["bench", "quality", str(folder), "-q", "int4", "--max-tokens", "256", "--max-num-seqs", "16"]
+    done = CliRunner().invoke(app, [*words, "--json", "--save", "--speed"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["num_tokens"] == 256
+    assert told["decode_tokens_per_s"] > 0
+    assert told["saved"] == audit.NAME
+    assert told["reference"].startswith("model ")
+    assert told["disk_bytes"] == (folder / "model.safetensors").stat().st_size
+    [entry] = audit.find(folder)
+    assert entry["form"]["quantization"] == "int4"
+    assert entry["measured"]["mean_kl"] == told["mean_kl"] > 0
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert f"{told['perplexity']:.4f}" in shown.stdout
+
+
+@pytest.mark.usefixtures("shared_data")
+def test_gguf_files_beside_the_model_they_were_made_of(shared_data: Path) -> None:
+    base = shared_data / "models"
+    config = EngineConfig(model=str(base / "TinyStories-656K"), backend="cpu", dtype="float32", **SMALL)
+    with closing(opened(config)) as reference:
+        text = written_text(reference, 256, 1024)
+        rows = {}
+        for kind in ("F32", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"):
+            path = base / "derived" / "gguf" / f"TinyStories-656K.{kind}.gguf"
+            with closing(opened(EngineConfig(model=str(path), dtype="float32", backend="cpu", **SMALL))) as own:
+                rows[kind] = judge(own, reference, text)
+        assert rows["F32"]["mean_kl"] < 1e-9
+        assert rows["F32"]["stored_bits_per_weight"] == 32
+        assert rows["Q8_0"]["mean_kl"] < rows["Q5_1"]["mean_kl"] < rows["Q4_1"]["mean_kl"]
+        assert rows["Q5_0"]["mean_kl"] < rows["Q4_0"]["mean_kl"]
+        bits = {kind: row["stored_bits_per_weight"] for kind, row in rows.items()}
+        assert bits == {"F32": 32, "Q8_0": 8.5, "Q5_1": 6, "Q5_0": 5.5, "Q4_1": 5, "Q4_0": 4.5}
+    # Quantised already, it has no plainer form of its own to be compared with.
+    alone = EngineConfig(model=str(path), backend="cpu", **SMALL)
+    told = measure_quality(QualityPlan(max_tokens=256), alone)
+    assert "mean_kl" not in told
+    assert told["perplexity"] > 1

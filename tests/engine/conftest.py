@@ -1,0 +1,3 @@
+"""The fixtures of `tests.support.server`."""
+
+from tests.support.server import live, say, tokenizer  # noqa: F401

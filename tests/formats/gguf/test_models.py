@@ -1,0 +1,209 @@
+"""A model as a GGUF file that gguf-py wrote is the model of its safetensors: to the bit, whatever the types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.formats.gguf.models import convert, converted, gguf_name, random_blocks
+from tests.support.harness import BACKENDS, follow, load, random_ids, save_random
+
+from headrace import models
+from headrace.checkpoint import gguf_source
+from headrace.protocol.errors import CheckpointError
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"rope_parameters": LINEAR}),
+    ("mistral", {}),
+    ("mixtral", {}),
+    ("qwen2", {"use_sliding_window": False}),
+    ("qwen3", {}),
+    ("qwen3", {"rope_parameters": YARN}),
+    ("gemma2", {"query_pre_attn_scalar": 16}),
+    ("gemma3_text", {"num_hidden_layers": 7}),
+    ("gpt2", {}),
+]
+BIG = {
+    "model_type": "llama", "vocab_size": 99, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+Choose = Callable[[str], str]
+
+
+def tiny(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
+    config = models.find(model_type).TINY | changes
+    if model_type == "gemma3_text":  # the file says nothing of the layers' kinds: the model's own rule holds
+        config.pop("layer_types")
+    return config
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_floats_have_the_bits_of_safetensors(
+    model_type: str, changes: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
+    config = tiny(model_type, changes)
+    save_random(config, tmp_path)
+    path = convert(tmp_path, tmp_path / "model.gguf")
+    token_ids = random_ids(60, config["vocab_size"], 1)
+    expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
+    assert torch.equal(found, expected)
+
+
+def quantised(directory: Path, choose: Choose) -> Path:
+    """A GGUF file of random blocks of the types that `choose` gives by name, and beside it safetensors of the same
+    weights as gguf-py reads them. Returns the file."""
+    blocks: dict[str, Any] = {}
+    tensors = load_file(directory / "model.safetensors")
+    config = BIG
+    made = {}
+    for i, (name, tensor) in enumerate(sorted(tensors.items())):
+        theirs = gguf_name(name, "llama")
+        if tensor.dim() < 2 or choose(theirs) == "F16":
+            made[name] = tensor.half().float() if tensor.dim() > 1 else tensor
+            continue
+        raw, weight = random_blocks(choose(theirs), tuple(tensor.shape), seed=i)
+        blocks[theirs] = (raw, gguf.GGMLQuantizationType[choose(theirs)])
+        # The blocks are rows as the file has them; the safetensors have them as the model does.
+        rows = converted(name, torch.arange(len(weight), dtype=torch.float32)[:, None], config)[:, 0].long()
+        back = torch.empty_like(rows)
+        back[torch.arange(len(rows))] = torch.argsort(rows)
+        made[name] = torch.from_numpy(weight[back.numpy()].copy())
+    save_file(made, directory / "model.safetensors")
+
+    def form(name: str, weight: Any) -> tuple[Any, Any]:
+        if name in blocks:
+            raw, kind = blocks[name]
+            read = gguf.quants.dequantize(raw, kind)
+            assert np.array_equal(read, weight), "the two files have the same weights"
+            return raw, kind
+        return weight.astype(np.float16), gguf.GGMLQuantizationType.F16
+
+    return convert(directory, directory / "model.gguf", form)
+
+
+def q4_k_m(name: str) -> str:
+    """The mixture that llama.cpp calls Q4_K_M: v, down and the head in 6 bits."""
+    return "Q6_K" if any(part in name for part in ("attn_v", "ffn_down", "token_embd", "output.")) else "Q4_K"
+
+
+MIXTURES: dict[str, Choose] = {
+    "Q4_K_M": q4_k_m,
+    "Q5_K_M": lambda name: q4_k_m(name).replace("Q4", "Q5"),
+    "Q3_K+Q2_K": lambda name: "Q3_K" if "attn_q" in name or "ffn_up" in name else "Q2_K",
+    "halves and blocks": lambda name: "F16" if "attn_k" in name or "token_embd" in name else "Q8_0",
+    "IQ": lambda name: "IQ4_XS" if "attn" in name else "IQ3_S",
+    "IQ4_NL": lambda name: "IQ4_NL",
+    "IQ2": lambda name: "IQ2_XS" if "attn" in name else "IQ2_XXS",
+    "IQ1": lambda name: "IQ1_M" if "attn" in name else "IQ1_S",
+    "MXFP4": lambda name: "MXFP4",
+    "TQ": lambda name: "TQ1_0" if "attn" in name else "TQ2_0",
+}
+
+
+def kl(expected: torch.Tensor, found: torch.Tensor) -> float:
+    p, q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_blocks_are_the_weights_that_gguf_py_reads(mixture: str, tmp_path: Path) -> None:
+    save_random(BIG, tmp_path)
+    path = quantised(tmp_path, MIXTURES[mixture])
+    token_ids = random_ids(40, BIG["vocab_size"], 2)
+    for backend in BACKENDS:
+        expected = follow(load(tmp_path, backend=backend, dtype="float32"), token_ids, [40])
+        exact = follow(load(path, backend=backend, dtype="float32", quantization="none"), token_ids, [40])
+        assert torch.equal(exact, expected), backend
+        assert expected.std() > 0.1
+        own = follow(load(path, backend=backend, dtype="float32"), token_ids, [40])
+        assert math.isfinite(own.abs().max())
+        # cpu also quantises activations; torch_ref shows what the forms of the weights cost.
+        assert kl(expected, own) <= {"cpu": 1e-3, "torch_ref": 5e-6}[backend], backend
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage().split(": ")[1] for record in caplog.records if "run as" in record.getMessage()]
+
+
+def test_matrices_that_are_one_for_the_model_keep_forms_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_random(BIG, tmp_path)
+    path = quantised(tmp_path, MIXTURES["Q4_K_M"])
+    with caplog.at_level("INFO", logger="headrace"):
+        runner = load(path, backend="cpu", dtype="float32")
+    stacks = [matrix for matrix in runner.program.model.ops.matrices if hasattr(matrix, "parts")]
+    assert [[part.flag for part in stack.parts] for stack in stacks] == [[14, 16]] * 2
+    assert [line.split(",")[0] for line in told(caplog)] == [
+        "4 of Q4_K run as Q4_K", "7 of Q6_K run as Q6_K", "1 of Q6_K run as Q6_K (table"
+    ]  # fmt: skip
+    wanted = load(tmp_path, backend="torch_ref", dtype="float32").program.model.ops.matrices
+    exact = {matrix.name: matrix.dense() for matrix in wanted}
+    for matrix in runner.program.model.ops.matrices:
+        assert np.array_equal(matrix.dense(), exact[matrix.name].numpy()), matrix.name
+
+
+def test_packed_once_a_file_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(BIG, tmp_path)
+    path = quantised(tmp_path, MIXTURES["Q4_K_M"])
+    token_ids = random_ids(40, BIG["vocab_size"], 2)
+
+    def logits(**options: Any) -> torch.Tensor:
+        return follow(load(path, backend="cpu", **options), token_ids, [40])
+
+    expected = logits()
+    assert torch.equal(logits(save_packed=True), expected)
+    (packed,) = tmp_path.glob("headrace-gguf-model-float16-*.packed")
+    whole = packed.read_bytes()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the file is read anew")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf_source.GGUFWeights, "__init__", refuse)
+        assert torch.equal(logits(), expected)
+        with pytest.raises(AssertionError, match="anew"):  # Negative controls: other weights, another file.
+            logits(quantization="none")
+        path.touch()
+        with pytest.raises(AssertionError, match="anew"):
+            logits()
+    assert torch.equal(logits(save_packed=True), expected)
+    (again,) = tmp_path.glob("headrace-gguf-model-float16-*.packed")
+    assert again != packed
+    assert len(again.read_bytes()) == len(whole)
+
+
+def test_control_rows_left_in_pairs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("llama", {})
+    save_random(config, tmp_path)
+    path = convert(tmp_path, tmp_path / "model.gguf")
+    token_ids = random_ids(20, config["vocab_size"], 1)
+    right = follow(load(path, dtype="float32"), token_ids, [20])
+    monkeypatch.setattr(gguf_source.GGUFWeights, "_order", lambda self, name, num_rows: None)
+    assert not torch.allclose(follow(load(path, dtype="float32"), token_ids, [20]), right, atol=1e-2)
+
+
+def test_a_tensor_without_a_place_is_told(tmp_path: Path) -> None:
+    save_random(tiny("llama", {}), tmp_path)
+
+    def more(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_sinks.weight", np.zeros(6, np.float32))
+
+    path = convert(tmp_path, tmp_path / "model.gguf", fields=more)
+    with pytest.raises(CheckpointError, match="no place in the model: blk.0.attn_sinks.weight"):
+        load(path)

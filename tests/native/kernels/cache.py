@@ -1,0 +1,142 @@
+"""A native KV cache in numpy: the layout of csrc/include/kernels.h, written here once more and independently."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.native.kernels.calls import Array, Floats, Values
+
+from headrace import _native
+
+KINDS = ("f32", "f16", "bf16", "int8", "int4", "e4m3", "e5m2")
+SCALED = ("int8", "int4", "e4m3")
+ISAS: list[str] = _native.isas()
+
+
+def to_bf16(x: Floats) -> Array:
+    """Rounded to nearest even; NaN stays NaN."""
+    bits = x.view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), (bits >> 16 | 0x40).astype(np.uint16), rounded)
+
+
+def from_bf16(bits: Array) -> Floats:
+    found: Floats = (bits.astype(np.uint32) << 16).view(np.float32)
+    return found
+
+
+def to_half_byte(x: Floats, num_bits: int, drop: int) -> Array:
+    """x rounded to `num_bits` of fraction at the exponents of a half: its bits without the last `drop`."""
+    _, exponent = np.frexp(np.abs(x.astype(np.float64)))
+    quantum = np.ldexp(1.0, np.maximum(exponent - 1, -14) - num_bits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (np.rint(x / quantum) * quantum).astype(np.float16).view(np.uint16) >> drop
+
+
+def encoded(x: Floats, kind: str) -> tuple[Array, Floats]:
+    """x [..., head_dim] -> what the cache stores of it, not yet packed, and scales [...] (ones without; for
+    int4 [..., 2], step and least)."""
+    ones = np.ones(x.shape[:-1], np.float32)
+    if kind == "f32":
+        return x, ones
+    with np.errstate(all="ignore"):
+        if kind == "f16":
+            return x.astype(np.float16).view(np.uint16), ones
+        if kind == "bf16":
+            return to_bf16(x), ones
+        if kind == "e5m2":
+            return to_half_byte(x, 2, 8).astype(np.uint8), ones
+        if kind == "int4":
+            low, high = x.min(-1), x.max(-1)
+            bad = (x * np.float32(0)).sum(-1)
+            step = from_bf16(to_bf16((high - low) / np.float32(15) + bad))
+            least = from_bf16(to_bf16(low + bad))
+            inverse = np.where(step > 0, np.float32(1) / step, np.float32(0)).astype(np.float32)
+            codes = np.rint((x - least[..., None]) * inverse[..., None])
+            return np.clip(np.nan_to_num(codes), 0, 15).astype(np.uint8), np.stack([step, least], -1)
+        amax = np.abs(x).max(-1)
+        most = np.float32(127 if kind == "int8" else 1.75)
+        inverse = np.where(amax == 0, np.float32(0), most / amax).astype(np.float32)
+        if kind == "e4m3":
+            halves = to_half_byte(np.clip(x * inverse[..., None], -most, most), 3, 7)
+            return (halves >> 1 & 0x80 | halves & 0x7F).astype(np.uint8), amax / most
+        codes = np.nan_to_num(np.rint(x * inverse[..., None]), posinf=127, neginf=-127)
+        return codes.astype(np.int8), amax / most
+
+
+def decoded(codes: Array, kind: str) -> Floats:
+    """Stored numbers as floats, without their scale."""
+    if kind == "f16":
+        return codes.view(np.float16).astype(np.float32)
+    if kind == "e5m2":
+        return (codes.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if kind == "e4m3":
+        sign, rest = codes.astype(np.uint16) >> 7, codes.astype(np.uint16) & 0x7F
+        return (sign << 15 | rest << 7).view(np.float16).astype(np.float32)
+    return from_bf16(codes) if kind == "bf16" else codes.astype(np.float32)
+
+
+def places(head_dim: int, what: str) -> list[tuple[int, int]]:
+    """The byte of each channel of int4, and the bit where it begins."""
+    if what == "key":
+        return [(d // 2, 4 * (d % 2)) for d in range(head_dim)]
+    return [(d // 32 * 16 + d % 16, 4 * (d % 32 // 16)) for d in range(head_dim)]
+
+
+class Cache:
+    """One layer's cache, full of `rubbish` where nothing was stored."""
+
+    def __init__(self, num_slots: int, kv_heads: int, head_dim: int, kind: str, rubbish: float = np.nan) -> None:
+        self.kind, self.kv_heads, self.head_dim = kind, kv_heads, head_dim
+        tiles = -(-num_slots // 16)
+        fill, scale = encoded(np.full(1, rubbish, np.float32), kind)
+        self.packing = {what: places(head_dim, what) for what in ("key", "value")}
+        rows, row = (max(byte for byte, _ in own) + 1 if kind == "int4" else head_dim for own in self.packing.values())
+        self.k = np.full((tiles, kv_heads, rows, 16), fill[0])
+        self.v = np.full((tiles, kv_heads, 16, row), fill[0])
+        if kind == "int4":
+            bits = to_bf16(np.full(1, rubbish, np.float32))[0]
+            self.k_scale: Array = np.full((tiles, kv_heads, 2, 16), bits, np.uint16)
+        else:
+            self.k_scale = np.full((tiles, kv_heads, 16), scale if kind in SCALED else rubbish, np.float32)
+        self.v_scale = self.k_scale.copy()
+
+    def put(self, slots: Array, keys: Floats, values: Floats) -> None:
+        """keys and values [R, kv_heads, head_dim]"""
+        tile, lane = slots // 16, slots % 16
+        for what, x in (("key", keys), ("value", values)):
+            codes, scales = encoded(x, self.kind)
+            own = (self.k_scale if what == "key" else self.v_scale).swapaxes(1, -1)  # [tiles, 16, (2,) kv_heads]
+            if self.kind == "int4":
+                own[tile, lane] = to_bf16(scales.swapaxes(1, 2))
+                codes = self.packed(codes, what)
+            else:
+                own[tile, lane] = scales
+            if what == "key":
+                self.k[tile, :, :, lane] = codes
+            else:
+                self.v[tile, :, lane] = codes
+
+    def packed(self, codes: Array, what: str) -> Array:
+        """Codes of int4 [R, kv_heads, head_dim], two in a byte."""
+        num_bytes = self.k.shape[2] if what == "key" else self.v.shape[3]
+        made = np.zeros((*codes.shape[:-1], num_bytes), np.uint8)
+        for d, (byte, bit) in enumerate(self.packing[what]):
+            made[..., byte] |= codes[..., d] << bit
+        return made
+
+    def get(self, slots: Array) -> tuple[Floats, Floats, Floats, Floats]:
+        """Keys and values [R, kv_heads, head_dim] without scales, and the two scales [R, kv_heads] (int4: [..., 2])."""
+        tile, lane = slots // 16, slots % 16
+        found = []
+        for what, codes in (("key", self.k[tile, :, :, lane]), ("value", self.v[tile, :, lane])):
+            if self.kind == "int4":
+                codes = np.stack([codes[..., byte] >> bit & 15 for byte, bit in self.packing[what]], -1)
+            found.append(decoded(codes, self.kind))
+        scales = [own.swapaxes(1, -1)[tile, lane] for own in (self.k_scale, self.v_scale)]
+        if self.kind == "int4":
+            scales = [from_bf16(own).swapaxes(1, 2) for own in scales]
+        return found[0], found[1], scales[0], scales[1]
+
+    def fields(self) -> Values:
+        scales: Values = {"k_scale": self.k_scale, "v_scale": self.v_scale} if self.kind in SCALED else {}
+        return {"kv_type": KINDS.index(self.kind), "k": self.k, "v": self.v, "kv_heads": self.kv_heads} | scales

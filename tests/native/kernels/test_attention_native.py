@@ -1,0 +1,281 @@
+"""Native paged attention: the contract's order of operations to the bit, alike on every ISA and in any company."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.native.kernels.cache import KINDS, SCALED, Cache
+from tests.native.kernels.calls import FAST, ISAS, Array, Floats, call, fma, lanes_sum, normals, padded, same, tree
+
+from headrace.backends.torch_ref import attention as reference
+
+SPAN = 128
+
+
+@dataclass
+class Problem:
+    """Sequences of the given lengths; the rows of a step are the last rows of each, so many as `rows` says."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    kind: str = "f32"
+    lengths: tuple[int, ...] = (150,)
+    block_size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    rubbish: float = np.nan
+    seed: int = 1
+    scale: float = 0.3
+    tables: list[Array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        counts = [-(-n // self.block_size) for n in self.lengths]
+        ids = rng.permutation(sum(counts) + 5).astype(np.int32)
+        self.tables = [ids[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
+        self.cache = Cache(len(ids) * self.block_size, self.kv_heads, self.head_dim, self.kind, self.rubbish)
+        self.queries = [normals(self.seed + i, n, self.heads, self.head_dim) for i, n in enumerate(self.lengths)]
+        for i, n in enumerate(self.lengths):
+            keys, values = (normals(self.seed + part + i, n, self.kv_heads, self.head_dim) for part in (100, 200))
+            self.cache.put(self.slots(i), keys, values)
+
+    def slots(self, i: int) -> Array:
+        p = np.arange(self.lengths[i])
+        return self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
+
+    def run(self, isa: str, chunks: list[tuple[int, int, int]], num_threads: int = 1) -> list[Floats]:
+        """One step of chunks (sequence, first position, rows) -> an output [rows, heads * head_dim] of each."""
+        width = self.heads * self.head_dim
+        x = np.concatenate([self.queries[i][p : p + n].reshape(n, width) for i, p, n in chunks])
+        x = np.concatenate([x, np.full((len(x), 7), np.nan, np.float32)], 1)  # keys and values lie there
+        row_begin = np.cumsum([0] + [n for _, _, n in chunks]).astype(np.int32)
+        table_begin = np.cumsum([0] + [len(self.tables[i]) for i, _, _ in chunks]).astype(np.int32)
+        blocks = np.concatenate([self.tables[i] for i, _, _ in chunks])
+        out = padded(len(x), width)
+        values: dict[str, Any] = {"x": x, "ld_x": x.shape[1], "heads": self.heads, "head_dim": self.head_dim}
+        values |= {"scale": self.scale, "window": self.window, "softcap": self.softcap, "block_size": self.block_size}
+        values |= {"row_begin": row_begin, "start": np.array([p for _, p, _ in chunks], np.int32)}
+        values |= {"table_begin": table_begin, "blocks": blocks, "out": out, "ld_out": out.shape[1]}
+        call("attention", isa, len(chunks), num_threads=num_threads, **values, **self.cache.fields())
+        assert (out[:, width:] == padded(1, 0)).all()
+        return np.split(out[:, :width].copy(), row_begin[1:-1])
+
+    def whole(self, isa: str, num_threads: int = 1) -> list[Floats]:
+        return self.run(isa, [(i, 0, n) for i, n in enumerate(self.lengths)], num_threads)
+
+
+def const(x: float) -> Floats:
+    return np.full(1, x, np.float32)
+
+
+def exp(x: Floats) -> Floats:
+    """csrc/generic/math.h"""
+    with np.errstate(invalid="ignore", over="ignore"):
+        y = np.clip(x, const(-88), const(89))
+        n = np.rint(y * const(1.44269504088896341))
+        r = fma(n, const(2.12194440e-4), fma(n, const(-0.693359375), y))
+        p = np.full_like(x, 1.9875691500e-4)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            p = fma(p, r, const(c))
+        p = fma(p, r * r, r + const(1)) * np.ldexp(const(1), np.nan_to_num(n).astype(np.int32))
+    return np.where(x < const(-87.3), const(0), p).astype(np.float32)
+
+
+def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: bool = False) -> Floats:
+    """The output [heads * head_dim] of position p of sequence i, operation by operation as the contract has it."""
+    f32, group = np.float32, problem.heads // problem.kv_heads
+    q = problem.queries[i][p]
+    k, v, k_scale, v_scale = (np.repeat(a, group, 1) for a in problem.cache.get(problem.slots(i)))
+    low = max(0, p - problem.window + 1) if problem.window else 0
+    m, total = np.full(problem.heads, -np.inf, np.float32), np.zeros(problem.heads, np.float32)
+    acc, extra = np.zeros(q.shape, np.float32), np.zeros(problem.heads, np.float32)
+    k_least = v_least = None
+    if problem.kind == "int4":
+        (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(own, -1, 0) for own in (k_scale, v_scale))
+    for begin in range((low - origin) // SPAN * SPAN + origin, p + 1, SPAN):
+        keys = np.arange(max(begin, low), min(begin + SPAN, p + 1))
+        s = np.zeros((len(keys), problem.heads), np.float32)
+        for d in range(problem.head_dim):
+            s = fma(q[:, d], k[keys, :, d], s)
+        s = s * (f32(problem.scale) * k_scale[keys] if problem.kind in SCALED else f32(problem.scale))
+        if k_least is not None:
+            s = fma(f32(problem.scale) * k_least[keys], lanes_sum(q)[None], s)
+        if problem.softcap:
+            t = s / f32(problem.softcap)
+            s = f32(problem.softcap) * (f32(1) - f32(2) / (f32(1) + exp(t + t)))
+        top = np.maximum(m, s.max(0))
+        alpha, w = exp(m - top), exp(s - top)
+        lanes, least = np.zeros((2, problem.heads, 16), np.float32)
+        for j in range(len(keys)):
+            lanes[:, keys[j] % 16] += w[j]
+            if v_least is not None:
+                least[:, keys[j] % 16] = fma(w[j], v_least[keys[j]], least[:, keys[j] % 16])
+        m, total, acc = top, total * alpha + tree(lanes), acc * alpha[:, None]
+        extra = extra * alpha + tree(least)
+        if problem.kind in SCALED:
+            w = w * v_scale[keys]
+        for j in reversed(range(len(keys))) if backwards else range(len(keys)):
+            acc = fma(w[j][:, None], v[keys[j]], acc)
+    out: Floats = ((acc + extra[:, None] if v_least is not None else acc) / total[:, None]).astype(np.float32)
+    return out.reshape(-1)
+
+
+DEFINED = [
+    Problem(lengths=(150,)),
+    Problem(heads=3, kv_heads=1, head_dim=20, lengths=(40, 131), block_size=24),
+    Problem(heads=7, kv_heads=1, head_dim=24, lengths=(290,), window=140, softcap=5.0, block_size=4),
+    Problem(heads=2, kv_heads=2, head_dim=64, lengths=(260,), window=5, block_size=32),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_output_is_the_stated_order_to_the_bit(isa: str, kind: str) -> None:
+    for plan in DEFINED:
+        problem = replace(plan, kind=kind)
+        for i, out in enumerate(problem.whole(isa)):
+            for p in {0, len(out) // 2, len(out) - 1}:
+                assert same(out[p], defined(problem, i, p)), (plan, i, p)
+
+
+def test_control_another_order_shows() -> None:
+    """Spans counted from elsewhere, or keys in reverse, have other bits: the comparison above sees the order."""
+    problem = DEFINED[0]
+    out = problem.whole("scalar")[0]
+    assert same(out[149], defined(problem, 0, 149))
+    assert not same(out[149], defined(problem, 0, 149, origin=-50))
+    assert not same(out[149], defined(problem, 0, 149, backwards=True))
+
+
+@functools.cache
+def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
+    """Ragged problems of all sorts, and what scalar makes of them."""
+    rng = np.random.default_rng(KINDS.index(kind))
+
+    def pick(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    problems = []
+    for seed, group in enumerate([1, 2, 3, 4, 5, 6, 7, 8, 12, 16]):
+        kv_heads, lengths = pick(1, 2, 3), tuple(pick(1, 2, 17, 40, 127, 129, 200) for _ in range(pick(1, 2, 4)))
+        problem = Problem(
+            heads=group * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=pick(7, 16, 20, 40, 64, 80, 128, 256),
+            kind=kind,
+            lengths=lengths,
+            block_size=pick(1, 4, 16, 24, 32, 64),
+            window=pick(0, 0, 0, 1, 5, 100, 128, 200),
+            softcap=pick(0.0, 0.0, 20.0),
+            seed=seed,
+        )
+        problems.append((problem, problem.whole("scalar")))
+    return problems
+
+
+@pytest.mark.parametrize("isa", FAST)
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits_on_every_isa_and_any_number_of_threads(isa: str, kind: str) -> None:
+    for problem, expected in grid(kind):
+        assert all(np.isfinite(out).all() for out in expected)
+        for num_threads in (1, 2, 3):
+            for out, right in zip(problem.whole(isa, num_threads), expected, strict=True):
+                assert same(out, right), (problem, num_threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(isa: str, kind: str) -> None:
+    lengths = (1, 300, 129, 150)
+    for plan in [Problem(head_dim=64, heads=8), Problem(heads=5, kv_heads=1, head_dim=20, window=70, block_size=24)]:
+        problem = replace(plan, kind=kind, lengths=lengths)
+        whole = problem.whole(isa)
+        rng = np.random.default_rng(3)
+        done = [0] * len(lengths)
+        while any(d < n for d, n in zip(done, lengths, strict=True)):
+            chunks = []
+            for i in rng.permutation(len(lengths)):
+                n = min(int(rng.choice([0, 1, 1, 2, 7, 64, 129])), lengths[i] - done[i])
+                if n > 0:
+                    chunks.append((int(i), done[i], n))
+                    done[i] += n
+            if chunks:
+                for (i, p, n), out in zip(chunks, problem.run(isa, chunks, int(rng.integers(1, 3))), strict=True):
+                    assert same(out, whole[i][p : p + n]), (plan, i, p, n)
+
+
+@pytest.mark.parametrize("window", [0, 3, 130])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("isa", ISAS)
+def test_against_torch_ref(isa: str, window: int, softcap: float) -> None:
+    problem = Problem(heads=6, head_dim=20, lengths=(290, 33), window=window, softcap=softcap)
+
+    @dataclass
+    class Rows:
+        starts: list[int]
+        lens: list[int]
+        block_tables: torch.Tensor
+        notes: dict[Any, Any] = field(default_factory=dict)
+
+    longest = max(len(t) for t in problem.tables)
+    tables = torch.tensor(np.array([np.pad(t, (0, longest - len(t))) for t in problem.tables]), dtype=torch.int64)
+    num_slots = problem.cache.k.shape[0] * 16
+    keys, values, _, _ = problem.cache.get(np.arange(num_slots))
+    cache = torch.from_numpy(np.stack([keys, values])).view(2, -1, 16, problem.kv_heads, problem.head_dim)
+    rows: Any = Rows([0, 0], list(problem.lengths), tables)
+    query = torch.from_numpy(np.concatenate(problem.queries))
+    expected = reference.attention(query, cache, rows, problem.scale, window or None, softcap).flatten(1).numpy()
+    np.testing.assert_allclose(np.concatenate(problem.whole(isa)), expected, atol=3e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_what_lies_in_slots_that_no_key_occupies_does_not_matter(isa: str, kind: str, block_size: int) -> None:
+    outs = []
+    for rubbish in (np.nan, 0.0, -3e4):
+        problem = Problem(8, 2, 20, kind, (135, 20), block_size, rubbish=rubbish)
+        chunks = [(0, 128, 7), (1, 0, 19), (0, 134, 1)]
+        outs.append(problem.run(isa, chunks))
+        assert np.isfinite(np.concatenate(outs[-1])).all()
+    for other in outs[1:]:
+        assert all(same(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["key", "value", "query"])
+def test_what_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(isa: str, kind: str, what: str) -> None:
+    """Also the control of the test above: a slot that a row sees does matter."""
+    for bad in (np.nan, np.inf):
+        for at, window in ((70, 0), (131, 9), (0, 0)):
+            problem = Problem(6, 2, 20, kind, (150, 30), window=window)
+            sound = problem.whole(isa)
+            tile, lane = problem.slots(0)[at] // 16, problem.slots(0)[at] % 16
+            fill = Cache(16, 1, 1, kind, bad)
+            if what == "query":
+                problem.queries[0][at, 2] = bad
+            elif kind in SCALED:
+                own = problem.cache.k_scale if what == "key" else problem.cache.v_scale
+                own[tile, 0, ..., lane] = 0x7FC0 if kind == "int4" else np.nan
+            elif what == "key":
+                problem.cache.k[tile, 0, :, lane] = fill.k.flat[0]
+            else:
+                problem.cache.v[tile, 0, lane] = fill.v.flat[0]
+            out = problem.whole(isa)
+            last = at + 1 if what == "query" else at + window if window else 150
+            sees = np.zeros((150, 6), bool)
+            sees[at:last, 2 if what == "query" else slice(0, 3)] = True
+            shown = ~np.isfinite(out[0].reshape(150, 6, 20))
+            # An infinite key may give a score of minus infinity, whose weight is 0.
+            if what != "key" or np.isnan(bad) or kind in SCALED:
+                assert shown[sees].all()
+            assert not shown[~sees].any()
+            assert same(out[0].reshape(150, 6, 20)[~sees], sound[0].reshape(150, 6, 20)[~sees])
+            assert same(out[1], sound[1])

@@ -1,0 +1,87 @@
+"""training/finetune_quantised.py on a tiny model: it begins where rounding to nearest ends, and loses less after."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tests.support.checkpoints import llama_tensors, write_llama
+
+from headrace.quantize.base import Options
+from headrace.quantize.driver import _File, quantise_checkpoint
+from headrace.quantize.writers import compressed_tensors
+
+CONFIG = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+OPTIONS = Options(method="rtn", bits=3, group_size=32, symmetric=True, scale_dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "training"), *sys.path])
+    before = set(sys.modules)
+    yield importlib.import_module("finetune_quantised")
+    for name in set(sys.modules) - before:
+        if name in ("finetune_quantised", "model"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    tensors = {name: 2 * t if t.dim() == 2 else t for name, t in llama_tensors(CONFIG, torch.bfloat16).items()}
+    tensors.pop("lm_head.weight", None)
+    told = {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    return write_llama(tmp_path / "model", tensors, **CONFIG, **told)
+
+
+def test_it_begins_at_round_to_nearest_and_ends_below(script: ModuleType, source: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    teacher = script.load_model(source).requires_grad_(False)
+    student = script.rounded_copy(teacher, OPTIONS)
+    plain = student.embed_tokens.weight.clone()
+    script.export(student, source, tmp_path / "begun", OPTIONS)
+    quantise_checkpoint(source, tmp_path / "rtn", Options(method="rtn", bits=3, group_size=32), "compressed-tensors")
+    begun, rtn = (weights_of(tmp_path / name) for name in ("begun", "rtn"))
+    assert begun.keys() == rtn.keys()
+    assert all(torch.equal(begun[name], rtn[name]) for name in rtn)
+    rows = torch.randint(0, 64, (24, 32))
+    before, after = script.finetune(student, teacher, rows, minutes=1, steps=40, lr=3e-3)
+    assert after < 0.8 * before
+    script.export(student, source, tmp_path / "tuned", OPTIONS)
+    # What is written is what was judged, and what was not trained is as it was.
+    again = script.load_model(source)
+    again.load_state_dict(
+        {n: weights_of(tmp_path / "tuned").get(f"model.{n}", t) for n, t in again.state_dict().items()}
+    )
+    with torch.no_grad():
+        found = float(script.divergence(again, teacher, rows[:12]))
+    assert found == pytest.approx(after, rel=1e-3)
+    assert torch.equal(student.embed_tokens.weight, plain)
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The quantised layers, as the reader has them."""
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    made = {}
+    for path in directory.glob("*.safetensors"):
+        file = _File(path)
+        names = [name.removesuffix(".weight_packed") for name in file._file.entries if name.endswith(".weight_packed")]
+        made |= {f"{name}.weight": compressed_tensors.read(file, name, config).dequantize() for name in names}
+    return made
+
+
+def test_gradients_go_past_the_rounding(script: ModuleType) -> None:
+    linear = torch.nn.Linear(32, 4, bias=False)
+    layer = script.RoundedLinear(linear, OPTIONS, "a")
+    layer(torch.randn(5, 32)).square().sum().backward()
+    assert float(layer.weight.grad.abs().sum()) > 0
+    assert float(layer.log_scale.grad.abs().sum()) > 0

@@ -1,0 +1,170 @@
+"""What can not be made is refused before any work; what is not refused is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.checkpoints import llama_tensors, write_llama
+from tests.support.harness import save_random
+from typer.testing import CliRunner
+
+from headrace.cli import quantize as command
+from headrace.cli.main import app
+from headrace.llm import LLM
+from headrace.models import find
+from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.quantize import driver, mixed
+from headrace.quantize.base import Options, find_method, find_writer, method_names, writer_names
+from headrace.quantize.gguf_writer import Source
+
+TEXT = [[(7 * i * i + 3 * i + k) % 64 for i in range(24)] for k in range(2)]
+
+
+def small(directory: Path, **changes: int) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"vocab_size": 64, "num_hidden_layers": 1, **sizes, **changes}
+    return write_llama(directory, llama_tensors(config, torch.bfloat16), torch_dtype="bfloat16", **config)
+
+
+def options_of(method: str) -> list[Options]:
+    """As many as fit none, some and all."""
+    made = [Options(method=method, bits=bits, group_size=size) for bits in (2, 3, 4, 5, 8) for size in (32, 64, -1, 0)]
+    turned = [dataclasses.replace(one, symmetric=symmetric) for one in made[::3] for symmetric in (True, False)]
+    ordered = [dataclasses.replace(one, act_order="group") for one in made[:12:2]] if method == "gptq" else []
+    return made + turned + ordered
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """One whose sizes fit everything, one whose sizes fit little."""
+    folder = tmp_path_factory.mktemp("models")
+    return [small(folder / "even"), small(folder / "odd", hidden_size=40, intermediate_size=52, head_dim=12)]
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_method_in_every_format_is_refused_at_once_or_made(
+    method: str, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver.shards.os, "fsync", lambda descriptor: None)
+    num_made = num_refused = 0
+    for model, layout, options in itertools.product(models, writer_names(), options_of(method)):
+        out = tmp_path / str(num_made)
+        try:
+            wanted = find_method(method).verify(options)
+            find_writer(layout).verify(wanted)
+            driver.verify_checkpoint(model, wanted, layout)
+        except (RequestError, CheckpointError):
+            num_refused += 1
+            continue
+        if num_made % 4 == 0 or model == models[1]:  # enough, and the sizes that are most likely to break
+            driver.quantise_checkpoint(model, out, wanted, layout, TEXT)
+        num_made += 1
+    assert num_made > 0
+    assert num_refused > num_made
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "found"),
+    [
+        ("awq", {"intermediate_size": 100}, "eights of outputs"),
+        ("gptq", {"intermediate_size": 100}, "whole words of 4 bits"),
+        ("gguf", {"intermediate_size": 80}, "rows of 32s"),
+        ("compressed-tensors", {"intermediate_size": 100, "hidden_size": 72}, "group_size 48"),
+    ],
+)
+def test_sizes_are_looked_at_first(layout: str, changes: dict[str, int], found: str, tmp_path: Path) -> None:
+    model = small(tmp_path / "model", **changes)
+    options = Options(group_size=48 if "48" in found else -1)
+    with pytest.raises(CheckpointError, match=found):
+        driver.verify_checkpoint(model, find_method("rtn").verify(options), layout)
+
+
+def test_nothing_is_asked_of_a_model_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calibration text costs most: no way to it before all is looked at."""
+    monkeypatch.setattr(command, "calibration_text", lambda *_: pytest.fail("a text was asked for"))
+    model = small(tmp_path / "model", intermediate_size=100)
+    (tmp_path / "here").write_text("mine")
+    wrong: list[tuple[list[str], str]] = [
+        (["--method", "gptq", "--group-size", "20"], "no multiple of group_size 20"),
+        (["--method", "awq", "--group-size", "-1"], "eights of outputs"),
+        (["--method", "gptq", "--group-size", "-1", "--format", "gguf"], "rows of 32s"),
+        (["--method", "smoothquant", "--format", "awq"], "format"),
+        (["--method", "llm_int8", "--format", "gptq"], "format"),
+    ]
+    for arguments, found in wrong:
+        done = CliRunner().invoke(app, ["quantize", str(model), str(tmp_path / "out"), *arguments])
+        assert isinstance(done.exception, HeadraceError), arguments
+        assert found in str(done.exception)
+    done = CliRunner().invoke(app, ["quantize", str(model), str(tmp_path / "here" / "out"), "--method", "gptq"])
+    assert isinstance(done.exception, HeadraceError)
+    mixture = ["quantize", str(model), str(tmp_path / "out.gguf"), "--method", "mixed", "--bits", "1.5"]
+    done = CliRunner().invoke(app, mixture)
+    assert isinstance(done.exception, RequestError)
+    assert "at least" in str(done.exception)
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = find_method("rtn").verify(Options(group_size=32))
+    needed = driver.verify_checkpoint(small(tmp_path / "model"), options, "gptq")
+    made = driver.quantise_checkpoint(tmp_path / "model", tmp_path / "made", options, "gptq")
+    assert 0.7 * made.num_bytes < needed < made.num_bytes
+    usage = driver.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    with pytest.raises(RequestError, match=f"place for {needed} bytes"):
+        driver.verify_out(tmp_path / "out", needed)
+    monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    driver.verify_out(tmp_path / "out", needed)
+
+
+def answer(model: Path, **changes: Any) -> list[float]:
+    """Log-probabilities of a text's tokens."""
+    llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1, **changes)
+    try:
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([TEXT[0]], asked, use_tqdm=False)
+    finally:
+        llm.close()
+    pairs = zip(TEXT[0][1:], (output.prompt_logprobs or [])[1:], strict=True)
+    return [entry[token_id].logprob for token_id, entry in pairs if entry is not None]
+
+
+def gpt2(directory: Path) -> Path:
+    save_random(dict(find("gpt2").TINY) | {"n_embd": 64}, directory)
+    return directory
+
+
+GPT2 = [("gptq", "gptq", {}), ("rtn", "gptq", {"group_size": -1}), ("rtn", "gguf", {}), ("nf4", "bitsandbytes", {})]
+
+
+@pytest.mark.parametrize(("method", "layout", "changes"), GPT2)
+def test_layers_stored_the_other_way_round(tmp_path: Path, method: str, layout: str, changes: dict[str, Any]) -> None:
+    """GPT-2's: codes lie [out, in], as those readers that know such layers have them."""
+    model, out = gpt2(tmp_path / "gpt2"), tmp_path / "out"
+    bits = 4 if method == "nf4" else 8
+    options = Options(method=method, **({"bits": bits, "group_size": 32} | changes))
+    report = driver.quantise_checkpoint(model, out, options, layout, TEXT)
+    assert set(report.errors) >= {f"transformer.h.0.{part}" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}
+    far = max(abs(a - b) for a, b in zip(answer(out), answer(model), strict=True))
+    assert 0 < far < (0.1 if bits == 8 else 1.0)  # of weights that are not turned, some 3
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "fp8"])
+def test_layouts_without_such_layers_are_refused(tmp_path: Path, layout: str) -> None:
+    method, bits = ("fp8", 8) if layout == "fp8" else ("rtn", 4)
+    options = Options(method=method, bits=bits, group_size=-1)
+    with pytest.raises(CheckpointError, match=r"stored \[in, out\]"):
+        driver.quantise_checkpoint(gpt2(tmp_path / "gpt2"), tmp_path / "out", options, layout)
+
+
+def test_the_least_budget_of_a_mixture(tmp_path: Path) -> None:
+    source = Source(small(tmp_path / "model"))
+    least = mixed.least_bits(source)
+    mixed.verify(source, least)
+    with pytest.raises(RequestError, match=f"at least {least:.2f}"):
+        mixed.verify(source, least - 0.01)

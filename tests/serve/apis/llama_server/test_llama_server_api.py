@@ -1,0 +1,222 @@
+"""llama-server's own routes over HTTP, as its documentation has them (there is no client library of its own)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support.server import HTTP, Live, brittle
+
+from headrace.protocol.config import ServerConfig
+from headrace.text.tokenizer import Tokenizer
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    assert all(line.startswith("data: ") for line in text.split("\n\n") if line)
+    return [json.loads(line[6:]) for line in text.split("\n\n") if line]
+
+
+def post(live: Live, **more: Any) -> Any:
+    reply = live.post("/completion", {"prompt": "Hello", "n_predict": 8} | more)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def test_llama_completion(live: Live, say: Callable[[str], None]) -> None:
+    say("one\ntwo three")
+    made = post(live, n_predict=40).json()
+    assert made["content"] == "one\ntwo three"
+    assert (made["stop"], made["stop_type"], made["stopping_word"], made["model"]) == (True, "eos", "", "fake")
+    assert (made["tokens_predicted"], made["tokens_evaluated"], made["tokens_cached"]) == (14, 5, 18)
+    assert (made["has_new_line"], made["truncated"], made["tokens"], made["index"]) == (True, False, [], 0)
+    assert made["timings"]["predicted_n"] == 14
+    assert made["generation_settings"]["n_predict"] == 40
+    assert live.post("/completions", {"prompt": "Hello"}).json()["content"] == "one\ntwo three"
+    assert post(live, n_predict=3).json()["stop_type"] == "limit"
+    word = post(live, stop=["wo"]).json()
+    assert (word["content"], word["stop_type"], word["stopping_word"]) == ("one\nt", "word", "wo")
+
+
+def test_llama_stream(live: Live) -> None:
+    whole = post(live, seed=4).json()
+    *parts, last = events(post(live, seed=4, stream=True).text)
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert all(part["stop"] is False for part in parts)
+    assert sum(len(part["tokens"]) for part in parts) == 8
+    assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "limit")
+    assert last["timings"]["predicted_n"] == 8
+    assert events(post(live, stream=True, timings_per_token=True).text)[0]["timings"]["predicted_n"] >= 1
+
+
+def test_llama_prompts(live: Live) -> None:
+    """A text, token ids, both mixed, several of them: the same tokens give the same answer."""
+    text, ids, mixed = (post(live, prompt=prompt, seed=1).json() for prompt in ("Hi!", [72, 105, 33], [72, "i", 33]))
+    assert [each["tokens_evaluated"] for each in (text, ids, mixed)] == [3, 3, 3]
+    both = post(live, prompt=["Hi!", [72, 105, 33]], seed=1).json()
+    assert [each["index"] for each in both] == [0, 1]
+    assert both[0]["content"] == text["content"]
+    assert ids["content"] == mixed["content"] == both[1]["content"]
+
+
+def test_llama_n_probs_and_tokens(live: Live) -> None:
+    made = post(live, n_probs=3, return_tokens=True).json()
+    assert len(made["tokens"]) == 8
+    entries = made["completion_probabilities"]
+    assert [entry["id"] for entry in entries] == made["tokens"]
+    assert all(len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0 for entry in entries)
+    parts = events(post(live, n_probs=1, stream=True).text)
+    assert sum(len(part.get("completion_probabilities", [])) for part in parts) == 8
+
+
+def test_llama_response_fields(live: Live) -> None:
+    fields = ["content", "generation_settings/n_predict", "timings/predicted_n", "nothing/here"]
+    assert set(post(live, response_fields=fields).json()) == {"content", "n_predict", "predicted_n"}
+
+
+def test_llama_logit_bias_and_settings(live: Live) -> None:
+    """By id, by text (each of its tokens), false to forbid; what was asked for stands in generation_settings."""
+    body: dict[str, Any] = {"logit_bias": [[5, 1.5], ["Hi", -2], [7, False]], "temperature": 0.5, "repeat_penalty": 1.2}
+    body |= {
+        "samplers": ["top_k", "typ_p", "temperature"],
+        "mirostat": 2,
+        "adaptive_target": 0.25,
+        "dry_multiplier": 0.8,
+        "xtc_probability": 0.1,
+    }
+    settings = post(live, **body).json()["generation_settings"]
+    assert dict(map(tuple, settings["logit_bias"])) == {5: 1.5, 72: -2, 105: -2, 7: -100}
+    assert (settings["temperature"], settings["repeat_penalty"], settings["mirostat"]) == (0.5, 1.2, 2)
+    assert settings["samplers"] == ["top_k", "typical_p", "temperature"]
+    assert (settings["dry_multiplier"], settings["xtc_probability"]) == (0.8, 0.1)
+    assert (settings["adaptive_target"], settings["adaptive_decay"]) == (0.25, 0.9)
+    assert isinstance(settings["seed"], int)
+    by_name = post(live, logit_bias={"5": 1.5, "i": False}).json()["generation_settings"]["logit_bias"]
+    assert dict(map(tuple, by_name)) == {5: 1.5, 105: -100}
+
+
+def test_llama_n_predict_without_a_limit_fills_the_context(live: Live) -> None:
+    made = post(live, n_predict=-1, seed=-1).json()
+    assert (made["tokens_predicted"], made["stop_type"]) == (2048 - 5, "limit")
+
+
+def test_llama_cache_prompt(live: Live) -> None:
+    prompt = "C" * 200
+    first, second, third = (
+        post(live, prompt=prompt, cache_prompt=cache, seed=1).json() for cache in (True, True, False)
+    )
+    assert second["timings"]["cache_n"] >= 192
+    assert third["timings"]["cache_n"] == 0
+    assert first["content"] == second["content"]
+
+
+def test_llama_warnings(live: Live) -> None:
+    given = {"id_slot": 1, "min_keep": 2, "t_max_predict_ms": 5, "post_sampling_probs": True, "n_probs": 1, "nprobs": 1}
+    told = [
+        "id_slot: ignored: there are no slots; a prefix is found wherever it was computed",
+        "min_keep: ignored: filters keep at least one token, and no other number",
+        "nprobs: unknown, and ignored; did you mean n_probs?",
+        "post_sampling_probs: ignored: probabilities are the model's, before samplers",
+        "t_max_predict_ms: ignored: the same request must give the same answer at every speed; use n_predict",
+    ]
+    assert sorted(post(live, **given).json()["warnings"]) == told
+    first, *others = events(post(live, **given, stream=True).text)
+    assert sorted(first["warnings"]) == told
+    assert not any("warnings" in other for other in others)
+
+
+def test_llama_props_and_slots(live: Live) -> None:
+    props = HTTP.get(live.url + "/props").json()
+    assert (props["total_slots"], props["model_alias"], props["eos_token"]) == (64, "fake", "<eos>")
+    assert props["default_generation_settings"]["n_ctx"] == 2048
+    assert props["default_generation_settings"]["params"]["temperature"] == 1.0
+    assert props["chat_template"].startswith("{% for m in messages %}")
+    slots = HTTP.get(live.url + "/slots").json()
+    assert [slot["id"] for slot in slots] == list(range(64))
+    live.wait(lambda: live.client.stats.num_running == 0)
+    with HTTP.stream("POST", live.url + "/completion", json={"prompt": "x", "stream": True}, timeout=30) as reply:
+        next(reply.iter_lines())
+        live.wait(lambda: [s["is_processing"] for s in HTTP.get(live.url + "/slots").json()][:2] == [True, False])
+    live.wait(lambda: live.client.num_unfinished == 0)
+    assert HTTP.get(live.url + "/slots?fail_on_no_slot=1").status_code == 200
+
+
+def test_llama_apply_template(live: Live) -> None:
+    body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
+    assert live.post("/apply-template", body).json() == {"prompt": "[system]s[user]u[a]"}
+
+
+def test_llama_embedding(live: Live) -> None:
+    many = live.post("/embedding", {"content": ["one", "two"]}).json()
+    assert [each["index"] for each in many] == [0, 1]
+    (one,) = live.post("/embeddings", {"content": "one"}).json()
+    assert one["embedding"] == many[0]["embedding"]
+    assert sum(x * x for x in one["embedding"][0]) == pytest.approx(1)
+    (ids,) = live.post("/embedding", {"content": [111, 110, 101]}).json()
+    assert ids["embedding"] == one["embedding"]
+    (raw,) = live.post("/embedding", {"content": "one", "embd_normalize": -1}).json()
+    assert sum(x * x for x in raw["embedding"][0]) != pytest.approx(1)
+    refused = live.post("/embedding", {"content": "one", "embd_normalize": 1})
+    assert refused.json()["error"]["message"].startswith("embd_normalize: ")
+
+
+def test_llama_tokenize_and_detokenize(live: Live) -> None:
+    plain = live.post("/tokenize", {"content": "Hä"}).json()["tokens"]
+    assert len(plain) == 3
+    pieces = live.post("/tokenize", {"content": "Hä", "with_pieces": True}).json()["tokens"]
+    assert [each["id"] for each in pieces] == plain
+    assert [each["piece"] for each in pieces] == ["H", [0xC3], [0xA4]]
+    assert live.post("/detokenize", {"tokens": plain}).json()["content"] == "Hä"
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": [1, 2.5]}, "prompt[1]"),
+        ({"prompt": [1, "a"] * 100}, "prompt"),
+        ({"prompt": "x" * 2049}, "prompt"),
+        ({"n_predict": 0}, "n_predict"),
+        ({"n_predict": -3}, "n_predict"),
+        ({"n_predict": 2**31}, "n_predict"),
+        ({"n_predict": "many"}, "n_predict"),
+        ({"seed": -2}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"n_predict": None, "max_tokens": -1}, "max_tokens"),
+        ({"n_predict": None, "max_tokens": 0}, "max_tokens"),
+        ({"repeat_penalty": 0}, "repeat_penalty"),
+        ({"temperature": -1}, "temperature"),
+        ({"n_probs": 99}, "n_probs"),
+        ({"logit_bias": [[1]]}, "logit_bias[0]"),
+        ({"logit_bias": [[1, True]]}, "logit_bias[0]"),
+        ({"logit_bias": [[256, 1]]}, "logit_bias"),
+        ({"logit_bias": [[1, 1000]]}, "logit_bias"),
+        ({"samplers": ["magic"]}, "samplers"),
+        ({"grammar": "root ::= x", "json_schema": {}}, "grammar"),
+    ],
+)
+def test_llama_refusals_name_the_field(live: Live, more: dict[str, Any], field: str) -> None:
+    given = {"prompt": "x", "n_predict": 2} | more
+    reply = live.post("/completion", {name: value for name, value in given.items() if value is not None})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"code", "message", "type"}
+    assert error["code"] == 400
+    assert error["message"].startswith(field), error
+
+
+def test_llama_what_is_not_done_is_told(live: Live) -> None:
+    for path in ("/infill", "/props", "/slots/0?action=save"):
+        reply = live.post(path, {})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_supported_error")
+    assert live.post("/completion", {"prompt": "x", "model": "gpt"}).status_code == 404
+
+
+def test_llama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:
+    with Live(brittle(8), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        told = events(live.post("/completion", {"prompt": "x", "stream": True}).text)
+        assert set(told[-1]) == {"error"}
+        assert not any(each.get("stop") for each in told[:-1])

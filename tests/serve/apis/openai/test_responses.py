@@ -1,0 +1,379 @@
+"""/v1/responses: OpenAI's own client, its streaming helper included, against a live server over the fake engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import ResponseInputParam
+from tests.support import fake
+from tests.support.server import HTTP, Live, child, inproc
+
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import RequestError
+from headrace.serve.apis.openai.responses_events import Output
+from headrace.serve.apis.openai.responses_input import chat_body, input_items, messages_of, read
+from headrace.text.parts import Content, Reasoning, ToolCall
+from headrace.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_plain_streamed_and_helper_are_one_text(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "fake", "input": "Wer fährt so spät?", "max_output_tokens": 40}
+    given["extra_body"] = {"seed": 5}
+    plain = client.responses.create(**given)
+    assert plain.status in ("completed", "incomplete")
+    assert plain.usage is not None
+    assert plain.usage.output_tokens <= 40
+    assert plain.usage.total_tokens == plain.usage.input_tokens + plain.usage.output_tokens
+    assert plain.output_text
+    chat = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": given["input"]}], max_tokens=40, seed=5
+    )
+    assert plain.output_text == chat.choices[0].message.content
+    text, kinds, numbers = "", [], []
+    for event in client.responses.create(**given, stream=True):
+        kinds.append(event.type)
+        numbers.append(event.sequence_number)  # type: ignore[union-attr]
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == plain.output_text
+    assert numbers == list(range(len(numbers)))
+    assert kinds[:4] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+    ]  # fmt: skip
+    ends = {"completed": "response.completed", "incomplete": "response.incomplete"}
+    assert kinds[-4:] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", ends[plain.status],
+    ]  # fmt: skip
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    with client.responses.stream(**given) as stream:
+        for _ in stream:
+            pass
+        if plain.status == "completed":
+            assert stream.get_final_response().output_text == text
+
+
+def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> None:
+    with client.responses.stream(
+        model="fake", input="Hi", extra_body={"seed": 1, "stop_token_ids": [*range(255)]}
+    ) as s:
+        s.until_done()
+        final = s.get_final_response()
+    assert final.status == "completed"
+    assert final.incomplete_details is None
+    cut = client.responses.create(model="fake", input="Hi", max_output_tokens=1, extra_body={"ignore_eos": True})
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_stored_and_gone_on_with(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="fake", input="One", max_output_tokens=8, metadata={"a": "b"})
+    again = client.responses.retrieve(first.id)
+    assert again.output_text == first.output_text
+    assert again.metadata == {"a": "b"}
+    items = client.responses.input_items.list(first.id).data
+    assert [item.content[0].text for item in items] == ["One"]  # type: ignore[union-attr]
+    given: dict[str, Any] = {"model": "fake", "max_output_tokens": 8, "extra_body": {"seed": 3}}
+    second = client.responses.create(input="Two", previous_response_id=first.id, **given)
+    told: ResponseInputParam = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Two"},
+    ]
+    assert client.responses.create(input=told, **given).output_text == second.output_text
+    assert second.previous_response_id == first.id
+    third = client.responses.create(input="Two", **given)
+    assert third.output_text != second.output_text, "the history changes nothing, so the test tells nothing"
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(input="Two", previous_response_id=first.id, **given)
+    # What it was built on stays with the second one.
+    assert client.responses.create(input="!", previous_response_id=second.id, **given).output_text
+
+
+def test_store_false_is_not_kept(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="fake", input="One", max_output_tokens=4, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_background(live: Live, client: openai.OpenAI) -> None:
+    made = client.responses.create(model="fake", input="One", max_output_tokens=30, background=True)
+    assert made.status in ("queued", "in_progress")
+    live.wait(lambda: client.responses.retrieve(made.id).status in ("completed", "incomplete"))
+    assert client.responses.retrieve(made.id).output_text
+    long = client.responses.create(
+        model="fake", input="Two", max_output_tokens=2000, background=True, extra_body={"ignore_eos": True}
+    )
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(model="fake", input="Go on", previous_response_id=long.id)
+    assert client.responses.cancel(long.id).status == "cancelled"
+    assert client.responses.retrieve(long.id).status == "cancelled"
+    live.wait(lambda: live.client.num_unfinished == 0)
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(client.responses.create(model="fake", input="x", max_output_tokens=2).id)
+
+
+def test_a_client_that_leaves_cancels(live: Live, client: openai.OpenAI) -> None:
+    stream = client.responses.create(
+        model="fake", input="One", max_output_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    created = next(iter(stream))
+    assert created.type == "response.created"
+    stream.close()
+    live.wait(lambda: client.responses.retrieve(created.response.id).status == "cancelled")
+    live.wait(lambda: live.client.num_unfinished == 0)
+
+
+def test_logprobs_with_text(client: openai.OpenAI) -> None:
+    made = client.responses.create(
+        model="fake", input="One", max_output_tokens=5, top_logprobs=2, include=["message.output_text.logprobs"],
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    [message] = made.output
+    logprobs = message.content[0].logprobs  # type: ignore[union-attr]
+    assert logprobs is not None
+    assert len(logprobs) == 5
+    assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
+
+
+def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "fake", "input": "a long text that the cache knows " * 4, "max_output_tokens": 2}
+    client.responses.create(**given)
+    again = client.responses.create(**given)
+    assert again.usage is not None
+    # Whole blocks of 16.
+    assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "truncation": "middle"}, "truncation"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"input": "x", "background": True, "stream": True}, "stream"),
+        ({"input": "x", "background": True, "store": False}, "store"),
+        ({"input": "x", "conversation": "conv_1"}, "conversation"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "temperature": -1}, "temperature"),
+        ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(live: Live, body: dict[str, Any], param: str) -> None:
+    reply = live.post("/v1/responses", body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_what_is_ignored_is_told(live: Live) -> None:
+    body = {"input": "x", "max_output_tokens": 2, "max_tool_calls": 3, "frobnicate": 1, "include": ["file_search"]}
+    warnings = live.post("/v1/responses", body).json()["warnings"]
+    assert [warning.partition(":")[0] for warning in warnings] == ["frobnicate", "max_tool_calls", "include"]
+    effort = {"input": "x", "max_output_tokens": 2, "reasoning": {"effort": "low"}}
+    assert live.post("/v1/responses", effort).json()["warnings"][0].startswith("reasoning.effort: ")
+    assert "warnings" not in live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}).json()
+
+
+@pytest.mark.parametrize("path", ["../../etc/passwd", "resp_" + "0" * 32, "%2e%2e%2fx", "file-" + "a" * 32])
+def test_S_08_an_id_is_never_a_path(live: Live, path: str) -> None:
+    for url in (f"/v1/responses/{path}", f"/v1/files/{path}", f"/v1/files/{path}/content", f"/v1/batches/{path}"):
+        assert HTTP.get(live.url + url).status_code == 404
+
+
+def test_truncation_auto_drops_the_oldest(client: openai.OpenAI) -> None:
+    items: ResponseInputParam = [{"role": "user", "content": f"{i}" * 300} for i in range(12)]
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.responses.create(model="fake", input=items, max_output_tokens=4)
+    made = client.responses.create(model="fake", input=items, max_output_tokens=4, truncation="auto")
+    assert made.usage is not None
+    assert 0 < made.usage.input_tokens < 2048
+
+
+def test_kept_in_a_folder_over_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path))
+    with Live(inproc(), tokenizer, config) as first:
+        made = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()
+        body = {"input": "Two", "max_output_tokens": 2000, "ignore_eos": True, "background": True}
+        running = first.post("/v1/responses", body).json()["id"]
+        spoilt = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()["id"]
+    (tmp_path / "responses" / f"{spoilt}.bin").write_bytes(b'{"response": ')
+    with Live(inproc(), tokenizer, config) as second:
+        assert HTTP.get(f"{second.url}/v1/responses/{spoilt}").status_code == 404
+        assert HTTP.get(f"{second.url}/v1/responses/{made['id']}").json() == made
+        assert HTTP.get(f"{second.url}/v1/responses/{running}").json()["status"] in ("failed", "cancelled")
+        assert HTTP.delete(f"{second.url}/v1/responses/{made['id']}").json()["deleted"] is True
+
+
+def test_events_of_reasoning_text_and_calls() -> None:
+    output = Output({"id": "resp_1", "output": []})
+    events = output.take([Reasoning("Hm"), Reasoning("m.")], [])
+    events += output.take([Content("Say"), Content("ing")], [{"token": "Say"}])
+    events += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
+    events += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
+    events += output.end("incomplete")
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "output_item.added", "function_call_arguments.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+    ]  # fmt: skip
+    assert [item["type"] for item in output.items] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+        "message",
+    ]
+    assert [item["status"] for item in output.items] == ["completed"] * 4 + ["incomplete"]
+    assert output.items[0]["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
+    assert output.items[1]["content"][0]["logprobs"] == [{"token": "Say"}]
+    assert output.items[2]["arguments"] == "{}"
+    # The deltas of each item together are what its last event tells.
+    for index, item in enumerate(output.items):
+        own = [event for event in events if event.get("output_index") == index]
+        said = "".join(event["delta"] for event in own if "delta" in event)
+        assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert own[-1]["item"] == item
+    assert len({item["id"] for item in output.items}) == 5
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"type": "message", "role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Ask."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"at": "Ulm"}'},
+        {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Rain."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    messages = messages_of("You help.", items)
+    assert messages[0] == {"role": "system", "content": "You help.\n\nBe brief."}
+    assert messages[1] == {"role": "user", "content": "Weather?"}
+    assert messages[2]["reasoning_content"] == "Ask."
+    assert [call["function"]["name"] for call in messages[2]["tool_calls"]] == ["weather", "time"]
+    assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"}
+    assert messages[4]["content"] == "noon"
+    assert messages[5:] == [{"role": "assistant", "content": "Rain."}, {"role": "assistant", "content": "No."}]
+
+
+def test_fields_become_a_chat_s() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    other = {"type": "function", "name": "g", "parameters": {"type": "object"}}
+    request, more = read(
+        {
+            "input": "x", "tools": [tool, other], "max_output_tokens": 9, "top_k": 3, "min_p": 0.1,
+            "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}},
+            "reasoning": {"effort": "low"},
+        }
+    )  # fmt: skip
+    assert more == {"top_k": 3, "min_p": 0.1}
+    body = chat_body(request, input_items(request, "1"), more)
+    assert body["tools"] == [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    ]
+    assert body["tool_choice"] == "required"
+    assert body["max_completion_tokens"] == 9
+    assert body["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}, "strict": True}
+    assert body["reasoning_effort"] == "low"
+    assert body["top_k"] == 3
+    assert body["messages"] == [{"role": "user", "content": "x"}]
+    named, _ = read({"input": "x", "tools": [tool], "tool_choice": {"type": "function", "name": "f"}})
+    assert chat_body(named, [], {})["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(RequestError, match="tool_choice"):
+        chat_body(read({"input": "x", "tools": [tool], "tool_choice": {"type": "mcp"}})[0], [], {})
+
+
+def test_a_broken_engine_is_told_as_an_event(tokenizer: Tokenizer) -> None:
+    engine = child(delay=0.01, max_restarts=0)
+    with Live(engine, tokenizer, ServerConfig(log_stats_interval=0)) as server:
+        body = {"input": "x", "stream": True, "max_output_tokens": 500, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=30) as reply:
+            seen, killed = [], False
+            for line in reply.iter_lines():
+                if line.startswith("data: "):
+                    seen.append(json.loads(line[6:]))
+                if len(seen) == 6 and not killed:
+                    killed = True
+                    os.kill(engine._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    assert seen[-1]["type"] == "response.failed"
+    assert seen[-1]["response"]["error"]["code"] == "server_error"
+
+
+SAID = (
+    '<think>They want the weather.</think>I look.<tool_call>{"name": "weather", "arguments": {"at": "Ulm"}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_text_and_calls_of_a_model(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """What the model is made to say arrives as items, and goes on as a conversation with the call's output."""
+    script = [*SAID.encode(), fake.EOS]
+
+    class Scripted(fake.Oracle):
+        def next_token(self, context: Any, params: Any, num_generated: int) -> int:
+            return script[min(num_generated, len(script) - 1)]
+
+    monkeypatch.setattr(fake, "Oracle", Scripted)
+    config = ServerConfig(log_stats_interval=0, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+    given: dict[str, Any] = {"model": "fake", "input": "Weather in Ulm?", "max_output_tokens": 300}
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    given["tools"] = [{"type": "function", "name": "weather", "parameters": parameters, "strict": False}]
+    with (
+        Live(inproc(), tokenizer, config) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        if stream:
+            with client.responses.stream(**given) as events:
+                kinds = [event.type for event in events]
+                made: Any = events.get_final_response()
+            assert "response.reasoning_text.delta" in kinds
+            assert "response.function_call_arguments.delta" in kinds
+            assert kinds[-1] == "response.completed"
+        else:
+            made = client.responses.create(**given)
+        reasoning, message, call = made.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "They want the weather.")
+        assert (message.type, message.content[0].text) == ("message", "I look.")
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"at": "Ulm"})
+        assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        more = client.responses.create(**(given | {"input": [output]}), previous_response_id=made.id)
+        assert more.status == "completed"
+        told = [*client.responses.input_items.list(more.id)]
+        assert [item.type for item in told] == ["function_call_output"]

@@ -1,0 +1,235 @@
+"""R-28: disks that are full, slow, read-only or broken under a running server: storage, batches, responses, the log."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.server import HTTP, Live, inproc
+
+from headrace.engine import logs, sink
+from headrace.engine.sink import Sink
+from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.openai import batches
+from headrace.serve.storage.store import StorageError, Store
+from headrace.text.tokenizer import Tokenizer
+
+# What a disk does that is full, over its quota, broken, or mounted read-only again by the kernel.
+ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
+
+
+@contextlib.contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond it: a write ends in the middle, and the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Disk:
+    """The calls by which a store reaches its folder, each of which may fail."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error = 0
+        self._folder = str(folder)
+        for name in ("open", "replace", "unlink"):
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+        monkeypatch.setattr("builtins.open", self._failing(open))
+        monkeypatch.setattr("io.open", self._failing(open))
+
+    def _failing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **more: Any) -> Any:
+            if self.error and not isinstance(path, int) and str(path).startswith(self._folder):
+                raise OSError(self.error, os.strerror(self.error), str(path))
+            return real(path, *args, **more)
+
+        return call
+
+
+def state(store: Store) -> dict[str, Any]:
+    return {each: (store.about(each), store.body(each)) for each in store} | {"bytes": store.num_bytes}
+
+
+def reopened(store: Store, folder: Path) -> dict[str, Any]:
+    """What a server that starts now finds."""
+    store.close()
+    other = Store("x_", folder, max_items=9, max_bytes=10**6)
+    found = state(other)
+    other.close()
+    return found
+
+
+def changes(store: Store, entry_id: str) -> list[Callable[[], object]]:
+    return [
+        lambda: store.put(store.new_id(), {"new": 1}, b"n" * 5000),
+        lambda: store.put(entry_id, {"other": 1}, b"o" * 5000),
+        lambda: store.append(entry_id, b"a" * 5000),
+        lambda: store.tell(entry_id, {"long": "t" * 5000}),
+    ]
+
+
+def test_R_28_a_write_that_breaks_off_changes_nothing(tmp_path: Path) -> None:
+    store = Store("x_", tmp_path, max_items=9, max_bytes=10**6)
+    entry_id = store.new_id()
+    store.put(entry_id, {"a": 1}, b"first\n")
+    before = state(store)
+    for change in changes(store, entry_id):
+        with files_up_to(1000), pytest.raises(StorageError):
+            change()
+        assert state(store) == before
+    assert sorted(path.suffix for path in tmp_path.iterdir() if path.name != ".lock") == [".bin", ".json"]
+    store.append(entry_id, b"second\n")
+    assert store.body(entry_id) == b"first\nsecond\n"
+    after = state(store)
+    assert reopened(store, tmp_path) == after
+
+
+def test_R_28_control_a_plain_write_would_leave_a_part(tmp_path: Path) -> None:
+    with files_up_to(1000), pytest.raises(OSError, match="too large"):
+        (tmp_path / "x").write_bytes(b"a" * 5000)
+    assert (tmp_path / "x").stat().st_size == 1000
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_R_28_a_disk_that_fails_fails_calls_and_loses_nothing(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store("x_", tmp_path, max_items=9, max_bytes=10**6)
+    ids = [store.new_id() for _ in range(2)]
+    for entry_id in ids:
+        store.put(entry_id, {"a": 1}, b"body")
+    before = state(store)
+    disk = Disk(tmp_path, monkeypatch)
+    disk.error = error
+    others: list[Callable[[], object]] = [lambda: store.delete(ids[0]), lambda: store.body(ids[0])]
+    for change in changes(store, ids[0]) + others:
+        with pytest.raises(StorageError) as caught:
+            change()
+        assert str(tmp_path) not in str(caught.value)
+    store.discard(ids[1])
+    disk.error = 0
+    assert ids[1] not in store
+    del before[ids[1]]
+    assert state(store) | {"bytes": 0} == before | {"bytes": 0}
+    # What could not be deleted is there again, and not silently gone.
+    assert set(reopened(store, tmp_path)) == {*ids, "bytes"}
+
+
+def line(number: int) -> bytes:
+    body = {"prompt": "x", "max_tokens": 3, "seed": number}
+    made = {"custom_id": f"q{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(made).encode() + b"\n"
+
+
+LINES = b"".join(line(number) for number in range(12))
+
+
+def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers go on, what needs the disk is a 503, and a batch waits and then has every line once."""
+    monkeypatch.setattr(batches, "DISK_AGAIN_S", 0.05)
+    config = ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path), max_batch_concurrency=2)
+    with Live(inproc(delay=0.004), tokenizer, config) as live:
+        files, data = {"file": ("a", LINES)}, {"purpose": "batch"}
+        file_id = HTTP.post(live.url + "/v1/files", files=files, data=data).json()["id"]
+        said = live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}).json()
+        wanted = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = live.post("/v1/batches", wanted).json()["id"]
+
+        def batch() -> Any:
+            return HTTP.get(f"{live.url}/v1/batches/{batch_id}").json()
+
+        live.wait(lambda: batch()["request_counts"]["completed"] >= 3)
+        stream = {"input": "x", "max_output_tokens": 40, "stream": True, "text": {"format": {"type": "text"}}}
+        disk = Disk(tmp_path, monkeypatch)
+        with HTTP.stream("POST", live.url + "/v1/responses", json=stream, timeout=20) as reply:
+            events = reply.iter_lines()
+            next(events)
+            disk.error = errno.ENOSPC
+            lines = [line for line in events if line.startswith("data: ")]
+        last = json.loads(lines[-1][6:])
+        assert last["type"] in ("response.completed", "response.incomplete")
+        # It was answered, and is not kept as one that runs for ever.
+        assert HTTP.get(f"{live.url}/v1/responses/{last['response']['id']}").status_code == 404
+        refused = [
+            HTTP.post(live.url + "/v1/files", files=files, data=data),
+            HTTP.get(f"{live.url}/v1/files/{file_id}/content"),
+            HTTP.delete(f"{live.url}/v1/files/{file_id}"),
+            live.post("/v1/batches", wanted),
+            live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}),
+            HTTP.get(f"{live.url}/v1/responses/{said['id']}"),
+            HTTP.delete(f"{live.url}/v1/responses/{said['id']}"),
+            live.post(f"/v1/batches/{batch_id}/cancel", {}),
+        ]
+        assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(503, "storage_failed")] * 8
+        assert str(tmp_path) not in "".join(each.text for each in refused)
+        assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+        assert live.post("/v1/responses", {"input": "x", "max_output_tokens": 2, "store": False}).status_code == 200
+        assert HTTP.get(live.url + "/health/ready").status_code == 200
+        time.sleep(0.2)
+        assert batch()["status"] == "in_progress"
+        disk.error = 0
+        live.wait(lambda: batch()["status"] == "completed", 10)
+        assert batch()["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+        answered = HTTP.get(f"{live.url}/v1/files/{batch()['output_file_id']}/content").text.splitlines()
+        assert sorted(json.loads(line)["custom_id"] for line in answered) == sorted(f"q{i}" for i in range(12))
+        kept = {each["filename"] for each in HTTP.get(live.url + "/v1/files").json()["data"]}
+        assert kept == {"a", f"{batch_id}_output.jsonl"}
+        assert HTTP.get(f"{live.url}/v1/responses/{said['id']}").json() == said
+
+
+# -- the log
+
+
+def lines_to(descriptor: int) -> Sink:
+    made = Sink(descriptor)
+    made.setFormatter(logs.Lines())
+    return made
+
+
+def told(text: str) -> logging.LogRecord:
+    return logging.LogRecord("headrace", logging.INFO, __file__, 0, text, (), None)
+
+
+def test_R_28_a_log_on_a_full_disk_is_dropped_and_counted(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    made = lines_to(full)
+    monkeypatch.setattr(logging.getLogger("headrace"), "handlers", [made])
+    for _ in range(5):
+        made.handle(told("x"))
+    live.wait(lambda: made.num_dropped == 5)
+    assert (sink.num_dropped(), live.metric("log_lines_dropped_total")) == (5, 5)
+    # The disk has room again.
+    reader, writer = os.pipe()
+    os.dup2(writer, full)
+    made.handle(told("well"))
+    made.close()
+    lines = os.read(reader, 4096).decode().splitlines()
+    assert lines[0].endswith("headrace.log: 5 lines of the log could not be written")
+    assert (len(lines), lines[1].endswith("well")) == (2, True)
+    for each in (full, reader, writer):
+        os.close(each)
+
+
+def test_R_28_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink, "LAST_LINES_S", 0.05)
+    reader, writer = os.pipe()
+    made = lines_to(writer)
+    for _ in range(sink.MAX_LINES + 3000):
+        made.handle(told("x" * 100))
+    assert made.num_dropped > 2000
+    made.close()
+    os.close(reader)  # the thread that waits for it goes on, with EPIPE
+    Live.wait(lambda: not made._lines.qsize())
+    os.close(writer)

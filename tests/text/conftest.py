@@ -1,0 +1,3 @@
+"""The small tokenizer of `tests.support.server`."""
+
+from tests.support.server import tokenizer  # noqa: F401

@@ -1,0 +1,210 @@
+"""Calls that must be: what the grammar of a format lets through, the format's parser reads, and it obeys the schemas.
+
+A vocabulary of bytes (and of special tokens) is walked at random under the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+from tests.support.reading import read, splits, tool_parser
+
+from headrace.grammar.compile import build_matcher, compile_grammar
+from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import RequestError
+from headrace.serve.call.dialect import Dialect
+from headrace.text.parts import ContentParser
+from headrace.text.reasoning import STYLES, ReasoningParser
+from headrace.text.tools import registry
+from headrace.text.tools.choice import ToolUse
+
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]"]
+TOKENS = [bytes([i]) for i in range(256)] + [text.encode() for text in SPECIAL] + [b"<eos>"]
+EOS = len(TOKENS) - 1
+IDS = {text: 256 + i for i, text in enumerate(SPECIAL)}
+TOKENIZER = make_tokenizer(Vocabulary(TOKENS, [*IDS.values(), EOS], [EOS]))
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 0, "maximum": 50},
+        "unit": {"$ref": "#/$defs/unit"},
+        "exact": {"type": "boolean"},
+        "where": {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["count", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"type": "string", "enum": ["metres", "feet"]}},
+}
+TEXT = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 12}}, "required": ["text"]}
+OPTIONAL = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("measure", SCHEMA), ("say.it", TEXT), ("maybe", OPTIONAL), ("nothing", None))
+]
+TEMPLATES = {"mistral": "[ARGS]", "deepseek_v3": "```json"}
+
+
+ENDS = {"glm45": b"</arg_value>\n", "qwen3_coder": b"\n</parameter>\n"}
+"""Of free text, which would not come by chance."""
+
+
+def walk(constraint: StructuredOutputs, seed: int, end: bytes = b"", enough: int = 3000) -> str:
+    """A text that follows the constraint to its end; ASCII rather than other bytes, and `end` rather soon."""
+    draw = random.Random(seed)
+    matcher = build_matcher(TOKENIZER, compile_grammar(constraint), constraint)
+    said: list[int] = []
+    while len(said) < enough:
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(len(TOKENS)) if mask[i // 8] >> (i % 8) & 1]
+        assert allowed, bytes(i for i in said if i < 256)
+        tail = bytes(i for i in said[-20:] if i < 256)
+        likely = [i for i in allowed if i < 256 and chr(i) in 'abc019 ."\\{}[](),:<\n'] or allowed
+        begun = max((n for n in range(len(end)) if tail.endswith(end[:n])), default=0)
+        if end and end[begun] in allowed and draw.random() < (0.95 if begun else 0.2):
+            likely = [end[begun]]
+        if EOS in allowed and draw.random() < 0.6:
+            break
+        token = draw.choice(likely if draw.random() < 0.9 else allowed)
+        if token == EOS:
+            break
+        assert matcher.consume_token(token)
+        said.append(token)
+    else:
+        raise AssertionError("the grammar lets the answer run on")
+    return b"".join(TOKENS[i] for i in said).decode()
+
+
+def held(name: str, use: ToolUse, template: str = "", token_ids: Mapping[str, int] | None = None) -> StructuredOutputs:
+    made, enforced = Dialect(name, template=template, token_ids=token_ids or {}).constraint(use, "", None)
+    assert enforced
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("name", sorted(registry.FORMATS))
+@pytest.mark.parametrize("other", [False, True], ids=["", "other template"])
+def test_what_the_grammar_lets_through_is_calls(name: str, other: bool) -> None:
+    for choice, parallel in (("required", True), ("required", False), ("measure", True)):
+        named = {"type": "function", "function": {"name": choice}}
+        use = ToolUse.of(TOOLS, choice if choice == "required" else named, parallel)
+        marks = registry.marks(name)
+        constraint = held(
+            name, use, TEMPLATES.get(name, "") if other else "", {m: i for m, i in IDS.items() if m in marks}
+        )
+        most = 0
+        for seed in range(8):
+            text = walk(constraint, seed, ENDS.get(name, b""))
+            content, _, calls = read(tool_parser(name, use.schemas, enforced=True), [text])
+            assert content.strip() == "", text
+            assert calls, text
+            for tool, arguments in calls:
+                jsonschema.validate(json.loads(arguments), dict(use.schemas[tool]) | {"additionalProperties": False})
+            most = max(most, len(calls))
+            assert len(calls) == 1 or use.parallel
+            if seed < 2:
+                for pieces in splits(text, longest=60):
+                    assert read(tool_parser(name, use.schemas, enforced=True), pieces)[2] == calls
+        assert most > 1 or not use.parallel
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+def test_bare_text_is_held_to_what_it_can_be(name: str) -> None:
+    def form(**schema: Any) -> StructuredOutputs:
+        properties = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
+        return held(
+            name,
+            ToolUse.of([{"type": "function", "function": {"name": "f", "parameters": properties}}], "required", True),
+        )
+
+    for seed in range(5):
+        for constraint, fits in ((form(enum=["x", "y z"]), {"x", "y z"}), (form(const="w"), {"w"})):
+            [(_, arguments)] = read(
+                tool_parser(name), [walk(constraint, seed).split("</tool_call>")[0] + "</tool_call>"]
+            )[2]
+            assert json.loads(arguments)["a"] in fits
+    with pytest.raises(RequestError, match=r"properties\.a\.pattern"):
+        form(pattern="^a+$")
+
+
+def test_the_walk_sees_a_grammar_of_another_format() -> None:
+    use = ToolUse.of(TOOLS, "required", True)
+    text = walk(held("hermes", use), 1)
+    assert read(tool_parser("mistral", use.schemas, enforced=True), [text])[2] == []
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_reasoning_comes_before_whatever_form(style: str) -> None:
+    opening, closing = STYLES[style].openings[0], STYLES[style].closings[0]
+    special = {mark: IDS[mark] for mark in (opening, closing) if mark in IDS}
+    dialect = Dialect("hermes", style, token_ids=special)
+    none = ToolUse.of(None, None, True)
+    form = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    closed = StructuredOutputs(json=form.json, disable_additional_properties=True)
+    for prompt, inside in ((f"x{opening}\n", True), (f"x{opening}\n\n{closing}\n\n", False)):
+        constraint, enforced = dialect.constraint(none, prompt, closed)
+        assert constraint is not None
+        assert not enforced
+        assert (constraint.prefix is None) == (not inside)
+        for written, allowed in ((f'hm{closing}\n\n{{"a": true}}', inside), ('{"a": true}', not inside)):
+            assert follows(constraint, written, special) == allowed
+            if allowed:
+                content, reasoning, _ = read(ReasoningParser(style, inside, ContentParser()), [written])
+                assert (json.loads(content), reasoning) == ({"a": True}, "hm" if inside else "")
+    undecided, _ = dialect.constraint(none, "x", closed)
+    assert undecided is not None
+    if not STYLES[style].begins_inside:
+        assert follows(undecided, '{"a": true}', special)
+        assert follows(undecided, f'{opening}hm{closing}{{"a": true}}', special)
+    assert not follows(undecided, f'{opening}hm{closing}"a"', special)
+
+
+def follows(constraint: StructuredOutputs, text: str, special: Mapping[str, int]) -> bool:
+    """Whether `text` is a whole answer under the constraint."""
+    matcher = build_matcher(TOKENIZER, compile_grammar(constraint), constraint)
+    while text:
+        mark = next((mark for mark in special if text.startswith(mark)), None)
+        head = mark or text[0]
+        if not all(matcher.consume_token(i) for i in ([special[mark]] if mark else head.encode())):
+            return False
+        text = text[len(head) :]
+    return bool(matcher.is_accepting())
+
+
+def test_tools_and_a_json_form_are_calls_or_json() -> None:
+    use = ToolUse.of(TOOLS, "auto", True)
+    wanted = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
+    constraint, enforced = Dialect("hermes").constraint(use, "", wanted)
+    assert constraint is not None
+    assert enforced
+    assert follows(constraint, '{"a": null}', {})
+    assert follows(constraint, '<tool_call>\n{"name": "say.it", "arguments": {"text": "x"}}\n</tool_call>', {})
+    assert not follows(constraint, '{"a": 1}', {})
+    assert not follows(constraint, "plain", {})
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (3, "format.type"),
+        ({"type": "magic"}, "format.type"),
+        ({"type": "const_string", "value": "x", "more": 1}, "format.more"),
+        ({"type": "const_string"}, "format"),
+        ({"type": "sequence", "elements": []}, "format"),
+        (
+            {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": {}}]},
+            "format",
+        ),
+        ({"type": "or", "elements": [{"type": "tag", "begin": 1}]}, "format.elements[0]"),
+    ],
+)
+def test_a_format_that_is_none_is_refused_naming_the_place(part: Any, field: str) -> None:
+    tag = json.dumps({"type": "structural_tag", "format": part})
+    with pytest.raises(RequestError) as caught:
+        compile_grammar(StructuredOutputs(structural_tag=tag))
+    assert caught.value.field == f"structured_outputs.structural_tag.{field}"

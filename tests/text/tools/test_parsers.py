@@ -1,0 +1,388 @@
+"""The parsers of tool calls and of reasoning: what each format reads, whatever the pieces; what it does not lose."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.reading import Read, parts, read, splits, tool_parser
+
+from headrace.text.parts import Content, ContentParser, MessageParser, ToolCall
+from headrace.text.reasoning import STYLES, ReasoningParser
+from headrace.text.tools import registry
+from headrace.text.tools.parser import HOLD, MAX_HELD
+from headrace.text.tools.reader import SPACE, Reader
+
+SCHEMAS: dict[str, Any] = {
+    "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": ["object", "null"]}}},
+}
+LONG = "y" * (HOLD + 50)
+DS = "<｜tool▁calls▁begin｜>"
+CALL, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+# (format, text, content, calls)
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
+    (
+        "hermes",
+        'Sure.\n\n<tool_call>{"arguments": {"x": [1.50, "\\u00e9\\n"]}, "name": "a.b"}</tool_call>\n'
+        '<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
+        "Sure.",
+        [("a.b", '{"x": [1.50, "\\u00e9\\n"]}'), ("g", "{}")],
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> Done.', " Done.", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", [("f", "{}")]),
+    ("qwen3_coder", "plain text  \n", "plain text  \n", []),
+    (
+        "qwen3_coder",
+        'ok\n<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=s>\n12\n </parameter> "é\n'
+        "</parameter>\n<parameter=o>\nNone\n</parameter>\n</function>\n</tool_call>",
+        'ok\n<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=s>\n12\n </parameter> "é\n'
+        "</parameter>\n<parameter=o>\nNone\n</parameter>\n</function>\n</tool_call>",
+        [],
+    ),
+    (
+        "qwen3_coder",
+        'ok\n<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=s>\n12\n "é"\n\n</parameter>\n'
+        "<parameter=o>\nNone\n</parameter>\n</function>\n</tool_call>\n<tool_call><function=g></function></tool_call>",
+        "ok",
+        [("f", '{"a": 12, "s": "12\\n \\"é\\"\\n", "o": null}'), ("g", "{}")],
+    ),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("llama3_json", 'Hm. <|python_tag|>{"name": "f", "parameters": {"a": 1}}', "Hm.", [("f", '{"a": 1}')]),
+    ("llama3_json", '<|python_tag|>search.call(query="x, (y)")', "", [("search", '{"query": "x, (y)"}')]),
+    ("llama3_json", "<|python_tag|>import os", "<|python_tag|>import os", []),
+    ("llama3_json", '{"hello": [1, 2]}', '{"hello": [1, 2]}', []),
+    ("llama3_json", 'Use {"name": "f"}', 'Use {"name": "f"}', []),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}, "id": "123456789"}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("mistral", 'A[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "A", [("f", '{"a": 1}'), ("g", "{}")]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
+    (
+        "deepseek_v3",
+        f'x{DS}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}'
+        "<｜tool▁calls▁end｜>",
+        "x",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("deepseek_v3", f'{DS}{CALL}f{SEP}{{"a": 1}}{END}<｜tool▁calls▁end｜>', "", [("f", '{"a": 1}')]),
+    (
+        "pythonic",
+        '[f.g(a=1, b=\'x "\\n\', c=[1, {"k": None}], d=(-1.5, True)), h()]',
+        "",
+        [("f.g", '{"a": 1, "b": "x \\"\\n", "c": [1, {"k": null}], "d": [-1.5, true]}'), ("h", "{}")],
+    ),
+    ("pythonic", '<|python_start|>[f(a="]")]<|python_end|>', "", [("f", '{"a": "]"}')]),
+    ("pythonic", "[f(a={\"b\": true}, c='''a'b''')]", "", [("f", '{"a": {"b": true}, "c": "a\'b"}')]),
+    ("pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
+    (
+        "glm45",
+        "Ok<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n<arg_value>hi\n"
+        "</arg_value>\n</tool_call>",
+        "Ok",
+        [("f", '{"a": 1, "s": "hi\\n"}')],
+    ),
+]
+# Texts that look like calls and are none, whole: every one of these is content, letter for letter.
+ILL_FORMED = [
+    ("hermes", 'a <tool_call>{"name": "f", "arguments": {"a": }}</tool_call> b'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "a"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f\\u0000"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "name": "g"}</tool_call>'),
+    ("hermes", '  <tool_call>{"name": "f", "arguments": {"a": "line\nbreak"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {\'a\': 1}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "argu'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 65 + "]" * 65 + "}}</tool_call>"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}'),
+    ("mistral", "[TOOL_CALLS]f[ARGS][1]"),
+    ("llama3_json", '{"name": "f", "parameters": [1]}'),
+    ("granite", "<|tool_call|>[]"),
+    ("deepseek_v3", f"{DS}{CALL}tool{SEP}f\n```json\n{{}}\n```{END}"),
+    ("pythonic", "[f(a=b)]"),
+    ("pythonic", "[f(a=1, a=2)]"),
+    ("pythonic", "[f(1)]"),
+    ("pythonic", "[f(a={1: 2})]"),
+    ("pythonic", "[f(a=b'x')]"),
+    ("pythonic", "[f(a=__import__('os'))]"),
+    ("pythonic", "[f(a='\\ud800')]"),
+    ("pythonic", "[f(a=1 + 2)]"),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>1</parameter><parameter=a>1</parameter></function></tool_call>",
+    ),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1"),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key>1</tool_call>"),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_each_format_whatever_the_pieces(form: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for enforced in (False, True):
+        assert read(tool_parser(form, SCHEMAS), [text]) == (content, "", calls)
+        for pieces in splits(text):
+            whole = read(tool_parser(form, SCHEMAS, enforced), [text])
+            assert read(tool_parser(form, SCHEMAS, enforced), pieces) == whole, pieces
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize(("form", "text"), ILL_FORMED)
+def test_S_06_an_ill_formed_call_is_content(form: str, text: str) -> None:
+    # Reading by pieces shows what was said too early: it could not be taken back.
+    assert len(text) <= HOLD
+    for pieces in ([text], *splits(text)):
+        assert read(tool_parser(form, SCHEMAS), pieces) == (text, "", []), pieces
+
+
+def test_the_check_of_pieces_sees_a_parser_that_looks_at_them() -> None:
+    class Hasty:
+        """Takes a mark that was cut in two for content."""
+
+        ended = False
+
+        def __init__(self) -> None:
+            self.inner = tool_parser("hermes")
+
+        def feed(self, text: str, final: bool) -> list[Any]:
+            return [Content(text)] if text and "<tool_call>" not in text else self.inner.feed(text, final)
+
+    form, text, *_ = CASES[0]
+    assert form == "hermes"
+    assert any(read(Hasty(), pieces) != read(tool_parser(form), [text]) for pieces in splits(text))
+
+
+def test_a_call_streams_name_first_then_arguments() -> None:
+    arguments = json.dumps({"text": LONG})
+    text = f'Hi <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    for enforced in (False, True):
+        made = parts(tool_parser("hermes", enforced=enforced), text)
+        calls = [part for part in made if isinstance(part, ToolCall)]
+        assert calls[0] == ToolCall(0, "id0", "f", "")
+        assert all(call.name is None and call.id == "id0" and call.index == 0 for call in calls[1:])
+        assert "".join(call.arguments for call in calls) == arguments
+        # Letter by letter, but for what was held back to see whether it is a call.
+        assert len(calls) >= (len(arguments) if enforced else len(arguments) - HOLD)
+
+
+def test_a_short_call_is_told_when_it_is_whole() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    parser = tool_parser("hermes")
+    assert not any(parser.feed(letter, False) for letter in text[:-1])
+    assert [type(part) for part in parser.feed(text[-1], True)] == [ToolCall, ToolCall]
+
+
+@pytest.mark.parametrize("cut", [HOLD + 40, HOLD + 60])
+def test_a_long_call_that_breaks_off_has_no_whole_arguments(cut: int) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{"text": "{LONG}", "b": oops}}}}</tool_call>'
+    for written, content in ((text, "oops}}</tool_call>"), (text[:cut], "")):
+        expected = read(tool_parser("hermes"), [written])
+        assert expected[0] == content
+        [(name, arguments)] = expected[2]
+        assert name == "f"
+        with pytest.raises(ValueError, match="delimiter|Unterminated|Expecting"):
+            json.loads(arguments)
+        assert written.startswith(f'<tool_call>{{"name": "f", "arguments": {arguments}')
+        assert all(read(tool_parser("hermes"), pieces) == expected for pieces in splits(written))
+
+
+def test_a_call_too_long_to_hold_is_content() -> None:
+    text = "<tool_call>{" + '"x": 1, ' * (MAX_HELD // 8 + 600) + '"name": "f"}</tool_call>'
+    whole = read(tool_parser("hermes"), [text])
+    assert whole == (text, "", [])
+    for size in (1000, 4096, 77_777):
+        assert read(tool_parser("hermes"), [text[i : i + size] for i in range(0, len(text), size)]) == whole
+
+
+def test_an_answer_of_one_call_ends_with_it() -> None:
+    text = "".join(f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in "fgh")
+    for pieces in ([text], *splits(text)):
+        parser = tool_parser("hermes", single=True)
+        assert read(parser, pieces)[2] == [("f", "{}")]
+        assert parser.ended
+
+
+@pytest.mark.parametrize("form", sorted(registry.FORMATS))
+@given(data=st.data())
+def test_no_text_is_lost_or_refused(form: str, data: st.DataObject) -> None:
+    """Texts made of a format's own pieces: whatever is no call comes out as it went in, in whatever pieces."""
+    texts = [text for name, text, *_ in CASES if name == form] + [text for name, text in ILL_FORMED if name == form]
+    marks = [*registry.marks(form), '{"name": "f"', "}", "{", "[", "]", '"', "\\", ",", "(", ")", "=", " ", "\n", "é"]
+    cut = st.sampled_from(texts).flatmap(
+        lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(
+            lambda at: text[min(at) : max(at)]
+        )
+    )
+    pieces = data.draw(st.lists(st.one_of(st.sampled_from(marks), st.sampled_from(texts), cut, st.text(max_size=8))))
+    text = "".join(pieces)
+    whole = read(tool_parser(form, SCHEMAS), [text])
+    assert read(tool_parser(form, SCHEMAS), pieces) == whole
+    assert read(tool_parser(form, SCHEMAS), list(text)) == whole
+    content, _, calls = whole
+    if not calls:
+        assert content == text
+    assert told(text, content)
+
+
+def told(text: str, content: str) -> bool:
+    """Whether the letters of `content` stand in `text`, in their order."""
+    letters = iter(text)
+    return all(letter in letters for letter in content)
+
+
+ANYWHERE = sorted({form for form, *_ in CASES} - {"llama3_json", "pythonic"})
+
+
+@pytest.mark.parametrize("form", ANYWHERE)
+@given(data=st.data())
+def test_every_character_is_told_or_belongs_to_a_call(form: str, data: st.DataObject) -> None:
+    """Good calls, broken ones and other text in a row: the good ones are told, all else comes out but for space."""
+    good = [(text, content, calls) for name, text, content, calls in CASES if name == form and text[-1] in ">]\n"]
+    # One whose string or value has no end would take the next row for its own.
+    broken = [(text, text, []) for name, text in ILL_FORMED if name == form and text[-1] in ">]"]
+    other = st.text(st.characters(blacklist_characters="<[{§", codec="utf-8")).map(lambda text: (text, text, []))
+    rows = data.draw(st.lists(st.one_of(st.sampled_from(good), st.sampled_from(broken or good), other), max_size=8))
+    text = "§".join(row[0] for row in rows)
+    content, _, calls = read(tool_parser(form, SCHEMAS), [text])
+    assert "".join(content.split()) == "".join("§".join(row[1] for row in rows).split())
+    assert calls == [call for row in rows for call in row[2]]
+
+
+GROWING = [
+    ("hermes", '<tool_call>{"x": "', "y"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "y"),
+    ("hermes", "", "<tool_call>"),
+    ("hermes", "", " "),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "1, "),
+    ("hermes", '<tool_call>{"arguments": {', '"a": 1, '),
+    ("llama3_json", "", '{"'),
+    ("pythonic", "[f(", "a="),
+    ("pythonic", "[f(a='", "\\\\"),
+    ("qwen3_coder", "<function=", "f"),
+    ("qwen3_coder", "<function=f><parameter=s>", "</para"),
+    ("deepseek_v3", CALL, "<｜tool▁s"),
+    ("glm45", "<tool_call>f<arg_key>", "</arg_"),
+    ("mistral", "[TOOL_CALLS]", "n"),
+]
+
+
+def work_per_letter(monkeypatch: pytest.MonkeyPatch, form: str, start: str, grows: str, thinks: bool) -> list[float]:
+    """Letters that a parser copies or has before it, for each letter that comes: of a short text and of a long one."""
+    work = Counter[str]()
+    push, since = Reader.push, Reader.since
+
+    def counted_push(self: Reader, text: str, final: bool, keep: int) -> None:
+        push(self, text, final, keep)
+        work["letters"] += len(self.text)
+
+    def counted_since(self: Reader, position: int) -> str:
+        work["letters"] += self.position - position
+        return since(self, position)
+
+    monkeypatch.setattr(Reader, "push", counted_push)
+    monkeypatch.setattr(Reader, "since", counted_since)
+    each = []
+    for size in (2_000, 20_000):
+        text = start + grows * (size // len(grows))
+        work.clear()
+        parser = tool_parser(form, SCHEMAS)
+        read(ReasoningParser("qwen3", True, parser) if thinks else parser, text)
+        each.append(work["letters"] / len(text))
+    return each
+
+
+@pytest.mark.parametrize(("form", "start", "grows"), GROWING)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_S_10_the_work_grows_as_the_text(
+    form: str, start: str, grows: str, thinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = work_per_letter(monkeypatch, form, start, grows, thinks)
+    assert long < 1.2 * short + 1
+
+
+def test_S_10_the_check_sees_a_reader_that_hoards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hoarding(self: Reader, text: str, final: bool, keep: int) -> None:
+        self.text, self.final = self.text + text, final
+
+    monkeypatch.setattr(Reader, "push", hoarding)
+    short, long = work_per_letter(monkeypatch, "hermes", GROWING[0][1], "y", False)
+    assert long > 5 * short
+
+
+# Reasoning.
+
+THOUGHTS: list[tuple[str, bool, str, Read]] = [
+    ("qwen3", False, "<think>\nhm\n</think>\n\nAnswer\n", ("Answer\n", "hm", [])),
+    ("qwen3", True, "hm\n</think>\n\nAnswer", ("Answer", "hm", [])),
+    ("qwen3", True, "<think>a</think>b", ("b", "a", [])),
+    ("qwen3", False, "  just text </think>", ("  just text </think>", "", [])),
+    ("qwen3", False, "<think>\n\n</think>\n\nhi", ("hi", "", [])),
+    ("qwen3", False, "<thin", ("<thin", "", [])),
+    ("qwen3", True, "never ends </thin", ("", "never ends </thin", [])),
+    ("qwen3", True, "a </think> b </think> c", ("b </think> c", "a", [])),
+    ("deepseek_r1", True, "x</think>y", ("y", "x", [])),
+    ("mistral", False, "[THINK]x[/THINK]y", ("y", "x", [])),
+    ("granite", False, "Here's my thought process: a\n\nHere is my response: b", ("b", "a", [])),
+    ("gemma4", False, "<|channel>thought\na<channel|>b", ("b", "a", [])),
+    (
+        "qwen3",
+        True,
+        'I call <tool_call>{"name": "x"}</tool_call>\n</think>\n<tool_call>{"name": "f"}</tool_call>',
+        ("", 'I call <tool_call>{"name": "x"}</tool_call>', [("f", "{}")]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("style", "inside", "text", "expected"), THOUGHTS)
+def test_each_style_whatever_the_pieces(style: str, inside: bool, text: str, expected: Read) -> None:
+    for pieces in ([text], *splits(text)):
+        assert read(ReasoningParser(style, inside, tool_parser("hermes")), pieces) == expected, pieces
+
+
+@pytest.mark.parametrize("style", sorted(STYLES))
+@given(data=st.data())
+def test_reasoning_loses_nothing_but_its_marks_and_space(style: str, data: st.DataObject) -> None:
+    marks = [*STYLES[style].openings, *STYLES[style].closings, "\n", " "]
+    pieces = data.draw(st.lists(st.one_of(st.sampled_from(marks), st.text(max_size=5))))
+    text, inside = "".join(pieces), data.draw(st.booleans())
+    content, reasoning, _ = read(ReasoningParser(style, inside, ContentParser()), pieces)
+    for cut in ([text], list(text)):
+        assert read(ReasoningParser(style, inside, ContentParser()), cut) == (content, reasoning, [])
+    if not inside and not text.lstrip(SPACE).startswith(STYLES[style].openings):
+        assert (content, reasoning) == (text, "")
+    plain = text
+    for mark in (STYLES[style].openings, STYLES[style].closings):
+        found = sorted((at, -len(one), one) for one in mark if (at := plain.find(one)) >= 0)
+        if found and (content, reasoning) != (text, ""):
+            at, _, one = found[0]
+            first = mark is STYLES[style].openings
+            if not first or not plain[:at].strip(SPACE):
+                plain = plain[:at] + plain[at + len(one) :]
+    assert "".join((reasoning + content).split()) == "".join(plain.split())
+
+
+def test_parsers_are_message_parsers() -> None:
+    made: list[MessageParser] = [
+        ContentParser(),
+        tool_parser("hermes"),
+        ReasoningParser("qwen3", True, ContentParser()),
+    ]
+    assert not any(parser.ended for parser in made)
