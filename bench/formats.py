@@ -28,7 +28,7 @@ from bench import quality, recipes
 from bench.compare.shapes import SHAPES, Shape, write_checkpoint
 from bench.record import RESULTS, commit
 from headrace import doctor
-from headrace.backends.cpu.native import require_native
+from headrace.backends.native import require_native
 from headrace.cli.bench.quality import decode_speed, program_of, sizes
 from headrace.llm import LLM
 from headrace.quant.schemes import NAMES

@@ -26,7 +26,7 @@ from typing import Any
 from bench import recipes
 from bench.record import RESULTS, commit
 from headrace import doctor
-from headrace.backends.cpu.native import require_native
+from headrace.backends.native import require_native
 from headrace.cli.bench.quality import decode_speed, file_text, judge, opened, program_of, written_text
 from headrace.llm import LLM
 from headrace.protocol.config import KV_ALIASES, KV_DTYPES, EngineConfig

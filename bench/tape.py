@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.backends.base import Chunks
-from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import OpTime
+from headrace.backends.native import require_native
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
 

@@ -197,7 +197,7 @@ nb::list limits(int64_t num_threads, double seconds, int64_t most_bytes) {
 
 NB_MODULE(_native, module) {
     using namespace nb::literals;
-    module.doc() = "The native core: operators by ISA, the tape, the thread team. See backends/cpu/native.py.";
+    module.doc() = "The native core: operators by ISA, the tape, the thread team. See backends/native.py.";
     /* A failed test or an interrupted program holds objects at exit; they are no leaks. */
     nb::set_leak_warnings(false);
     module.def("schema", schema);

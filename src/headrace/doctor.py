@@ -138,7 +138,7 @@ def torch_state() -> Section:
 
 def native_state() -> Section:
     """The native kernels: instruction sets of build and machine, and which of them serves each operator."""
-    from headrace.backends.cpu.native import native
+    from headrace.backends.native import native
 
     try:
         module, reason = native()
@@ -164,7 +164,7 @@ def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
 
     Raises `NativeMissingError` where the native kernels are not there.
     """
-    from headrace.backends.cpu.native import require_native
+    from headrace.backends.native import require_native
 
     module = require_native()
     rows: list[Section] = []

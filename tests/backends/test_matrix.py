@@ -8,9 +8,10 @@ import torch
 
 from headrace.backends import make_backend
 from headrace.backends.cpu.matrix import MAX_GROUP, MAX_IN, CpuMatrix
-from headrace.backends.cpu.native import native
+from headrace.backends.native import native
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, source_of
+from headrace.quant.schemes import Scheme
 
 pytestmark = pytest.mark.skipif(native()[0] is None, reason="no native core")
 
@@ -35,5 +36,23 @@ def test_codes_that_no_kernel_knows_are_dequantised(permuted: bool) -> None:
 @pytest.mark.parametrize(("num_in", "group"), [(MAX_IN + 8, 32), (64, 12), (MAX_IN, MAX_GROUP + 8)])
 def test_what_would_overrun_the_kernels_is_refused(num_in: int, group: int) -> None:
     with pytest.raises(CheckpointError, match="native kernels take at most"):
-        CpuMatrix("layer", "i4", np.zeros(64, np.uint8), num_in, 1, group, 0)
-    CpuMatrix("layer", "f", np.zeros(64, np.uint8), num_in, 1, group, 0)
+        CpuMatrix("layer", Scheme("i4", group), np.zeros(64, np.uint8), num_in, 1)
+    CpuMatrix("layer", Scheme("f", group, dtype="float32"), np.zeros(64, np.uint8), num_in, 1)
+
+
+@pytest.mark.parametrize(
+    "scheme", [Scheme("i6", 32, book="nf4"), Scheme("i4", 32, True, book="nf4"), Scheme("i8", 32, True)]
+)
+def test_a_form_without_a_kernel_is_refused(scheme: Scheme) -> None:
+    with pytest.raises(CheckpointError, match="have no form"):
+        CpuMatrix("layer", scheme, np.zeros(64, np.uint8), 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_in", "scheme"),
+    [(128, Scheme("k", 32, dtype="Q4_K")), (256, Scheme("k", 16, dtype="Q4_K")), (256, Scheme("k", 32, dtype="Q4_0"))],
+)
+def test_what_is_no_k_quant_is_refused(num_in: int, scheme: Scheme) -> None:
+    with pytest.raises(CheckpointError, match="no K-quants"):
+        CpuMatrix("layer", scheme, np.zeros(144, np.uint8), num_in, 1)
+    CpuMatrix("layer", Scheme("k", 32, dtype="Q4_K"), np.zeros(144, np.uint8), 256, 1)

@@ -17,10 +17,10 @@ from headrace import models
 from headrace.backends.base import Chunks
 from headrace.backends.cpu.graph import Node
 from headrace.backends.cpu.memory import aligned
-from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import REFERENCE, Difference, verify
+from headrace.backends.native import require_native
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {},

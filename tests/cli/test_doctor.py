@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace import doctor
-from headrace.backends.cpu import native
+from headrace.backends import native
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from tests.support.serving import serve, wait_for
 from tests.support.shallow import shallow
 
 from headrace import LLM
-from headrace.backends.cpu.matrix import CpuMatrix
+from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
 from headrace.protocol.params import SamplingParams
@@ -215,7 +215,7 @@ def test_control_a_product_over_all_rows_is_noticed(
         num_in, num_out = fields["num_in"], fields["num_out"]
         key = fields["weights"].ctypes.data
         if key not in dense:
-            dense[key] = CpuMatrix("", "f", fields["weights"], num_in, num_out, 0, fields["type"]).dense()
+            dense[key] = unpacked("f", fields["weights"], num_out, num_in, 0, fields["type"])
         out = view.array("x", np.float32, view.num_rows, fields["ld_x"])[:, :num_in] @ dense[key].T
         if fields["residual"] is not None:
             out += view.array("residual", np.float32, view.num_rows, fields["ld_res"])[:, :num_out]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.support.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
 
-from headrace.backends.cpu.native import require_native
+from headrace.backends.native import require_native
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.protocol.step import Request
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.backends.cpu import native
+from headrace.backends import native
 from headrace.engine.build import build_engine
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from headrace.backends.cpu import native as face
+from headrace.backends import native as face
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from headrace.backends.cpu import native as face
+from headrace.backends import native as face
 from headrace.protocol.errors import RequestError
 
 # Words of a processor with everything, and of a system that saves all its registers.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.backends.cpu.native import fields, pack, record
+from headrace.backends.native import fields, pack, record
 
 ROWS, SEQS, LOGITS, FREE = range(4)
 

@@ -12,12 +12,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from headrace.backends.cpu.native import record
+from headrace.backends.native import record
 
 BEGIN = """
 import os, sys, threading, time
 import numpy as np
-from headrace.backends.cpu.native import record, require_native
+from headrace.backends.native import record, require_native
 native = require_native()
 x = np.ones((8, 32), np.float32)
 out = np.zeros_like(x)

@@ -17,7 +17,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
 from headrace.quant.rtn import quantise
-from headrace.quant.schemes import BOOKS, NAMES, Scheme, parse
+from headrace.quant.schemes import BOOKS, NAMES, SCHEMES, Scheme, native_flag, parse, scheme_of_flag
 
 INT4 = [Scheme("i4", group) for group in (32, 64, 128)]
 INT4_MIN = [Scheme("i4", group, True) for group in (32, 64, 128)]
@@ -345,3 +345,25 @@ def test_minimums_are_added_after_the_product() -> None:
         QWeight(codes, torch.tensor([[0.5]]), mins=torch.zeros(1, 2), group=3)
     with pytest.raises(CheckpointError, match="plain floats"):
         QWeight(torch.zeros(1, 3), mins=torch.zeros(1, 1))
+
+
+def test_every_scheme_has_a_number_of_its_own_in_the_native_library() -> None:
+    schemes = [*SCHEMES, *[Scheme("f", dtype=dtype) for dtype in ("float32", "float16", "bfloat16")]]
+    for scheme in schemes:
+        assert scheme_of_flag(scheme.kind, scheme.group, native_flag(scheme)) == scheme
+    assert {parse(name).layer for name in NAMES} | {parse(name).head for name in NAMES} <= SCHEMES
+    for kind, group, flag in (("i4", 64, 5), ("i6", 64, 2), ("i8", 64, 0), ("i4", 48, 0), ("f", 0, 3), ("x", 0, 0)):
+        assert scheme_of_flag(kind, group, flag) is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "flag"),
+    [
+        (Scheme("i4", 64), 0), (Scheme("i4", 64, True), 1), (Scheme("i4", 64, book="nf4"), 2),
+        (Scheme("i4", 32, book="e2m1"), 3), (Scheme("i4", 32, book="iq4_nl"), 4), (Scheme("i6", 16, True), 1),
+        (Scheme("i8"), 0), (Scheme("i8", 128), 128), (Scheme("f", dtype="bfloat16"), 2),
+        (Scheme("k", 32, dtype="Q6_K"), 16),
+    ],
+)  # fmt: skip
+def test_the_numbers_of_schemes_are_those_of_packed_files_already_written(scheme: Scheme, flag: int) -> None:
+    assert native_flag(scheme) == flag

@@ -14,7 +14,7 @@ import msgspec
 from tests.support.shallow import shallow
 
 from headrace import hub
-from headrace.backends.cpu.native import require_native
+from headrace.backends.native import require_native
 from headrace.engine import build
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig

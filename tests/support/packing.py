@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.checkpoint.loader import Checkpoint, Weights
+from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.checkpoint.packed import Form, PackedFile, PackedWeights, PackedWriter, find
 from headrace.models.config import ModelConfig
 from headrace.quant.base import slabs
-from headrace.quant.schemes import parse
+from headrace.quant.schemes import SCHEMES, Scheme, parse
 
 KINDS = ("i4", "i6", "i8", "f")
 
@@ -28,12 +28,10 @@ class ToyMatrix:
     """`packed` is codes, scales and minimums, or the weights, one after the other."""
 
     name: str
-    kind: str
+    scheme: Scheme
     packed: NDArray[np.uint8]
     num_in: int
     num_out: int
-    group: int
-    flag: int
     bias: Any = None
 
 
@@ -43,7 +41,7 @@ class ToyOps:
 
     def matrix(self, source: Any, bias: Any = None) -> ToyMatrix:
         scheme, num_groups = source.scheme, -(-source.num_in // (source.scheme.group or source.num_in))
-        size = packed_bytes(scheme.kind, source.num_out, source.num_in, scheme.group, scheme.flag)
+        size = packed_bytes(scheme, source.num_out, source.num_in)
         out = np.zeros(size, np.uint8)
         item = 1 if scheme.kind != "f" else 4 if scheme.dtype == "float32" else 2
         at = source.num_out * source.num_in * item
@@ -56,31 +54,23 @@ class ToyOps:
                 if part is not None:
                     start = at + 4 * num_groups * (i * source.num_out + first)
                     out[start : start + 4 * part.numel()] = part.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return ToyMatrix(source.name, scheme.kind, out, source.num_in, source.num_out, scheme.group, scheme.flag, bias)
+        return ToyMatrix(source.name, scheme, out, source.num_in, source.num_out, bias)
 
     def packed(self, matrix: Any) -> ToyMatrix:
-        return ToyMatrix(
-            matrix.name,
-            matrix.kind,
-            matrix.data,
-            matrix.num_in,
-            matrix.num_out,
-            matrix.group,
-            matrix.flag,
-            matrix.bias,
-        )
+        return ToyMatrix(matrix.name, matrix.scheme, matrix.data, matrix.num_in, matrix.num_out, matrix.bias)
 
 
-def packed_bytes(kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
-    if kind == "f":
-        return num_out * num_in * (4 if flag == 0 else 2)
-    num_groups = -(-num_in // (group or num_in))
-    return num_out * num_in + 4 * num_out * num_groups * (1 + (kind != "i8" and flag == 1))
+def packed_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
+    if scheme.kind == "f":
+        return num_out * num_in * (4 if scheme.dtype == "float32" else 2)
+    num_groups = -(-num_in // (scheme.group or num_in))
+    return num_out * num_in + 4 * num_out * num_groups * (1 + scheme.has_min)
 
 
 class ToyBackend:
     name = "toy"
     device = "cpu"
+    schemes = SCHEMES
 
     def __init__(self, dtype: str = "float32", version: str = "1") -> None:
         self.dtype = dtype
@@ -115,7 +105,8 @@ def make_model(directory: Path, weights: Any, backend: Any) -> Any:
 def load(directory: Path, quantization: str | None = None, backend: Any = None, writer: Any = None) -> Any:
     backend = backend or ToyBackend()
     wanted = None if quantization is None else parse(quantization)
-    return make_model(directory, Weights(Checkpoint(directory), backend, None, None, wanted, writer), backend)
+    weights = SafetensorsWeights(Checkpoint(directory), backend, None, None, wanted, writer)
+    return make_model(directory, weights, backend)
 
 
 def save(directory: Path, quantization: str | None = "int4", backend: Any = None) -> Path:
@@ -143,7 +134,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, np.ndarray | bytes | str):
         return {path: value.tobytes() if isinstance(value, np.ndarray) else value}
     if hasattr(value, "packed") and hasattr(value, "num_out"):
-        own = (value.kind, value.num_in, value.num_out, value.group, value.flag)
+        own = (value.scheme, value.num_in, value.num_out)
         bias = None if value.bias is None else value.bias.tobytes()
         return {path: (own, value.packed.tobytes(), bias)}
     if isinstance(value, list | tuple):

@@ -55,7 +55,7 @@ def has_cuda() -> bool:
 
 
 def _best_on_cpu() -> str:
-    from headrace.backends.cpu.native import native
+    from headrace.backends.native import native
 
     module, reason = native()
     if module is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.quant.base import MatrixSource
+    from headrace.quant.schemes import Scheme
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -249,6 +250,28 @@ class Program(Protocol):
         ...
 
 
+Chosen: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64], int]"
+"""Token ids, scaled logits and total of a row."""
+
+
+class Chooser(Protocol):
+    """A backend's operator that picks the candidates of a draw out of rows of `width` logits."""
+
+    @property
+    def width(self) -> int: ...
+
+    def __call__(
+        self,
+        rows: list[NDArray[np.float32]],
+        top_k: list[int],
+        cuts: list[tuple[float, float, float, float]],
+        keys: list[tuple[int, int] | None],
+    ) -> list[Chosen]:
+        """The candidates of each row [width]. A cut is greatest, temperature, floor, top_p; a key is the seed and the
+        position of the row's next draw, None for a row from which nothing is drawn."""
+        ...
+
+
 class Backend(Protocol):
     """Memory and operators of one kind of device."""
 
@@ -260,6 +283,8 @@ class Backend(Protocol):
     """Values of `kv_cache_dtype` beside auto."""
     block_tables: tuple[str, ...]
     """GGUF block types in which an embedding table is used as stored (`checkpoint.mapped.MappedTensor` of raw rows)."""
+    schemes: frozenset[Scheme]
+    """Schemes with kernels, beside plain floats. Weights of any other form reach the backend dequantised."""
     ops: Ops
 
     def constant(self, values: Array) -> Array:
@@ -273,9 +298,14 @@ class Backend(Protocol):
     def layouts(self) -> dict[str, str]:
         """Return the name of the layout of each kind of matrix.
 
+
         A backend with layouts also has the methods of `checkpoint.packing.PackedBackend`, by which matrices are kept in
         a file and mapped; the others return an empty dict.
         """
+        ...
+
+    def chooser(self, width: int, num_threads: int) -> Chooser | None:
+        """An operator that picks candidates for sampling from rows of `width` logits; None where numpy has to."""
         ...
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:

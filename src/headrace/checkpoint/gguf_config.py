@@ -1,9 +1,9 @@
-"""What config.json would say, out of a GGUF file's metadata; and which of the file's tensors is which of the model's.
+"""Turns the metadata of a GGUF file into a config.json, and its tensors' names into those of a model.
 
-A file names its architecture, and its keys begin with that name. Here each becomes a config of a model that headrace
-has, and the tensors get the names that the model file asks for. A value that is missing, of another type or out of
-range is a `CheckpointError` with the file's own key. Knows no tensors' contents but `rope_freqs`, no torch. Called by
-`engine.load` and `checkpoint.gguf_source`.
+A file names its architecture, and its keys begin with that name. Each architecture becomes the config of a model that
+headrace has, and the tensors get the names by which the model file takes them. A value that is missing, of another type
+or out of range is a `CheckpointError` with the file's key. Reads no tensor but `rope_freqs`, and imports no torch.
+Called by `engine.load` and `checkpoint.gguf_source`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
 from headrace.protocol.errors import CheckpointError
@@ -22,7 +23,7 @@ MAX_LAYERS = 4096
 MAX_CONTEXT = 2**27
 MAX_SIZE = 2**24
 MAX_PARTS = 2**17
-"""Most matrices and vectors, each expert's counted: a file has many experts in one tensor, and each costs memory."""
+"""Matrices and vectors of a model at most, each expert's counted: one tensor of the file holds many experts."""
 BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 IGNORED = frozenset(("rope_freqs.weight",))
@@ -69,8 +70,8 @@ class Part(NamedTuple):
 class Reading(NamedTuple):
     """values: a config.json. parts: the file's tensors by the model's names.
 
-    turned: rows of q and k are stored in pairs, as ggml turns them: their number that is turned of each head, or 0.
-    norm_offset: what the file has added to the weights of norms.
+    turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: a number
+    that the file's weights of norms have more than the model's.
     """
 
     values: dict[str, Any]
@@ -93,14 +94,14 @@ class _Keys:
         return value
 
     def optional(self, name: str, high: int = MAX_SIZE, low: int = 1) -> int | None:
-        """An integer; one for each layer is fine where all are the same."""
+        """An integer, or None. An array with one for each layer is accepted if all are the same."""
         field = self.file.fields.get(self.prefix + name)
         if field is None or not field.is_array:
             return self.file.integer(self.prefix + name, low, high)
-        found = set(self.file.integers(self.prefix + name, MAX_LAYERS) or ())
-        if len(found) != 1:
-            self.refuse(name, sorted(found)[:8], "the same for every layer")
-        value = int(found.pop())
+        values = set(self.file.integers(self.prefix + name, MAX_LAYERS) or ())
+        if len(values) != 1:
+            self.refuse(name, sorted(values)[:8], "the same for every layer")
+        value = int(values.pop())
         if not low <= value <= high:
             self.refuse(name, value, f"from {low} to {high}")
         return value
@@ -125,10 +126,10 @@ def read(file: GGUF) -> Reading:
     return ARCHITECTURES[architecture](_Keys(file, architecture))
 
 
-def choose_dtype(wanted: str, file: GGUF) -> str:
-    """`wanted`, or for "auto" that of most of the float matrices; float16 where all are quantised."""
-    if wanted != "auto":
-        return wanted
+def choose_dtype(dtype: str, file: GGUF) -> str:
+    """Return `dtype`, or for "auto" that of most of the float matrices; float16 where all are quantised."""
+    if dtype != "auto":
+        return dtype
     counts: dict[str, int] = {}
     for info in file.tensors.values():
         if len(info.shape) > 1 and info.type in FLOATS:
@@ -140,7 +141,7 @@ def choose_dtype(wanted: str, file: GGUF) -> str:
 
 
 def _llama(keys: _Keys) -> Reading:
-    """Also Mistral and Mixtral, which say so by a window and by experts."""
+    """Also Mistral and Mixtral, which differ from Llama by a window and by experts."""
     values = _decoder(keys, "llama")
     layer = dict(DECODER)
     experts = keys.optional("expert_count", 4096, 0) or 0
@@ -236,7 +237,7 @@ def _decoder(keys: _Keys, model_type: str) -> dict[str, Any]:
         "num_key_value_heads": keys.optional("attention.head_count_kv") or heads,
         "head_dim": head_dim,
         "rms_norm_eps": epsilon,
-        # A little more, which is cut off again where the product with head_dim becomes an integer.
+        # A quarter too much, which is cut off where the product with head_dim becomes an integer.
         "partial_rotary_factor": min((turned + 0.25) / head_dim, 1.0),
         "rope_theta": keys.real("rope.freq_base") or 10000.0,
         "rope_scaling": _rope(keys, turned),
@@ -271,27 +272,27 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         keys.refuse("rope.scaling.type", kind, "none, linear or yarn")
-    made: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    values: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        made["original_max_position_embeddings"] = keys.optional("rope.scaling.original_context_length", MAX_CONTEXT)
+        values["original_max_position_embeddings"] = keys.optional("rope.scaling.original_context_length", MAX_CONTEXT)
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            made[ours] = keys.real("rope.scaling." + theirs)
+            values[ours] = keys.real("rope.scaling." + theirs)
         attention = keys.real("rope.scaling.attn_factor")
         if attention is not None and factor > 1:
-            made["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
-    return {name: value for name, value in made.items() if value is not None}
+            values["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, num_experts: int = 0) -> dict[str, Part]:
-    """Every tensor of the file under the model's name for it; those it has none for keep their own."""
-    made: dict[str, Part] = {}
+    """Every tensor of the file under the model's name for it, or under the file's name if the model has none."""
+    parts: dict[str, Part] = {}
 
     def add(name: str, part: Part) -> None:
-        if name in made:
+        if name in parts:
             raise CheckpointError(f"{file.name}: two tensors are {name}")
-        if len(made) == MAX_PARTS:
+        if len(parts) == MAX_PARTS:
             raise file.fault("number of tensors, each expert's counted", f"above {MAX_PARTS}", f"at most {MAX_PARTS}")
-        made[name] = part
+        parts[name] = part
 
     for name, info in file.tensors.items():
         if name in IGNORED:
@@ -318,4 +319,13 @@ def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, n
             add(f"{root}.{match[1]}.{layer[match[2]]}.{kind}", Part(info, shape))
         else:
             add(name, Part(info, shape))
-    return made
+    return parts
+
+
+def raw_rows(file: GGUF, part: Part) -> NDArray[np.uint8]:
+    """The rows of a matrix as they are stored, mapped: uint8 [rows, bytes of a row]."""
+    elements, size = BLOCK_BYTES[part.info.type]
+    num_rows, num_in = part.shape
+    row_bytes = num_in // elements * size
+    begin = part.info.start + part.first * row_bytes
+    return np.frombuffer(file.data, np.uint8, num_rows * row_bytes, begin).reshape(num_rows, row_bytes)

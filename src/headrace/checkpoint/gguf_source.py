@@ -1,56 +1,65 @@
-"""A GGUF file's weights as a model file sees them: the methods of `checkpoint.loader.Weights`, over the mapped file.
+"""Reads the weights of a GGUF file with torch: mapped, some rows at a time.
 
-Matrices keep their codes where the kernels have a form for them, and get the nearest form where not; what was done is
-told once, with what it costs. Rows of q and k that ggml keeps in pairs come back in halves. Tables and norms are
-floats. The file is read some rows at a time and given back. Called by `engine.load`.
+Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; the log
+says which, and what it costs. Rows of q and k that ggml keeps in pairs come back in halves. Norms are floats, tables
+floats or mapped blocks. Knows no requests. Called by `engine.load`.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-import warnings
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Array, Backend, Matrix
-from headrace.checkpoint.gguf_config import BLOCK_BYTES, FLOATS, Part, Reading
-from headrace.checkpoint.mapped import MappedTensor, Names, stacked_name
-from headrace.checkpoint.packed import PackedWriter
-from headrace.checkpoint.packing import Packable, has_layouts
+from headrace.checkpoint.gguf_config import FLOATS, Part, Reading, raw_rows
+from headrace.checkpoint.mapped import MappedTensor, stacked_name
+from headrace.checkpoint.packing import has_layouts
+from headrace.checkpoint.quantising import QuantisingReader, read_only
+from headrace.checkpoint.reader import Progress, ResidentBytes
 from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
-from headrace.quant.base import QWeight, concatenated
+from headrace.quant.base import QWeight, concatenated, spans_of
 from headrace.quant.formats import gguf_blocks
 from headrace.quant.schemes import K_TYPES, Quantization, Scheme
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Array, Backend, Matrix
+    from headrace.checkpoint.packed import PackedWriter
 
 logger = logging.getLogger(__name__)
 
 TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-RELEASE_BYTES = 32 * 2**20
-"""Bytes of the file that may lie in memory beside the rows that are being read."""
 TABLE_ROWS_WEIGHTS = 2**22
+"""Weights of a table that are read at once."""
 
 
 class GGUFMatrix:
-    """A `MatrixSource` over rows of blocks or floats, in the form that is fittest for all its parts.
+    """A `MatrixSource` over rows of blocks or floats, in the one of `schemes` that fits all its parts best.
 
-    `exact`: blocks are dequantised into `dtype` instead. `quantization`: what to do with parts that are floats.
-    `mixed`: the parts have forms of their own, for which activations are quantised alike; together they are floats.
+    exact: blocks are dequantised into `dtype` instead. quantization: for parts that are floats. mixed: the parts have
+    different schemes, for which activations are quantised in the same groups; together they are floats.
     """
 
     columns: Tensor | None = None
 
     def __init__(
-        self, name: str, parts: Sequence[Rows], dtype: str, quantization: Scheme | None = None, exact: bool = False
+        self,
+        name: str,
+        parts: Sequence[Rows],
+        dtype: str,
+        schemes: Collection[Scheme],
+        quantization: Scheme | None = None,
+        exact: bool = False,
     ) -> None:
         self.name = name
+        self._schemes = schemes
         self.parts = list(parts)
         self.num_in = parts[0].num_in
         self.num_out = sum(part.num_out for part in parts)
@@ -61,23 +70,20 @@ class GGUFMatrix:
             if quantization is not None and self.kinds <= FLOATS.keys():
                 self.scheme = quantization
         else:
-            self.scheme = gguf_blocks.scheme_for(self.kinds)
-            if len(self.kinds) > 1 and len({gguf_blocks.scheme_for({kind}).group for kind in self.kinds}) == 1:
+            self.scheme = gguf_blocks.scheme_for(self.kinds, schemes) or Scheme("f", dtype=dtype)
+            each = [gguf_blocks.scheme_for({kind}, schemes) for kind in self.kinds]
+            groups = {scheme.group for scheme in each if scheme is not None}
+            if len(self.kinds) > 1 and len(groups) == 1 and None not in each:
                 self.mixed, self.scheme = True, Scheme("f", dtype="float32")
 
     def slab(self, first: int, last: int) -> QWeight:
-        found, begin = [], 0
-        for part in self.parts:
-            end = begin + part.num_out
-            if first < end and last > begin:
-                found.append(self._piece(part, max(first - begin, 0), min(last, end) - begin))
-            begin = end
-        return found[0] if len(found) == 1 else concatenated(found)
+        spans = spans_of([part.num_out for part in self.parts], first, last)
+        return concatenated([self._piece(self.parts[i], begin, end) for i, begin, end in spans])
 
     def _piece(self, part: Rows, first: int, last: int) -> QWeight:
         if self.mixed:
-            own = GGUFMatrix(self.name, [part], "").slab(first, last)
-            return QWeight(own.dequantize())
+            alone = GGUFMatrix(self.name, [part], "", self._schemes).slab(first, last)
+            return QWeight(alone.dequantize())
         if self.scheme.kind == "k":
             return gguf_blocks.k_blocks(part.kind, part.raw_rows(first, last), self.name)
         weight = part.read(first, last)
@@ -89,60 +95,51 @@ class GGUFMatrix:
 
 
 class Rows:
-    """Rows of one part of the file, mapped. `order`: where row i of the model lies among the part's rows."""
+    """Rows of one part of the file, mapped. order: for each row of the model its place among the part's rows."""
 
     def __init__(self, file: GGUFFile, part: Part, order: NDArray[np.int64] | None = None) -> None:
         self.file, self.kind = file, part.info.type
         self.num_out, self.num_in = part.shape
-        elements, size = BLOCK_BYTES[self.kind]
-        self.row_bytes = self.num_in // elements * size
-        begin = part.info.start + part.first * self.row_bytes
-        raw = np.frombuffer(file.gguf.data, np.uint8, self.num_out * self.row_bytes, begin)
-        self.raw = raw.reshape(self.num_out, self.row_bytes)
+        self.raw = raw_rows(file.gguf, part)
         self.order = order
 
     def read(self, first: int, last: int) -> QWeight:
         """Rows first ... last - 1: plain floats as they are stored, or codes with exact scales."""
         raw = self.raw_rows(first, last)
         if self.kind in TORCH:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-                flat = torch.frombuffer(np.ascontiguousarray(raw), dtype=torch.uint8)
+            flat = read_only(np.ascontiguousarray(raw), torch.uint8)
             if flat.data_ptr() % TORCH[self.kind].itemsize:  # an alignment below the element's size is legal
                 flat = flat.clone()
             return QWeight(flat.view(TORCH[self.kind]).view(last - first, self.num_in))
         return gguf_blocks.decode(self.kind, raw)
 
     def raw_rows(self, first: int, last: int) -> NDArray[np.uint8]:
-        self.file.about_to_read((last - first) * self.row_bytes)
+        self.file.about_to_read((last - first) * self.raw.shape[1])
         return self.raw[first:last] if self.order is None else self.raw[self.order[first:last]]
 
 
 class GGUFFile:
-    """The mapped file, of which not much is in memory at a time."""
+    """A mapped file, of which little is in memory at a time."""
 
     def __init__(self, file: GGUF) -> None:
         self.gguf = file
-        self._read = 0
+        self._resident = ResidentBytes()
 
     def about_to_read(self, num_bytes: int) -> None:
-        self._read += num_bytes
-        if self._read > RELEASE_BYTES:
+        if self._resident.exceeded_by(num_bytes):
             self.release()
-            self._read = 0
 
     def release(self) -> None:
         if isinstance(self.gguf.data, mmap.mmap):
             self.gguf.data.madvise(mmap.MADV_DONTNEED)
 
 
-class GGUFWeights:
-    """What `checkpoint.loader.Weights` is to a checkpoint of safetensors.
+class GGUFWeights(QuantisingReader["Rows"]):
+    """A GGUF file as `models.weights.Weights`, for one model.
 
     Args:
-        quantization: what to do with matrices that the file has as floats.
-        exact: dequantise all into the model's dtype.
-        writer: is given everything in the form in which it can be mapped next time.
+        exact: dequantise all blocks into the backend's dtype.
+        The others are those of `QuantisingReader`; `quantization` is for matrices that the file has as floats.
     """
 
     def __init__(
@@ -150,44 +147,28 @@ class GGUFWeights:
         file: GGUF,
         reading: Reading,
         backend: Backend,
-        on_tensor: Callable[[int, int], None] | None = None,
+        on_tensor: Progress | None = None,
         quantization: Quantization | None = None,
         exact: bool = False,
         writer: PackedWriter | None = None,
     ) -> None:
+        super().__init__(file.name, reading.parts, backend, on_tensor, quantization, writer)
         self._file = GGUFFile(file)
-        self._writer = writer
-        self._name = file.name
         self._reading = reading
-        self._backend = backend
-        self._on_tensor = on_tensor
-        self._quantization = quantization
         self._exact = exact
-        names = Names(reading.parts)
-        self.has, self.has_prefix, self.constant = names.has, names.has_prefix, backend.constant
-        self._taken: set[str] = set()
-        self._told: dict[tuple[str, str], list[int]] = {}
+        self._forms: dict[tuple[str, str], list[int]] = {}
         for name, part in reading.parts.items():
             kind = part.info.type
             if kind not in TORCH and kind not in gguf_blocks.TYPES:
                 raise file.fault(f"type of {name}", kind, "one of floats and blocks")
             if quantization is not None and kind not in TORCH:
                 raise CheckpointError(
-                    f"{self._name} is quantised already ({name} is {kind}); load it without quantization "
+                    f"{self._owner} is quantised already ({name} is {kind}); load it without quantization "
                     f"{quantization.name!r}"
                 )
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
-        """A small tensor (norm, bias) as the backend's operators take it."""
-        values = self._vector(name, shape)
-        if self._reading.norm_offset and name.endswith("norm.weight"):
-            values = values - self._reading.norm_offset
-        if self._writer is not None:
-            self._writer.tensor(name, values.numpy())
-        return self._backend.constant(values)
-
     def table(self, name: str, shape: tuple[int, int]) -> Array:
-        """An embedding table [V, H]: floats stay mapped, blocks are dequantised into the model's dtype."""
+        """As `Weights.table`: floats stay mapped, as do blocks that the backend can look up; others become floats."""
         rows = Rows(self._file, self._part(name, shape))
         if rows.kind in TORCH:
             return self._backend.table(rows.read(0, rows.num_out).codes)
@@ -195,7 +176,7 @@ class GGUFWeights:
             step = max(TABLE_ROWS_WEIGHTS // rows.num_in, 1)
             for first in range(0, rows.num_out, step):
                 gguf_blocks.check_scales(rows.kind, rows.raw_rows(first, min(first + step, rows.num_out)), name)
-            self._tell(rows.kind, f"{rows.kind} (table, mapped)", rows.raw.nbytes, rows.raw.nbytes)
+            self._count_form(rows.kind, f"{rows.kind} (table, mapped)", rows.raw.nbytes, rows.raw.nbytes)
             return self._backend.table(MappedTensor(rows.raw, rows.kind))
         return self._backend.table(self.floats(name, shape))
 
@@ -207,87 +188,64 @@ class GGUFWeights:
         for first in range(0, rows.num_out, step):
             last = min(first + step, rows.num_out)
             table[first:last] = finite(rows.read(first, last).dequantize().to(table.dtype), name)
-        self._tell(rows.kind, f"{self._backend.dtype} (table)", rows.raw.nbytes, table.nbytes)
+        self._count_form(rows.kind, f"{self._backend.dtype} (table)", rows.raw.nbytes, table.nbytes)
         return table
 
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-    ) -> Matrix:
-        """One matrix out of `names`. GGUF has every matrix as [out, in], so `transposed` changes nothing."""
-        parts = [
-            self._rows(name, self._part(f"{name}.weight", (num_out, num_in)))
-            for name, num_out in zip(names, num_outs, strict=True)
-        ]
-        values = None
-        if bias:
-            values = torch.cat([self._bias(n, size) for n, size in zip(names, num_outs, strict=True)])
-        scheme = None if plain or self._quantization is None else self._quantization.layer
-        return self._matrix(names, parts, scheme, values, exact=plain or self._exact)
-
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
-        """The embedding table [V, H] and the head's matrix, out of the same tensor if `tied`."""
         first = f"{embedding}.weight"
         table = self.table(first, shape)
         rows = Rows(self._file, self._part(first if tied else f"{head}.weight", shape))
-        scheme = None if self._quantization is None else self._quantization.head
-        return table, self._matrix([head], [rows], scheme, None, exact=self._exact)
+        return table, self._matrix([head], [rows], self._head_scheme(), None, plain=False)
 
     def finish(self) -> None:
-        """Raise `CheckpointError` if the file has tensors that the model did not ask for; tell what became of all."""
-        left = sorted(self._reading.parts.keys() - self._taken)
-        if left:
-            shown = ", ".join(left[:5]) + (", ..." if len(left) > 5 else "")
-            raise CheckpointError(f"{len(left)} tensors of {self._name} have no place in the model: {shown}")
+        super().finish()
         self._file.release()
-        for (kind, form), (num, before, after) in sorted(self._told.items()):
+        for (kind, form), (num, before, after) in sorted(self._forms.items()):
             logger.info(
                 "%s: %d of %s run as %s, %.1f MiB for %.1f in the file",
-                self._name, num, kind, form, after / 2**20, before / 2**20,
+                self._owner, num, kind, form, after / 2**20, before / 2**20,
             )  # fmt: skip
 
-    def _matrix(
-        self, names: Sequence[str], parts: list[Rows], scheme: Scheme | None, bias: Tensor | None, exact: bool
-    ) -> Matrix:
-        source = GGUFMatrix(stacked_name(names), parts, self._backend.dtype, scheme, exact)
-        if source.mixed and has_layouts(self._backend):
-            made, begin, row = [], 0, 0
-            for end in range(1, len(parts) + 1):
-                if end < len(parts) and parts[end].kind == parts[begin].kind:
-                    continue
-                last = row + sum(part.num_out for part in parts[begin:end])
-                some = None if bias is None else bias[row:last]
-                made.append(self._matrix(names[begin:end], parts[begin:end], scheme, some, exact))
-                begin, row = end, last
-            stack: Matrix = self._backend.ops.stacked(source.name, made)
-            return stack
-        own = None if bias is None else self._backend.constant(bias)
-        matrix: Matrix = self._backend.ops.matrix(source, own)
-        if self._writer is not None:
-            self._writer.matrix(source.name, cast("Packable", matrix), None if bias is None else bias.float().numpy())
-        before = sum(part.raw.nbytes for part in parts)
-        after = round(bits_of(source.scheme) * source.num_in * source.num_out / 8)
-        self._tell("+".join(sorted(source.kinds)), form_of(source.scheme), before, after)
-        return matrix
+    def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> Rows:
+        # The file has every matrix as [out, in], so `transposed` changes nothing.
+        return Rows(self._file, self._part(f"{name}.weight", (num_out, num_in)), self._order(name, num_out))
 
-    def _tell(self, kind: str, form: str, before: int, after: int) -> None:
-        entry = self._told.setdefault((kind, form), [0, 0, 0])
+    def _matrix(
+        self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: Tensor | None, plain: bool
+    ) -> Matrix:
+        exact, backend = plain or self._exact, self._backend
+        source = GGUFMatrix(stacked_name(names), layers, backend.dtype, backend.schemes, scheme, exact)
+        if source.mixed and has_layouts(backend):
+            matrices, first, row = [], 0, 0
+            for last in range(1, len(layers) + 1):
+                if last < len(layers) and layers[last].kind == layers[first].kind:
+                    continue
+                end = row + sum(layer.num_out for layer in layers[first:last])
+                part = None if bias is None else bias[row:end]
+                matrices.append(self._matrix(names[first:last], layers[first:last], scheme, part, plain))
+                first, row = last, end
+            stack: Matrix = backend.ops.stacked(source.name, matrices)
+            return stack
+        before = sum(layer.raw.nbytes for layer in layers)
+        after = round(bits_of(source.scheme) * source.num_in * source.num_out / 8)
+        self._count_form("+".join(sorted(source.kinds)), form_of(source.scheme), before, after)
+        return self._make(source, bias)
+
+    def _count_form(self, kind: str, form: str, before: int, after: int) -> None:
+        """Count a matrix of `kind` that runs as `form`, and its bytes in the file and in memory."""
+        entry = self._forms.setdefault((kind, form), [0, 0, 0])
         entry[0], entry[1], entry[2] = entry[0] + 1, entry[1] + before, entry[2] + after
 
-    def _rows(self, name: str, part: Part) -> Rows:
-        return Rows(self._file, part, self._order(name, part.shape[0]))
-
     def _order(self, name: str, num_rows: int) -> NDArray[np.int64] | None:
-        """Where the rows of q and k lie: ggml's pairs (2i, 2i + 1) of a head are (i, i + half) for the model."""
+        """Where the rows of q and k are: ggml's pairs (2i, 2i + 1) of a head are (i, i + half) for the model."""
         if not self._reading.turned or not name.endswith((".q_proj", ".k_proj")):
             return None
         return pair_order(num_rows, self._reading.values["head_dim"], self._reading.turned)
+
+    def _small(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        values = self._vector(name, shape)
+        offset = self._reading.norm_offset if name.endswith("norm.weight") else 0.0
+        return values - offset if offset else values
 
     def _bias(self, name: str, size: int) -> Tensor:
         values = self._vector(f"{name}.bias", (size,))
@@ -298,40 +256,39 @@ class GGUFWeights:
         part = self._part(name, shape)
         if part.info.type not in TORCH or len(shape) != 1:
             raise CheckpointError(
-                f"{self._name}: {name} is {part.info.type} of {len(shape)} dimensions, expected floats"
+                f"{self._owner}: {name} is {part.info.type} of {len(shape)} dimensions, expected floats"
             )
         return Rows(self._file, part._replace(shape=(1, *shape))).read(0, 1).codes[0].float().clone()
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Part:
         part = self._reading.parts.get(name)
         if part is None:
-            raise CheckpointError(f"{self._name}: {name} is missing")
+            raise CheckpointError(f"{self._owner}: {name} is missing")
         if part.shape != shape:
             raise CheckpointError(
-                f"{self._name}: {name} has shape {list(part.shape)}, the metadata make it {list(shape)}"
+                f"{self._owner}: {name} has shape {list(part.shape)}, the metadata make it {list(shape)}"
             )
-        self._taken.add(name)
-        if self._on_tensor is not None:
-            self._on_tensor(len(self._taken), len(self._reading.parts))
+        self._take(name)
         return part
 
 
 def pair_order(num_rows: int, head_dim: int, turned: int) -> NDArray[np.int64]:
-    """Where row i of the model's q or k lies in a file whose heads have the `turned` rows that rope turns in pairs."""
-    own = np.arange(head_dim)
-    own[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
-    order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + own).ravel()
+    """Return the file's row for each row of the model's q or k. turned: rows of a head that the file has in pairs."""
+    within_head = np.arange(head_dim)
+    within_head[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
+    order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + within_head).ravel()
     return order
 
 
 def finite(values: Tensor, name: str) -> Tensor:
-    """`values`, or `CheckpointError` if dequantising went beyond their dtype."""
+    """Return `values`; raise `CheckpointError` if dequantising went beyond their dtype."""
     if not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{name} has a weight that is not finite, or beyond {values.dtype}; try dtype float32")
     return values
 
 
 def form_of(scheme: Scheme) -> str:
+    """A scheme in words, for the log."""
     if scheme.kind in ("f", "k"):
         return scheme.dtype
     name = scheme.book.upper() or f"int{scheme.bits}"
@@ -339,7 +296,7 @@ def form_of(scheme: Scheme) -> str:
 
 
 def bits_of(scheme: Scheme) -> float:
-    """Of a weight as the kernels store it."""
+    """Bits of a weight as the kernels store it."""
     if scheme.kind == "f":
         return {"float32": 32, "float16": 16, "bfloat16": 16}[scheme.dtype]
     if scheme.kind == "k":

@@ -1,8 +1,8 @@
-"""Safetensors files seen through a mapping: names, shapes and read-only numpy views, without torch and without a copy.
+"""Mapped safetensors files: names, shapes and read-only numpy views, without a copy.
 
-`MappedFile` believes nothing of a header (S-28): lengths, types, shapes and offsets must agree with each other and with
-the file, leave no hole and not overlap. `MappedCheckpoint` finds a directory's files and opens no others. Knows no
-models. Called by `checkpoint.loader`, `checkpoint.packed` and `checkpoint.source`.
+`MappedFile` trusts nothing in a header (S-28): lengths, types, shapes and offsets must agree with each other and with
+the file, leave no hole and not overlap. `MappedCheckpoint` finds the files of a directory and opens no others. Knows no
+models and imports no torch. Called by the readers of weights, by `engine.load` and by `drafters`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ VIEWS: dict[str, type[np.generic]] = {
 
 
 class Entry(NamedTuple):
-    """One tensor: its type as the file writes it, and the bytes begin ... end - 1 of the file that hold it."""
+    """One tensor: its type as the file names it, and the bytes begin ... end - 1 of the file that hold it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,8 +50,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedTensor:
-    """Numbers in a mapping. `dtype` is float32, float16 or bfloat16; `data` has bfloat16 as uint16 bits. Or rows of
-    K-quants as bytes; `dtype` is their type ("Q6_K")."""
+    """Numbers in a mapping. `dtype` is float32, float16 or bfloat16 (whose bits `data` has as uint16), or the type of
+    K-quants ("Q6_K"), whose rows `data` has as bytes."""
 
     data: NDArray[Any]
     dtype: str
@@ -59,7 +59,7 @@ class MappedTensor:
 
 
 class MappedFile:
-    """One file. Raises `CheckpointError` for any that is not, to the last byte, what its header says."""
+    """One mapped file. Raises `CheckpointError` for a file that is not exactly as its header describes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,11 +79,11 @@ class MappedFile:
         return np.frombuffer(self.buffer, VIEWS[entry.dtype], count, entry.begin).reshape(entry.shape)
 
     def release(self) -> None:
-        """Take the file's pages out of this process's memory. They are mapped again when they are touched."""
+        """Take the file's pages out of this process's memory. They come back when they are read."""
         self.buffer.madvise(mmap.MADV_DONTNEED)
 
     def advise(self, name: str, advice: int) -> None:
-        """Tell the kernel how a tensor will be read: one of mmap's MADV_ constants. Refused advice is no harm."""
+        """Advise the system how a tensor will be read (mmap's MADV_ constants). Refused advice does no harm."""
         entry = self.entries[name]
         begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
         try:
@@ -107,13 +107,13 @@ class MappedFile:
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             raise self._broken("its metadata are not texts by name")
         entries = {name: self._entry(name, value, 8 + length) for name, value in values.items()}
-        at = 8 + length
+        end = 8 + length
         for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-            if entry.begin != at:
-                raise self._broken(f"{name} begins at byte {entry.begin}, expected {at}: a hole or an overlap")
-            at = entry.end
-        if at != size:
-            raise self._broken(f"its tensors end at byte {at}, the file has {size}")
+            if entry.begin != end:
+                raise self._broken(f"{name} begins at byte {entry.begin}, expected {end}: a hole or an overlap")
+            end = entry.end
+        if end != size:
+            raise self._broken(f"its tensors end at byte {end}, the file has {size}")
         return entries, metadata, header
 
     def _entry(self, name: str, value: Any, base: int) -> Entry:
@@ -135,7 +135,7 @@ class MappedFile:
 
 
 class MappedCheckpoint:
-    """The tensors of a directory by name. Files are mapped when a tensor of theirs is first asked for.
+    """The tensors of a directory by name. A file is mapped when the first of its tensors is read.
 
     Raises `CheckpointError` if there are none, or if an index and the files beside it disagree.
     """
@@ -156,19 +156,18 @@ class MappedCheckpoint:
 
     @property
     def mark(self) -> str:
-        """What tells packed files of this checkpoint from those of others in the same directory."""
+        """A part of the names of packed files; it differs between the checkpoints of one directory."""
         return ""
 
     def config(self) -> bytes:
         return (self.directory / "config.json").read_bytes()
 
     def table(self, name: str, shape: tuple[int, int]) -> MappedTensor:
-        """An embedding table [V, H] as it lies in the checkpoint. Raises `CheckpointError` for one that is not so."""
+        """An embedding table [V, H], mapped. Raises `CheckpointError` for another shape, and for other than floats."""
         if name not in self._file_of:
             raise CheckpointError(f"{name} is missing from the checkpoint")
         entry, file = self.entry(name), self.file(name)
-        if entry.shape != shape:
-            raise CheckpointError(f"{name} has shape {list(entry.shape)}, the config makes it {list(shape)}")
+        verify_shape(name, entry.shape, shape)
         values = file.array(name)
         if entry.dtype == "F64":
             return MappedTensor(values.astype(np.float32), "float32")
@@ -225,10 +224,13 @@ class MappedCheckpoint:
                 raise CheckpointError(
                     f"{index}: {name} is said to be in {file!r}; only *.safetensors beside the index are read"
                 )
-        for file in sorted(set(file_of.values())):
+        names_of: dict[str, set[str]] = {}
+        for name, file in file_of.items():
+            names_of.setdefault(file, set()).add(name)
+        for file in sorted(names_of):
             if not (self.directory / file).is_file():
                 raise CheckpointError(f"{self.directory / file} is missing; {index.name} names it")
-            missing = {name for name, f in file_of.items() if f == file} - self._open(file).entries.keys()
+            missing = names_of[file] - self._open(file).entries.keys()
             if missing:
                 raise CheckpointError(f"{file} lacks {min(missing)}, which {index.name} says is in it")
         return dict(file_of)
@@ -257,39 +259,32 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
     raise CheckpointError(reason)
 
 
-def choose_dtype(wanted: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:
-    """`wanted`, or for "auto" that of most of the checkpoint's tensors (float32 for other kinds).
+def choose_dtype(dtype: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:
+    """Return `dtype`, or for "auto" that of most of the checkpoint's tensors (float32 for other kinds).
 
-    Of a quantised checkpoint most tensors are codes and scales, so there the dtype that `config` states comes first.
+    Most tensors of a quantised checkpoint are codes and scales, so there the dtype that `config` states comes first.
     """
-    if wanted != "auto":
-        return wanted
+    if dtype != "auto":
+        return dtype
     if config is not None and config.get("quantization_config") is not None:
         stated = config.get("dtype", config.get("torch_dtype"))
         if stated in DTYPE_NAMES.values():
             return str(stated)
     counts: dict[str, int] = {}
     for name in checkpoint.names:
-        dtype = checkpoint.entry(name).dtype
-        counts[dtype] = counts.get(dtype, 0) + 1
-    return DTYPE_NAMES.get(max(counts, key=lambda dtype: counts[dtype]), "float32") if counts else "float32"
+        stored = checkpoint.entry(name).dtype
+        counts[stored] = counts.get(stored, 0) + 1
+    return DTYPE_NAMES.get(max(counts, key=lambda stored: counts[stored]), "float32") if counts else "float32"
 
 
-class Names:
-    """What a model file asks of the names of a checkpoint's tensors, whatever they lie in."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
-
-    def has(self, name: str) -> bool:
-        return name in self._names
-
-    def has_prefix(self, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self._names)
+def verify_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise `CheckpointError` if the tensor `name` does not have the shape that the model's config makes it."""
+    if shape != expected:
+        raise CheckpointError(f"{name} has shape {list(shape)}, the config makes it {list(expected)}")
 
 
 def stacked_name(names: Sequence[str]) -> str:
-    """One name for linear layers that are stacked: the common path, and the last parts joined by "+"."""
+    """Return one name for stacked linear layers: their common path, and their last parts joined by "+"."""
     path = names[0].rpartition(".")[0]
     if any(name.rpartition(".")[0] != path for name in names):
         return "+".join(names)
@@ -298,14 +293,14 @@ def stacked_name(names: Sequence[str]) -> str:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a name comes twice")
-    return made
+    return values
 
 
 def _is_sizes(value: Any) -> bool:
-    """Whole numbers from 0 to 2^63, as a list of no senseless length."""
+    """Return whether `value` is a list of at most 16 integers from 0 to 2^63 - 1."""
     return (
         isinstance(value, list) and len(value) <= 16 and all(type(size) is int and 0 <= size < 2**63 for size in value)
     )

@@ -1,9 +1,9 @@
-"""Weights as the backend packed them, in one file beside the model, written once and mapped at every later start.
+"""Packed files: weights in the backend's layouts, written once beside the model and mapped at every later start.
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
-the native formats, biases, norms. Embedding tables are not copied: they stay mapped in the checkpoint, which the file
-knows by a fingerprint. A file that does not fit is told of and left alone, and the model is loaded afresh. No torch.
-Called by `checkpoint.source`; filled by `checkpoint.loader`.
+the native formats, biases, norms. Embedding tables are not copied: they stay mapped in the checkpoint, of which the
+file holds a fingerprint. A file that does not fit is logged and left alone, and the checkpoint is read instead. Imports
+no torch. Called by `checkpoint.source`; the readers of checkpoints fill it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.mapped import MappedFile, Names, stacked_name
+from headrace.checkpoint.mapped import MappedFile, stacked_name, verify_shape
 from headrace.checkpoint.packing import Origin, Packable, PackedBackend
+from headrace.checkpoint.reader import Progress, Reader
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.schemes import METHOD
+from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 
 logger = logging.getLogger(__name__)
 
 CONTAINER = 1
-"""Version of what is written here; the layouts of the matrices have names of their own."""
+"""Version of this file format. The layouts of the matrices have names beside it."""
 
 PAGE, LINE = 4096, 64
 LEFTOVER_SECONDS = 3600
-"""A temporary file as old as this was left by a process that was killed."""
+"""A temporary file of this age was written by a process that was killed."""
 PIECE_BYTES = 16 * 2**20
 
 
 class Form(NamedTuple):
-    """What makes two packed files of one checkpoint differ. quantization: its name, or "" for plain weights."""
+    """What distinguishes the packed files of one checkpoint. quantization: its name, or "" for plain weights."""
 
     quantization: str
     dtype: str
@@ -55,20 +56,18 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A mapped matrix, read-only. kind, group and flag as in csrc/include/kernels.h; data begins at a page."""
+    """A mapped matrix, read-only; data begins at a page."""
 
     name: str
-    kind: str
+    scheme: Scheme
     data: NDArray[np.uint8]
     num_in: int
     num_out: int
-    group: int
-    flag: int
     bias: NDArray[np.float32] | None
 
 
 def fingerprint(checkpoint: Origin) -> dict[str, Any]:
-    """What tells one state of a checkpoint from another: its files' names, sizes and times, and config.json's bytes."""
+    """Return what changes when a checkpoint does: its files' names, sizes and times, and the hash of config.json."""
     files = {}
     for path in checkpoint.files:
         facts = path.stat()
@@ -78,13 +77,13 @@ def fingerprint(checkpoint: Origin) -> dict[str, Any]:
 
 
 def cache_directory(directory: Path) -> Path:
-    """Where the packed form of a model lies that can not be written to."""
+    """Return where the packed files of a model are kept whose directory can not be written to."""
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:32]
     return Path.home() / ".cache" / "headrace" / "packed" / name
 
 
 def file_name(checkpoint: Origin, form: Form) -> str:
-    # Not *.safetensors: others take every such file of a directory for a part of the checkpoint.
+    # Not *.safetensors: other software reads every such file of a directory as a part of the checkpoint.
     text = json.dumps(fingerprint(checkpoint), sort_keys=True)
     return f"{_stem(checkpoint, form)}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.packed"
 
@@ -94,11 +93,11 @@ def _stem(checkpoint: Origin, form: Form) -> str:
 
 
 def find(checkpoint: Origin, form: Form, backend: PackedBackend) -> PackedFile | None:
-    """The packed file that fits, beside the model or in the cache. Others of this form are told of with the reason."""
-    wanted = file_name(checkpoint, form)
+    """Return the packed file that fits, beside the model or in the cache. Log why others of this form do not fit."""
+    current = file_name(checkpoint, form)
     for directory in (checkpoint.directory, cache_directory(checkpoint.directory)):
         pattern = f"{glob.escape(_stem(checkpoint, form))}-*.packed"
-        for path in sorted(directory.glob(pattern), key=lambda path: path.name != wanted):
+        for path in sorted(directory.glob(pattern), key=lambda path: path.name != current):
             try:
                 return PackedFile(path, checkpoint, form, backend)
             except CheckpointError as error:
@@ -107,20 +106,19 @@ def find(checkpoint: Origin, form: Form, backend: PackedBackend) -> PackedFile |
 
 
 class PackedFile:
-    """A packed file, mapped. Raises `CheckpointError` with the reason for one that does not fit to the last byte."""
+    """A packed file, mapped. Raises `CheckpointError` with the reason for a file that does not fit the checkpoint."""
 
     def __init__(self, path: Path, checkpoint: Origin, form: Form, backend: PackedBackend) -> None:
         self.path = path
         self._file = MappedFile(path)
-        written = self._facts()
-        expected = _facts(checkpoint, form)
-        for name, value in expected.items():
-            if written.get(name) != value:
-                raise CheckpointError(_difference(name, written.get(name), value))
-        found = written.get("matrices")
-        if not isinstance(found, dict):
+        facts = self._facts()
+        for name, value in _facts(checkpoint, form).items():
+            if facts.get(name) != value:
+                raise CheckpointError(_difference(name, facts.get(name), value))
+        matrices = facts.get("matrices")
+        if not isinstance(matrices, dict):
             raise CheckpointError("it lists no matrices")
-        self.matrices = {name: self._matrix(name, facts, form, backend) for name, facts in found.items()}
+        self.matrices = {name: self._matrix(name, values, form, backend) for name, values in matrices.items()}
         self.tensors = {
             name.removeprefix("tensor/"): self._floats(name)
             for name in self._file.entries
@@ -175,22 +173,23 @@ class PackedFile:
             raise CheckpointError("its metadata are not an object")
         return facts
 
-    def _matrix(self, name: str, facts: Any, form: Form, backend: PackedBackend) -> PackedMatrix:
+    def _matrix(self, name: str, values: Any, form: Form, backend: PackedBackend) -> PackedMatrix:
         entry = self._file.entries.get(f"matrix/{name}")
-        if entry is None or not isinstance(facts, list) or len(facts) != 5:
+        if entry is None or not isinstance(values, list) or len(values) != 5:
             raise CheckpointError(f"it lacks the matrix {name}")
-        kind, num_in, num_out, group, flag = facts
-        sane = all(type(size) is int and 0 <= size < 2**31 for size in facts[1:]) and num_in > 0 and num_out > 0
-        if not isinstance(kind, str) or kind not in form.layouts or not sane:
-            raise CheckpointError(f"matrix {name} is said to be {facts}")
-        # The kernels trust this size: it is what keeps them inside the file.
-        num_bytes = backend.packed_bytes(kind, num_out, num_in, group, flag)
+        kind, num_in, num_out, group, flag = values
+        is_sound = all(type(size) is int and 0 <= size < 2**31 for size in values[1:]) and num_in > 0 and num_out > 0
+        scheme = scheme_of_flag(kind, group, flag) if is_sound and isinstance(kind, str) else None
+        if scheme is None or kind not in form.layouts:
+            raise CheckpointError(f"matrix {name} is said to be {values}")
+        # The kernels trust this size: it keeps them inside the file.
+        num_bytes = backend.packed_bytes(scheme, num_out, num_in)
         if entry.dtype != "U8" or entry.shape != (num_bytes,) or entry.begin % LINE:
             raise CheckpointError(f"matrix {name} has {entry.end - entry.begin} bytes, expected {num_bytes}")
         bias = self._floats(f"bias/{name}") if f"bias/{name}" in self._file.entries else None
         if bias is not None and bias.shape != (num_out,):
             raise CheckpointError(f"bias {name} has shape {list(bias.shape)}, expected [{num_out}]")
-        return PackedMatrix(name, kind, self._file.array(f"matrix/{name}"), num_in, num_out, group, flag, bias)
+        return PackedMatrix(name, scheme, self._file.array(f"matrix/{name}"), num_in, num_out, bias)
 
     def _floats(self, name: str) -> NDArray[np.float32]:
         if self._file.entries[name].dtype != "F32":
@@ -198,11 +197,11 @@ class PackedFile:
         return self._file.array(name)
 
 
-class PackedWeights:
-    """A packed file as a model file sees it: the methods of `checkpoint.loader.Weights`.
+class PackedWeights(Reader):
+    """A packed file as `models.weights.Weights`.
 
-    Raises `CheckpointError` where the model asks for something else than was packed: it was packed for another model
-    file, and the caller should load the checkpoint instead.
+    Raises `CheckpointError` where the model takes something else than was packed: the file was written for another
+    version of the model file, and the caller should load the checkpoint instead.
     """
 
     def __init__(
@@ -210,26 +209,26 @@ class PackedWeights:
         packed: PackedFile,
         checkpoint: Origin,
         backend: PackedBackend,
-        on_tensor: Callable[[int, int], None] | None = None,
+        on_tensor: Progress | None = None,
     ) -> None:
+        super().__init__(checkpoint.names, on_tensor, parts=[*packed.matrices, *packed.tensors])
         self._packed = packed
         self._checkpoint = checkpoint
         self._backend = backend
-        names = Names(checkpoint.names)
-        self.has, self.has_prefix, self.constant = names.has, names.has_prefix, backend.constant
-        self._taken: set[str] = set()
-        self._on_tensor = on_tensor
+
+    def constant(self, values: Any) -> Any:
+        return self._backend.constant(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        found = self._packed.tensors.get(name)
-        if found is None:
+        values = self._packed.tensors.get(name)
+        if values is None:
             raise CheckpointError(f"{self._packed.path} lacks {name}")
-        self._verify(name, found.shape, shape)
-        self._count(name)
-        return self._backend.constant(found)
+        verify_shape(name, values.shape, shape)
+        self._take(name)
+        return self._backend.constant(values)
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """`name` as it lies in the checkpoint, mapped."""
+        """As `Weights.table`: mapped in the checkpoint, which a packed file does not repeat."""
         return self._backend.table(self._checkpoint.table(name, shape))
 
     def linear(
@@ -242,48 +241,39 @@ class PackedWeights:
         transposed: bool = False,
         plain: bool = False,
     ) -> Any:
-        found, begin = [], 0
-        while begin < len(names):  # as one, or in pieces of other forms
+        matrices, begin = [], 0
+        while begin < len(names):  # one matrix, or several of different schemes
             ends = range(len(names), begin, -1)
             end = next((end for end in ends if stacked_name(names[begin:end]) in self._packed.matrices), None)
             if end is None:
                 raise CheckpointError(f"{self._packed.path} lacks {stacked_name(names[begin:])}")
             name = stacked_name(names[begin:end])
             matrix = self._packed.matrices[name]
-            self._verify(name, (matrix.num_out, matrix.num_in), (sum(num_outs[begin:end]), num_in))
-            if bias != (matrix.bias is not None) or (plain and matrix.kind != "f"):
+            verify_shape(name, (matrix.num_out, matrix.num_in), (sum(num_outs[begin:end]), num_in))
+            if bias != (matrix.bias is not None) or (plain and matrix.scheme.kind != "f"):
                 raise CheckpointError(f"{self._packed.path} has another {name} than the model asks for")
-            self._count(name)
-            found.append(self._backend.ops.packed(matrix))
+            self._take(name)
+            matrices.append(self._backend.ops.packed(matrix))
             begin = end
-        return found[0] if len(found) == 1 else self._backend.ops.stacked(stacked_name(names), found)
+        return matrices[0] if len(matrices) == 1 else self._backend.ops.stacked(stacked_name(names), matrices)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
         first, last = f"{embedding}.weight", f"{head}.weight"
-        # The head has a matrix of its own, tied or not, so nobody needs to compare the two again.
+        # The head was packed as a matrix whether it is tied or not.
         table = self.table(last if tied and not self.has(first) else first, shape)
         return table, self.linear([head], shape[1], [shape[0]])
 
     def finish(self) -> None:
-        """Everything that was packed has been asked for, or `CheckpointError`."""
-        left = (self._packed.matrices.keys() | self._packed.tensors.keys()) - self._taken
-        if left:
-            raise CheckpointError(f"{self._packed.path} has {min(left)}, which the model did not ask for")
-
-    def _count(self, name: str) -> None:
-        self._taken.add(name)
-        if self._on_tensor is not None:
-            self._on_tensor(len(self._taken), len(self._packed.matrices) + len(self._packed.tensors))
-
-    def _verify(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        if shape != expected:
-            raise CheckpointError(f"{name} has shape {list(shape)}, the config makes it {list(expected)}")
+        """Raise `CheckpointError` if the model did not take everything that was packed."""
+        names = self._not_taken()
+        if names:
+            raise CheckpointError(f"{self._packed.path} has {names[0]}, which the model did not ask for")
 
 
 class PackedWriter:
-    """Writes a packed file as the model is loaded. Use it in `with`: the file appears at the end, whole, or not at all.
+    """Writes a packed file while the model is loaded. Use it in `with`: at the end the file is there, whole, or not.
 
-    A disk that can not be written costs a warning, never the model: then `path` stays None and calls do nothing.
+    Where the disk can not be written, a warning is logged, `path` stays None and calls do nothing.
     """
 
     def __init__(self, checkpoint: Origin, form: Form) -> None:
@@ -292,16 +282,16 @@ class PackedWriter:
         self._name = file_name(checkpoint, form)
         self._facts = _facts(checkpoint, form) | {"matrices": {}}
         self._header: dict[str, Any] = {}
-        # Every tensor has at most a matrix, a bias, a pad and a line of facts.
+        # Room for the header: every tensor has at most a matrix, a bias, a pad and a line of facts.
         self._data_begin = _round_up(2**16 + sum(1000 + 6 * len(name) for name in checkpoint.names), PAGE)
         self._end = self._data_begin
         self._temporary = Path()
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> PackedWriter:
-        own, cache = self._checkpoint.directory, cache_directory(self._checkpoint.directory)
+        cache = cache_directory(self._checkpoint.directory)
         reasons = []
-        for directory in (own, cache):
+        for directory in (self._checkpoint.directory, cache):
             try:
                 if directory == cache:
                     directory.mkdir(parents=True, exist_ok=True)
@@ -326,20 +316,21 @@ class PackedWriter:
         """Add a matrix under the name of its layer(s). bias: [num_out]."""
         if self._file is None or f"matrix/{name}" in self._header:
             return
-        facts = [matrix.kind, matrix.num_in, matrix.num_out, matrix.group, int(matrix.flag)]
+        scheme = matrix.scheme
+        facts = [scheme.kind, matrix.num_in, matrix.num_out, scheme.group, native_flag(scheme)]
         self._facts["matrices"][name] = facts
         self._guarded(lambda: self._put(f"matrix/{name}", "U8", matrix.packed.reshape(-1), PAGE))
         if bias is not None:
             self._guarded(lambda: self._put(f"bias/{name}", "F32", np.asarray(bias, np.float32), LINE))
 
     def give_up(self, why: str) -> None:
-        """Leave no file: the model has something that can not be in it."""
+        """Leave no file, because the model has something that a packed file can not hold."""
         if self._file is not None:
             logger.warning("the packed weights are not saved: %s", why)
             self._drop()
 
     def tensor(self, name: str, values: NDArray[np.float32]) -> None:
-        """Add a small tensor under its own name."""
+        """Add a small tensor."""
         if self._file is not None and f"tensor/{name}" not in self._header:
             self._guarded(lambda: self._put(f"tensor/{name}", "F32", np.asarray(values, np.float32), LINE))
 
@@ -368,12 +359,12 @@ class PackedWriter:
         self._end += values.nbytes
 
     def _commit(self) -> None:
-        """Header, digest, and then the name that others look for: nobody ever sees a part of the file."""
+        """Write header and digest, then give the file its name, so that no process ever reads a part of it."""
         file = self._file
         if file is None:
             return
-        at = self._end - self._data_begin
-        self._header["digest"] = {"dtype": "U8", "shape": [32], "data_offsets": [at, at + 32]}
+        begin = self._end - self._data_begin
+        self._header["digest"] = {"dtype": "U8", "shape": [32], "data_offsets": [begin, begin + 32]}
         self._header["__metadata__"] = {"headrace": json.dumps(self._facts)}
         text = json.dumps(self._header, separators=(",", ":")).encode()
         room = self._data_begin - 8
@@ -394,12 +385,12 @@ class PackedWriter:
         logger.info("the packed weights are in %s (%d MiB)", target, self._end >> 20)
 
     def _remove_old(self, target: Path) -> None:
-        """Packed files of this form that no longer fit their checkpoint, and what killed processes left."""
+        """Remove packed files of this form that no longer fit their checkpoint, and those of killed processes."""
         for path in target.parent.glob(f"{glob.escape(_stem(self._checkpoint, self._form))}-*.packed*"):
             try:
-                stale = path.suffix == ".packed" and path.name != self._name
-                left = path.suffix == ".tmp" and time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
-                if stale or left:
+                is_stale = path.suffix == ".packed" and path.name != self._name
+                is_leftover = path.suffix == ".tmp" and time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
+                if is_stale or is_leftover:
                     path.unlink(missing_ok=True)
             except OSError as error:
                 logger.info("%s is of no use any more and can not be removed: %s", path, error)
@@ -416,7 +407,7 @@ class PackedWriter:
 
 
 def _facts(checkpoint: Origin, form: Form) -> dict[str, Any]:
-    """What a packed file must say of itself to be used."""
+    """Return what the metadata of a packed file must have for the file to be used."""
     return {
         "container": CONTAINER,
         "method": METHOD,
@@ -427,15 +418,13 @@ def _facts(checkpoint: Origin, form: Form) -> dict[str, Any]:
     }
 
 
-def _difference(name: str, written: Any, expected: Any) -> str:
+def _difference(name: str, value: Any, expected: Any) -> str:
     if name in ("files", "config.json"):
-        if isinstance(written, dict) and isinstance(expected, dict):
-            changed = [
-                file for file in sorted(written.keys() | expected.keys()) if written.get(file) != expected.get(file)
-            ]
+        if isinstance(value, dict) and isinstance(expected, dict):
+            changed = [file for file in sorted(value.keys() | expected.keys()) if value.get(file) != expected.get(file)]
             name = ", ".join(changed) or name
         return f"it was packed before {name} changed"
-    return f"its {name} is {written!r:.80}, expected {expected!r:.80}"
+    return f"its {name} is {value!r:.80}, expected {expected!r:.80}"
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,4 +1,8 @@
-"""Protocols that `checkpoint.packed` needs: of a checkpoint, a backend, and the backend's matrices. No torch."""
+"""The protocols of `checkpoint.packed`: what it needs of a backend, of its matrices, and of the checkpoint that is
+packed.
+
+Knows no file formats and imports no torch. Called by `checkpoint.packed` and the readers of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from headrace.backends.base import Backend
+    from headrace.quant.schemes import Scheme
 
 
 class Packable(Protocol):
@@ -19,15 +24,11 @@ class Packable(Protocol):
     @property
     def packed(self) -> NDArray[np.uint8]: ...
     @property
-    def kind(self) -> str: ...
+    def scheme(self) -> Scheme: ...
     @property
     def num_in(self) -> int: ...
     @property
     def num_out(self) -> int: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def flag(self) -> int: ...
 
 
 class PackedOps(Protocol):
@@ -60,7 +61,7 @@ class PackedBackend(Protocol):
         """Return the name of the layout of each kind of matrix; it changes when the bytes do."""
         ...
 
-    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
+    def packed_bytes(self, scheme: Scheme, num_out: int, num_in: int) -> int:
         """Return the size of a packed matrix."""
         ...
 
@@ -71,7 +72,7 @@ def has_layouts(backend: Backend) -> TypeGuard[PackedBackend]:
 
 
 class Origin(Protocol):
-    """What was packed: a `MappedCheckpoint`, or a GGUF file (`checkpoint.gguf_origin`)."""
+    """The checkpoint that is packed: a `MappedCheckpoint`, or a GGUF file (`checkpoint.gguf_origin`)."""
 
     @property
     def directory(self) -> Path: ...

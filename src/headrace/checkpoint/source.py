@@ -1,6 +1,6 @@
-"""Opens what a model's weights are read from: a packed file that fits, else the checkpoint itself.
+"""Opens what the weights of a model are read from: a packed file that fits, else the checkpoint itself.
 
-Torch is imported only if the checkpoint must be read. Called by `engine.load`.
+It must not import torch, which only the readers of checkpoints need. Called by `engine.load`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from typing import Any, TypeVar
 from headrace.backends.base import Backend
 from headrace.checkpoint.packed import Form, PackedWeights, PackedWriter, find
 from headrace.checkpoint.packing import Origin, has_layouts
+from headrace.checkpoint.reader import Progress, Reader
+from headrace.models.weights import Weights
 from headrace.protocol.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MAX_FORETELLING = 64
+MAX_PREDICTION_LAYERS = 64
+"""Layers for multi-token prediction that a config may have."""
 
 T = TypeVar("T")
 
 
 def with_weights(
-    build: Callable[[Any], T],
-    read: Callable[[PackedWriter | None], Any],
+    build: Callable[[Weights], T],
+    read: Callable[[PackedWriter | None], Reader],
     checkpoint: Origin,
     backend: Backend,
     quantization: str | None,
     save_packed: bool,
-    on_tensor: Callable[[int, int], None],
+    on_tensor: Progress,
 ) -> T:
-    """`build` given the weights of `checkpoint`, which `read` opens: `loader.Weights`, or what has its methods.
+    """Return what `build` makes of the weights of `checkpoint`; it has to take all of them.
 
-    A packed file beside the model is used where it fits; one is written if `save_packed` says so and none fits. `build`
-    gets something with the same methods, and takes all of it. Raises `CheckpointError`.
+    The weights come from a packed file beside the model if one fits, else from what `read` opens. With `save_packed` a
+    packed file is written if none fits. Raises `CheckpointError`.
     """
     layouts = backend.layouts()
     form = Form(quantization or "", backend.dtype, layouts)
@@ -45,22 +48,22 @@ def with_weights(
             try:
                 packed.read(backend.allocate)
                 weights = PackedWeights(packed, checkpoint, backend, on_tensor)
-                made = build(weights)
+                model = build(weights)
                 weights.finish()
-                return made
+                return model
             except CheckpointError as error:
                 logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
     with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
-        opened = read(writer)
-        made = build(opened)
-        opened.finish()
-    return made
+        reader = read(writer)
+        model = build(reader)
+        reader.finish()
+    return model
 
 
-def foretelling(values: dict[str, Any]) -> re.Pattern[str] | None:
-    """Names of the layers for multi-token prediction that config.json's `values` tell of: a drafter reads them."""
+def prediction_layers(values: dict[str, Any]) -> re.Pattern[str] | None:
+    """A pattern for tensors of the layers for multi-token prediction of a config.json, which only a drafter reads."""
     first, num = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
-    if type(first) is not int or type(num) is not int or not 0 < num <= MAX_FORETELLING:
+    if type(first) is not int or type(num) is not int or not 0 < num <= MAX_PREDICTION_LAYERS:
         return None
     layers = "|".join(str(layer) for layer in range(first, first + num))
     return re.compile(rf"model\.(mtp_layers\.\d+|layers\.({layers}))\..*|mtp\..*")

@@ -28,7 +28,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.loader import Weights
+    from headrace.models.weights import SplitWeights, Weights
 
 NUM_FEATURES = 3
 
@@ -37,7 +37,7 @@ class Frame(Decoder):
     """Sizes of config.json, the embedding and the head: the checkpoint's own, or else the target's."""
 
     def __init__(
-        self, values: dict[str, Any], weights: Weights, target: Target, max_positions: int, head_size: int
+        self, values: dict[str, Any], weights: SplitWeights, target: Target, max_positions: int, head_size: int
     ) -> None:
         self.measure(ModelConfig(values), weights, target.backend.ops, max_positions)
         self.feature_size = self.hidden_size
@@ -80,13 +80,13 @@ class PlainLayer:
 class Eagle1(Frame):
     """x = fc [embedding, feature]; layers; the output is a feature, which the target's head takes as it is."""
 
-    def __init__(self, values: dict[str, Any], weights: Weights, target: Target, max_positions: int) -> None:
+    def __init__(self, values: dict[str, Any], weights: SplitWeights, target: Target, max_positions: int) -> None:
         super().__init__(values, weights, target, max_positions, target.vocab_size)
         size = self.hidden_size
         # A matrix over two vectors side by side is two matrices, whose results are added.
         biased = weights.has("fc.bias")
-        self.of_embedding = weights.linear(["fc"], size, [size], bias=biased, within=(0, 2 * size))
-        self.of_feature = weights.linear(["fc"], size, [size], within=(size, 2 * size))
+        self.of_embedding = weights.columns(["fc"], size, [size], first=0, width=2 * size, bias=biased)
+        self.of_feature = weights.columns(["fc"], size, [size], first=size, width=2 * size)
         self.layers = [PlainLayer(self, f"layers.{i}", i, first=not i) for i in range(self.num_layers)]
 
     def enter(self, rows: Rows) -> Array:
@@ -102,9 +102,13 @@ class WideAttention(Attention):
 
     of_embedding: Matrix
 
+    def __init__(self, frame: Frame, weights: SplitWeights, name: str, bias: bool) -> None:
+        self.split = weights
+        super().__init__(frame, name, 0, qkv_bias=bias, out_bias=bias)
+
     def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
-        self.of_embedding = weights.linear(names, num_in, outs, bias=bias, within=(0, 2 * num_in))
-        return weights.linear(names, num_in, outs, within=(num_in, 2 * num_in))
+        self.of_embedding = self.split.columns(names, num_in, outs, first=0, width=2 * num_in, bias=bias)
+        return self.split.columns(names, num_in, outs, first=num_in, width=2 * num_in)
 
     def of_both(self, embedding: Array, feature: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         qkv = self.ops.linear(embedding, self.of_embedding) + self.ops.linear(feature, self.qkv)
@@ -117,7 +121,7 @@ class Eagle3(Frame):
     def __init__(
         self,
         values: dict[str, Any],
-        weights: Weights,
+        weights: SplitWeights,
         target: Target,
         max_positions: int,
         head_size: int,
@@ -127,7 +131,7 @@ class Eagle3(Frame):
         bias = self.attention_bias()
         self.embedding_norm = self.make_norm(f"{name}.input_layernorm")
         self.feature_norm = self.make_norm(f"{name}.hidden_norm")
-        self.attention = WideAttention(self, f"{name}.self_attn", 0, qkv_bias=bias, out_bias=bias)
+        self.attention = WideAttention(self, weights, f"{name}.self_attn", bias)
         self.mlp_norm = self.make_norm(f"{name}.post_attention_layernorm")
         self.mlp = GatedMLP(self, f"{name}.mlp", bias=self.config.flag("mlp_bias", False))
         self.normed_residual = self.config.flag("norm_before_residual", False)
@@ -222,7 +226,7 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     elif size != target.vocab_size:
         raise CheckpointError(f"{directory}: draft_vocab_size is {size} of {target.vocab_size}, and there is no d2t")
 
-    def build(weights: Weights) -> tuple[Model, Matrix]:
+    def build(weights: SplitWeights) -> tuple[Model, Matrix]:
         model = Eagle3(form.values, weights, target, window + spec.num_drafts, size)
         width = len(form.layers) * target.hidden_size
         return model, weights.linear(["fc"], width, [model.hidden_size], bias=weights.has("fc.bias"))

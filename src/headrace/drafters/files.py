@@ -22,27 +22,27 @@ from headrace.protocol.speculation import FIELD, SpeculativeConfig
 from headrace.quant.schemes import parse
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.loader import Weights
+    from headrace.models.weights import SplitWeights
 
 T = TypeVar("T")
 
 
 def directory_of(spec: SpeculativeConfig, target: Target, folder: str) -> Path:
-    """Where the drafter is that `spec` names; for the built-in model its own of this kind, if none is named.
+    """Return the directory of the drafter that `spec` names; by default the one that ships with the built-in model.
 
-    Raises `RequestError` if none is named and none is there, `ModelNotFoundError` for a name that leads nowhere.
+    Raises `RequestError` if none is named and none ships, `ModelNotFoundError` for a name that does not exist.
     """
     if spec.model is not None:
         return hub.resolve(spec.model)
-    if (own := own_of(target, folder)) is not None:
-        return own
+    if (shipped := own_of(target, folder)) is not None:
+        return shipped
     raise RequestError(f"{FIELD}.model", None, f"a directory or hub id: the method {spec.method} needs a checkpoint")
 
 
 def own_of(target: Target, folder: str) -> Path | None:
-    """What ships beside the built-in model for a drafter of this kind, if it is the target."""
-    own = builtin.PATH / "drafters" / folder
-    return own if target.directory == builtin.directory() and own.is_dir() else None
+    """The directory of the drafter of this kind that ships with the built-in model, if that is the target."""
+    path = builtin.PATH / "drafters" / folder
+    return path if target.directory == builtin.directory() and path.is_dir() else None
 
 
 def load(
@@ -50,30 +50,29 @@ def load(
     target: Target,
     quantization: str | None,
     quantization_config: Any,
-    build: Callable[[Weights], T],
+    build: Callable[[SplitWeights], T],
     spare: str | None = None,
 ) -> T:
-    """`build` given the checkpoint's weights as the target's backend takes them. It takes all of them, but for those
-    whose names match `spare`. Raises `CheckpointError`, or `RequestError` for a quantization that does not exist."""
-    # It imports torch, which takes a second; early_exit and ngram do without.
-    from headrace.checkpoint.loader import Checkpoint, Weights
+    """Return what `build` makes of the checkpoint's weights, in the form of the target's backend. It has to take all
+    but those whose names match `spare`. Raises `CheckpointError`, or `RequestError` for an unknown quantization."""
+    # The loader imports torch, which takes a second; early_exit and ngram do not need it.
+    from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 
-    given = quantization not in (None, "none") and quantization_config is None
-    wanted = parse(quantization) if quantization is not None and given else None
-    weights = Weights(
+    is_plain = quantization in (None, "none") or quantization_config is not None
+    weights = SafetensorsWeights(
         Checkpoint(directory),
         target.backend,
         quantization_config,
-        quantization=wanted,
+        quantization=None if quantization is None or is_plain else parse(quantization),
         spare=None if spare is None else re.compile(spare),
     )
-    made = build(weights)
+    result = build(weights)
     weights.finish()
-    return made
+    return result
 
 
 def integers(directory: Path, name: str, length: int) -> NDArray[np.int64] | None:
-    """The tensor `name` of whole numbers [length], None if there is none. Raises `CheckpointError`."""
+    """The tensor `name` of integers [length], None if there is none. Raises `CheckpointError`."""
     checkpoint = MappedCheckpoint(directory)
     if name not in checkpoint.names:
         return None

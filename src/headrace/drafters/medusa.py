@@ -29,7 +29,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.loader import Weights
+    from headrace.models.weights import Weights
 
 MAX_HEADS = 64
 

@@ -25,8 +25,8 @@ from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.loader import Weights
     from headrace.models import Model
+    from headrace.models.weights import SplitWeights
 
 
 class Layout(NamedTuple):
@@ -62,7 +62,9 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
     """The class of an MTP layer whose decoder layer is that of `base`, a model file's `Model`."""
 
     class Next(base):  # type: ignore[misc, valid-type]
-        def __init__(self, values: dict[str, Any], weights: Weights, target: Target, layout: Layout, most: int) -> None:
+        def __init__(
+            self, values: dict[str, Any], weights: SplitWeights, target: Target, layout: Layout, most: int
+        ) -> None:
             self.measure(ModelConfig(values), weights, target.backend.ops, most)
             size, root = self.hidden_size, layout.root
             self.feature_size = size
@@ -72,7 +74,7 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             # A matrix over two vectors side by side is two matrices, whose results are added.
             places = (size, 0) if layout.state_first else (0, size)
             self.of_embedding, self.of_state = (
-                weights.linear([root + layout.matrix], size, [size], within=(first, 2 * size)) for first in places
+                weights.columns([root + layout.matrix], size, [size], first=first, width=2 * size) for first in places
             )
             self.layers = [self.Layer(self, (root + layout.block).removesuffix("."), 0)]
             self.norm = self.make_norm(root + layout.last_norm)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
 from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
 from headrace.checkpoint.packed import PackedWriter
-from headrace.checkpoint.source import foretelling, with_weights
+from headrace.checkpoint.reader import Progress, Reader
+from headrace.checkpoint.source import prediction_layers, with_weights
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
@@ -31,6 +32,7 @@ from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
 from headrace.quant.schemes import parse
+from headrace.runner.choosing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler
@@ -41,8 +43,6 @@ AUTO_KV_SHARE = 0.25
 MIN_AUTO_MODEL_LEN = 1024
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
 
 
 def build_runner(
@@ -127,7 +127,7 @@ def make_target(
     """What a drafter may use of the engine."""
 
     def load(path: Path, quantization: str | None, length: int) -> tuple[Backend, models.Model, dict[str, Any]]:
-        own = msgspec.structs.replace(
+        draft_config = msgspec.structs.replace(
             config,
             model=str(path),
             quantization=quantization,
@@ -136,8 +136,8 @@ def make_target(
             speculative_config=None,
         )
         with progress_bar(f"loading {path}") as show:
-            made = load_model(own, path, show)
-        return made[0], made[1], made[2].values
+            loaded = load_model(draft_config, path, show)
+        return loaded[0], loaded[1], loaded[2].values
 
     return Target(
         model=model,
@@ -171,13 +171,13 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
-    wanted = None if quantization is None else parse(quantization)
+    schemes = None if quantization is None else parse(quantization)
 
-    def read(writer: PackedWriter | None) -> Any:
-        from headrace.checkpoint.loader import Checkpoint, Weights
+    def read(writer: PackedWriter | None) -> Reader:
+        from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 
-        stored, spare = values.get("quantization_config"), foretelling(values)
-        return Weights(Checkpoint(directory), backend, stored, progress, wanted, writer, spare)
+        stored, spare = values.get("quantization_config"), prediction_layers(values)
+        return SafetensorsWeights(Checkpoint(directory), backend, stored, progress, schemes, writer, spare)
 
     model: models.Model = with_weights(
         lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
@@ -188,7 +188,7 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
 
 def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
     exact = config.quantization == DEQUANTIZE
-    wanted = None if exact or config.quantization is None else parse(config.quantization)
+    schemes = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)
     reading = gguf_config.read(file)
     model_config = ModelConfig(reading.values)
@@ -196,28 +196,23 @@ def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Ba
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     module = models.find(reading.values["model_type"])
 
-    def opened(writer: PackedWriter | None) -> Any:
+    def read(writer: PackedWriter | None) -> Reader:
         from headrace.checkpoint.gguf_source import GGUFWeights
 
-        return GGUFWeights(file, reading, backend, progress, wanted, exact, writer)
+        return GGUFWeights(file, reading, backend, progress, schemes, exact, writer)
 
     model: models.Model = with_weights(
         lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
-        opened, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
+        read, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
         progress,
     )  # fmt: skip
     return backend, model, model_config
 
 
 def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:
-    """The native selection of candidates where the cpu backend computes, else numpy's: the same tokens."""
-    if backend.name == "cpu":
-        from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
-        from headrace.runner.choosing import NativeSelect
-
-        if vocab_size <= MAX_WIDTH:
-            return NativeSelect(Chooser(vocab_size, num_threads))
-    return select_all
+    """The selection of candidates by the backend's operator if it has one, else numpy's: both give the same tokens."""
+    chooser = backend.chooser(vocab_size, num_threads)
+    return select_all if chooser is None else NativeSelect(chooser)
 
 
 def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
@@ -226,16 +221,16 @@ def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
     return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
 
 
-def choose_kv_dtype(wanted: str, backend: Backend) -> str:
-    """`wanted`, or for "auto" the model's own. Raises `RequestError` for one that the backend does not have."""
-    if wanted == "auto":
+def choose_kv_dtype(kv_dtype: str, backend: Backend) -> str:
+    """Return `kv_dtype`, or for "auto" the model's dtype. Raises `RequestError` for one that the backend lacks."""
+    if kv_dtype == "auto":
         return backend.dtype
-    wanted = KV_ALIASES.get(wanted, wanted)
-    if wanted not in backend.kv_dtypes:
+    kv_dtype = KV_ALIASES.get(kv_dtype, kv_dtype)
+    if kv_dtype not in backend.kv_dtypes:
         raise RequestError(
-            "kv_cache_dtype", wanted, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"
+            "kv_cache_dtype", kv_dtype, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"
         )
-    return wanted
+    return kv_dtype
 
 
 def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:

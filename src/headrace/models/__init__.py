@@ -1,7 +1,7 @@
-"""Finds the model file for a model_type. One file per Hugging Face model_type, named like it.
+"""Finds the model file of a model_type: one file per Hugging Face model_type, with its name.
 
-A model file has `TINY`, a config.json small enough for tests, and `Model`, which meets the protocol below. Called by
-`engine.load`. How to write one: docs/howto-add-a-model.md.
+A model file has `TINY`, a config.json small enough for tests, and `Model`, which implements the protocol below. Called
+by `engine.load`. How to write one: docs/howto-add-a-model.md.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from headrace.protocol.errors import CheckpointError
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
 
-NOT_MODELS = {"config", "rope", "decoder"}
+NOT_MODELS = {"config", "decoder", "rope", "weights"}
 
 
 class Model(Protocol):
-    """A decoder. R rows of any sequences go through it together; each row sees its own sequence's cache only."""
+    """A decoder. R rows of any sequences are computed together; each attends to the cache of its sequence only."""
 
     ops: Ops
     kv_shape: KVShape
@@ -31,7 +31,7 @@ class Model(Protocol):
     embedding: Array
     head: Matrix
     feature_size: int
-    """Width of `Rows.features`, which drafters look at beside token ids; 0 for models that are no drafters."""
+    """Width of `Rows.features`, which drafters take beside token ids; 0 for models that are no drafters."""
 
     @property
     def layers(self) -> Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]:
@@ -48,18 +48,18 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Array, rows: Array) -> Array:
-        """hidden [R, H] and the indices of the rows that are wanted [S] -> logits [S, V]."""
+        """hidden [R, H] and the indices of S rows -> their logits [S, V]."""
         ...
 
     def final(self, hidden: Array, rows: Array) -> Array:
-        """hidden [R, H] and the indices of the rows that are wanted [S] -> [S, H] after the final norm."""
+        """hidden [R, H] and the indices of S rows -> [S, H] after the final norm."""
         ...
 
 
 def names() -> list[str]:
     """Every model_type that headrace runs."""
-    found = (info.name for info in pkgutil.iter_modules(__path__))
-    return sorted(name for name in found if name not in NOT_MODELS and not name.startswith("_"))
+    modules = (info.name for info in pkgutil.iter_modules(__path__))
+    return sorted(name for name in modules if name not in NOT_MODELS and not name.startswith("_"))
 
 
 def find(model_type: object) -> Any:

@@ -1,7 +1,7 @@
-"""`ModelConfig`: config.json read with care. Every value comes out typed and in range, or as a `CheckpointError`.
+"""`ModelConfig`: the values of a config.json, each verified to be of its type and in range.
 
-The file is not ours: it may be old (rope_theta, rope_scaling), new (rope_parameters) or hostile. Knows no tensors.
-Called by the model files and by `engine.load`.
+The file may be old (rope_theta, rope_scaling), new (rope_parameters) or hostile. Knows no tensors. Called by the model
+files and by `engine.load`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelConfig:
         return value
 
     def choice(self, name: str, allowed: dict[str, Any], default: Any = _REQUIRED) -> Any:
-        """`allowed[value]`, where only the words that are keys of `allowed` may stand in the file."""
+        """`allowed[value]`; the value must be one of the keys of `allowed`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in allowed:
             raise CheckpointError(f"config.json: {name} is {value!r}, expected one of {', '.join(allowed)}")
@@ -72,24 +72,24 @@ class ModelConfig:
 
     def numbers(self, name: str, length: int) -> list[float]:
         value = self._get(name, _REQUIRED)
-        right = isinstance(value, list) and len(value) == length
-        if not right or not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in value):
+        is_list = isinstance(value, list) and len(value) == length
+        if not is_list or not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in value):
             raise CheckpointError(f"config.json: {name} must be a list of {length} positive numbers")
         return [float(v) for v in value]
 
     @property
     def rope(self) -> ModelConfig:
         """The rope settings in the newer layout (`rope_parameters`), whichever layout the file has."""
-        found = dict(self.mapping("rope_scaling").values) | dict(self.mapping("rope_parameters").values)
+        values = dict(self.mapping("rope_scaling").values) | dict(self.mapping("rope_parameters").values)
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-            if found.get(name) is None and self.values.get(name) is not None:
-                found[name] = self.values[name]
-        if found.get("rope_type") is None:
-            found["rope_type"] = found.get("type") or "default"
-        return ModelConfig(found)
+            if values.get(name) is None and self.values.get(name) is not None:
+                values[name] = self.values[name]
+        if values.get("rope_type") is None:
+            values["rope_type"] = values.get("type") or "default"
+        return ModelConfig(values)
 
     def max_positions(self) -> int:
-        """Tokens of context that the model has, rope scaling included, by the rules that vLLM follows."""
+        """The model's context in tokens, rope scaling included, by vLLM's rules."""
         names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
         known = [self.integer(name) for name in names if self.values.get(name) is not None]
         if not known:
@@ -99,7 +99,7 @@ class ModelConfig:
         kind = rope.values["rope_type"]
         if kind == "yarn":
             length = rope.integer("original_max_position_embeddings", length)
-        # Gemma 3 states the stretched length.
+        # Gemma 3's config has the stretched length.
         if kind in ("linear", "dynamic", "yarn") and self.values.get("model_type") != "gemma3_text":
             length = int(length * rope.number("factor", 1.0, low=1e-6))
         return length

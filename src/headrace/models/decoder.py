@@ -1,7 +1,7 @@
 """The parts that decoder-only transformers share: attention over the paged cache, gated MLP, the frame around layers.
 
-A model file subclasses `Decoder` and says what differs: the order of norms, windows, scales, experts. Knows `Ops` and
-`Weights` only. Called by the model files.
+A model file subclasses `Decoder` and overrides what differs: the order of norms, windows, scales, experts. Knows `Ops`
+and `Weights` only. Called by the model files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Matrix, Ops
-    from headrace.checkpoint.loader import Weights
+    from headrace.models.weights import Weights
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -110,9 +110,9 @@ class GatedMLP:
 
 
 class Decoder:
-    """Embedding, layers, final norm, head. A model file gives `Layer` and, where it needs them, the class attributes.
+    """Embedding, layers, final norm, head. A model file defines `Layer` and overrides class attributes as needed.
 
-    Raises `CheckpointError` for a config that makes no sense and for weights that do not fit it.
+    Raises `CheckpointError` for a config that is not valid and for weights that do not fit it.
     """
 
     activation_key = "hidden_act"
@@ -137,7 +137,7 @@ class Decoder:
         self.norm = self.make_norm(f"{root}norm")
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
-        """Sizes and angles, which the parts ask for when they are made."""
+        """Set sizes and angles, which the parts read in their constructors."""
         self.config, self.weights, self.ops = config, weights, ops
         self.hidden_size = config.integer("hidden_size")
         self.intermediate_size = config.integer("intermediate_size")
@@ -163,7 +163,7 @@ class Decoder:
         return Turn(self.weights.constant(turn.cos), self.weights.constant(turn.sin))
 
     def layer_type(self, layer_id: int) -> str:
-        """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's own rule."""
+        """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's default."""
         kinds = self.config.words("layer_types", self.num_layers)
         kind = self.default_layer_type(layer_id) if kinds is None else kinds[layer_id]
         if kind not in ("full_attention", "sliding_attention"):
@@ -222,7 +222,7 @@ def through(
 
 
 class PreNormLayer:
-    """x += attention(norm(x)); x += mlp(norm(x)). Subclasses say what attention and mlp are."""
+    """x += attention(norm(x)); x += mlp(norm(x)). Subclasses define attention and mlp."""
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
         self.attention_norm = decoder.make_norm(f"{name}.input_layernorm")

@@ -1,4 +1,4 @@
-"""Gemma 3, text only (Gemma Team 2025): Gemma 2 with q/k norms for soft caps, and a rope of its own for the windows."""
+"""Gemma 3, text only (Gemma Team 2025): Gemma 2 with q/k norms for soft caps, and a second rope."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, layer norms with biases, fused q/k/v, tanh-GELU, tied head.
 
-Its linear layers are stored [in, out], and its config has names of its own.
+Its linear layers are stored [in, out], and the keys of its config have other names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
-    from headrace.checkpoint.loader import Weights
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "gpt2",

@@ -27,6 +27,6 @@ class Model(Decoder):
     Layer = Layer
 
     def default_layer_type(self, layer_id: int) -> str:
-        # null says that there is no window; a file without the key means the first release's.
+        # null means no window; a file without the key means the first release's window.
         window = self.config.values.get("sliding_window", self.default_window)
         return "full_attention" if window is None else "sliding_attention"

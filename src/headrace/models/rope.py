@@ -3,8 +3,8 @@
 The table has a row for each position that may occur, made once when the model is loaded, so that the angle of a
 position never depends on how long its sequence is. Called by the model files; `Ops.rope_store` turns the heads.
 
-`dynamic` (NTK, u/emozilla 2023) asks for a base that grows with the sequence. Here position p takes the base of a
-sequence of p + 1 tokens, the moment it is first computed; `transformers` does the same when it decodes token by token,
+`dynamic` (NTK, u/emozilla 2023) has a base that grows with the sequence. Here position p takes the base of a
+sequence of p + 1 tokens, at which it is first computed; `transformers` does the same when it decodes token by token,
 but turns a long prompt as a whole by the base of its end. `longrope` (Ding et al. 2024) has two sets of factors: like
 vLLM we take the long one for all positions if max_model_len exceeds the original context, else the short one.
 """
@@ -64,8 +64,8 @@ def frequencies_of(
         "longrope": _longrope,
         "su": _longrope,
     }
-    found: tuple[F32, float] = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
-    return found
+    frequencies: tuple[F32, float] = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
+    return frequencies
 
 
 def _exponents(dim: int) -> F32:

@@ -1,9 +1,9 @@
 """`QWeight`: the one form in which weights, quantised or not, pass from checkpoint formats to backends.
 
-A checkpoint format is one file `quant/<quant_method>.py` with a function `read` (see `Format`). A backend asks a
-`MatrixSource` for the QWeight of some rows at a time, so that no large matrix is ever whole in a wider form, and takes
-it apart as its kernels like, or calls `dequantize`. Knows no files, no models, no kernels. Called by
-`checkpoint.loader` and by the backends.
+A checkpoint format is one file `quant/<quant_method>.py` with a function `read` (see `Format`). A backend takes the
+QWeight of some rows at a time from a `MatrixSource`, so that no large matrix is ever whole in a wider form, and packs
+it for its kernels or calls `dequantize`. Knows no files, no models, no kernels. Called by the readers of checkpoints
+and by the backends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class QWeight:
     codes: integers or 8-bit floats [out, in], or the weights themselves if `scales` is None.
     scales: float32 [out, ceil(in / group)]. zeros (in units of codes) and mins: the same shape, or None for 0.
     group: inputs that share a scale. bits: of one code as stored. permutation: int64 [in], or None for the identity.
-    codebook: float32 [n], n > any code, or None where a code is its own value.
+    codebook: float32 [n], n > any code, or None where a code is itself the value.
     """
 
     codes: Tensor
@@ -100,24 +100,24 @@ class QWeight:
 
 @dataclass(frozen=True, slots=True)
 class SplitWeight(QWeight):
-    """Codes for all inputs, but the weights of some in 16 bits beside them, which count instead (LLM.int8()).
+    """Codes for all inputs, and for some inputs weights of 16 bits that replace them (LLM.int8()).
 
-    columns: int64 [n] inputs. kept: bfloat16 [out, n].
+    columns: int64 [n] inputs. kept: bfloat16 [out, n], their weights.
     """
 
     columns: Tensor | None = None
     kept: Tensor | None = None
 
     def rows(self, first: int, last: int) -> SplitWeight:
-        # A class with slots is made twice, so that super() without arguments does not find itself.
-        found: SplitWeight = QWeight.rows(self, first, last)  # type: ignore[assignment]
-        return found if self.kept is None else replace(found, kept=self.kept[first:last])
+        # A dataclass with slots is created twice, which breaks super() without arguments.
+        rows: SplitWeight = QWeight.rows(self, first, last)  # type: ignore[assignment]
+        return rows if self.kept is None else replace(rows, kept=self.kept[first:last])
 
     def dequantize(self) -> Tensor:
-        made = QWeight.dequantize(self)
+        weight = QWeight.dequantize(self)
         if self.columns is not None and self.kept is not None:
-            made[:, self.columns] = self.kept.float()
-        return made
+            weight[:, self.columns] = self.kept.float()
+        return weight
 
 
 def widened(part: Tensor, group: int, num_in: int) -> Tensor:
@@ -126,11 +126,11 @@ def widened(part: Tensor, group: int, num_in: int) -> Tensor:
 
 
 class MatrixSource(Protocol):
-    """One linear layer's weights [num_out, num_in], given out some rows at a time, in any order, as often as asked."""
+    """One linear layer's weights [num_out, num_in], of which any rows can be read, in any order and repeatedly."""
 
     @property
     def name(self) -> str:
-        """Of the stacked layer in the checkpoint: "model.layers.0.self_attn.q_proj+k_proj+v_proj"."""
+        """Of the stacked layers in the checkpoint: "model.layers.0.self_attn.q_proj+k_proj+v_proj"."""
         ...
 
     @property
@@ -141,7 +141,7 @@ class MatrixSource(Protocol):
 
     @property
     def scheme(self) -> Scheme:
-        """The form of what `slab` gives."""
+        """The form of what `slab` returns."""
         ...
 
     @property
@@ -150,7 +150,7 @@ class MatrixSource(Protocol):
         ...
 
     def slab(self, first: int, last: int) -> QWeight:
-        """Rows first ... last - 1. Raises `CheckpointError` for weights that can not be given in that form."""
+        """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` can not hold."""
         ...
 
 
@@ -162,7 +162,7 @@ def slabs(source: MatrixSource) -> Iterator[tuple[int, int]]:
 
 
 class Stacked:
-    """The rows of several weights [out, in], one after the other. All must be of one form, unless `scheme` is given."""
+    """The rows of several weights [out, in], one after the other. All must have one scheme if `scheme` is None."""
 
     columns: Tensor | None = None
 
@@ -177,29 +177,34 @@ class Stacked:
         self.scheme = schemes.pop() if len(schemes) == 1 else Scheme("f", dtype="float32")
 
     def slab(self, first: int, last: int) -> QWeight:
-        found = self.pieces(first, last)
-        if self.scheme.kind == "f" and any(piece.scales is not None for piece in found):
-            found = [QWeight(piece.dequantize()) for piece in found]
-        return found[0] if len(found) == 1 else concatenated(found)
+        pieces = self.pieces(first, last)
+        if self.scheme.kind == "f" and any(piece.scales is not None for piece in pieces):
+            pieces = [QWeight(piece.dequantize()) for piece in pieces]
+        return concatenated(pieces)
 
     def pieces(self, first: int, last: int) -> list[QWeight]:
-        """Rows first ... last - 1 as views of the parts they lie in."""
-        found, begin = [], 0
-        for part in self.parts:
-            end = begin + part.shape[0]
-            if first < end and last > begin:
-                found.append(part.rows(max(first - begin, 0), min(last, end) - begin))
-            begin = end
-        return found
+        """Rows first ... last - 1 as views of the parts that hold them."""
+        spans = spans_of([part.shape[0] for part in self.parts], first, last)
+        return [self.parts[i].rows(begin, end) for i, begin, end in spans]
+
+
+def spans_of(num_rows: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """(part, its first row, its last row + 1) of rows first ... last - 1, where parts of `num_rows` are stacked."""
+    start = 0
+    for part, num in enumerate(num_rows):
+        begin, end = max(first - start, 0), min(last - start, num)
+        if begin < end:
+            yield part, begin, end
+        start += num
 
 
 def source_of(weights: Sequence[QWeight], name: str = "") -> Stacked:
-    """Weights that are at hand, as a source."""
+    """Weights in memory as a `MatrixSource`."""
     return Stacked(name, weights)
 
 
 def scheme_of(weight: QWeight) -> Scheme:
-    """The form of a weight; kind f for all that is not codes with scales as `Scheme` has them."""
+    """The form of a weight; kind f for all that `Scheme` has no codes for."""
     if weight.scales is None:
         wide = weight.codes.dtype == torch.float64
         return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
@@ -224,21 +229,21 @@ def scheme_of(weight: QWeight) -> Scheme:
 def concatenated(weights: Sequence[QWeight]) -> QWeight:
     """Weights of one form, stacked along their outputs."""
     first = weights[0]
-    made: dict[str, Any] = {}
-    for name in ("codes", "scales", "zeros", "mins"):
+    if len(weights) == 1:
+        return first
+    names = ["codes", "scales", "zeros", "mins"] + ["kept"] * isinstance(first, SplitWeight)
+    joined: dict[str, Any] = {}
+    for name in names:
         parts = [getattr(weight, name) for weight in weights]
-        if parts[0] is not None:
-            made[name] = torch.cat(parts)
-    if isinstance(first, SplitWeight):
-        made["kept"] = torch.cat([weight.kept for weight in weights])  # type: ignore[attr-defined]
-    return replace(first, **made)
+        joined[name] = None if parts[0] is None else torch.cat(parts)
+    return replace(first, **joined)
 
 
 class Tensors(Protocol):
-    """A checkpoint as a format sees it."""
+    """A checkpoint as a format reads it."""
 
     def __call__(self, name: str) -> Tensor:
-        """Map a tensor and mark it as used. Nobody may write to it. Raises `CheckpointError` if there is none."""
+        """Map a tensor, read-only, and mark it as used. Raises `CheckpointError` if there is none."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -248,7 +253,7 @@ class Format(Protocol):
     """A module `quant/<quant_method>.py`; a hyphen of the method's name is an underscore of the module's."""
 
     SPARE: re.Pattern[str]
-    """Names of tensors that the method's writers leave and headrace does not need (scales of activations)."""
+    """Names of tensors that writers of the format store and headrace does not need (scales of activations)."""
 
     def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         """The weight of the linear layer `name` (without ".weight"); `config` is config.json's quantization_config.
@@ -268,9 +273,9 @@ def find_format(config: Any) -> Format:
     method = "none" if config is None else str(config.get("quant_method"))
     module = f"headrace.quant.formats.{method.replace('-', '_')}"
     if re.fullmatch(r"[a-z][a-z0-9_-]*", method) and importlib.util.find_spec(module) is not None:
-        found: Format = importlib.import_module(module)
-        if hasattr(found, "read"):
-            return found
+        layout: Format = importlib.import_module(module)
+        if hasattr(layout, "read"):
+            return layout
     raise CheckpointError(
         f"quantization_config: quant_method {method!r} is not supported; use an unquantised checkpoint"
     )

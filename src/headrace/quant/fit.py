@@ -1,39 +1,38 @@
-"""Which kernel can take a checkpoint's codes as they are, and the codes in that kernel's form.
+"""Chooses the kernel that can take a checkpoint's codes without quantising again, and converts them to its form.
 
 int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, or book[code] * scale with codes of 4
-bits; int8 kernels code * scale with codes -128 ... 127. Scales lie in groups of inputs as float16, or (int8) one
-float32 for each output. Codes of fewer bits, other zero points and larger groups are said in these forms where that
-loses nothing; scales, minimums and tables that the kernels do not hold are rounded, and `Fit.rounding` says how far.
-What is left has no kernel and is dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
+bits; int8 kernels code * scale with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8) one
+float32 for each output. Codes of fewer bits, other zero points and larger groups are converted to these forms where
+that loses nothing; scales, minimums and tables that the kernels can not hold are rounded, and `Fit.rounding` says by
+how much. All else has no kernel and is dequantised. Knows no checkpoints and no backends. Called by
+`checkpoint.loader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.quant.base import QWeight, SplitWeight, widened
-from headrace.quant.schemes import BOOKS, Kind, Scheme
+from headrace.quant.schemes import BOOKS, GROUPS, SCHEMES, Kind, Scheme, kernel_name
 
-GROUPS = (128, 64, 32, 16, 8)
-"""Powers of two, so that the least of some divides the others."""
 CHANNEL_GROUP = 128
 """Group of int4 weights that have one scale for each output: activations are quantised in groups of it."""
 
 MOST_ROUNDING = 2.0**-8
-"""Of a scale, as a share of it: bfloat16's own. Beyond it a matrix is dequantised rather than moved."""
+"""Of a scale, as a share of it: bfloat16's rounding. Beyond it a matrix is dequantised."""
 BOOK_ROUNDING = 0.5 / 127 + 1e-7
 """Of a table's entry, as a share of its largest: the kernels' books are whole numbers up to 127."""
 SMALL = 2.0**-12
-"""Groups whose scale is a smaller share than this of the matrix's largest are measured by it: they are all but zero."""
+"""The rounding of scales below this share of the matrix's largest is measured by it: such groups are almost zero."""
 
 
 class Fit(NamedTuple):
-    """scheme: of the kernel, or None, and then why. rounding: the largest change of a weight, in steps of its code.
-    columns: inputs whose weights have 16 bits beside the kernel's."""
+    """scheme: of the kernel, or None for none. why: the reason for none. rounding: the largest change of a weight, in
+    steps of its code. columns: inputs whose weights have 16 bits beside the kernel's codes."""
 
     scheme: Scheme | None
     why: str = ""
@@ -41,10 +40,16 @@ class Fit(NamedTuple):
     columns: Tensor | None = None
 
 
-def fit_of(weights: Sequence[QWeight]) -> Fit:
-    """How weights that are stacked to one matrix run: on one kernel, or on none."""
-    if any(isinstance(weight, SplitWeight) for weight in weights):
-        return _fit_split(weights)
+def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES) -> Fit:
+    """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none."""
+    is_split = any(isinstance(weight, SplitWeight) for weight in weights)
+    fit = _fit_split(weights) if is_split else _fit_stacked(weights)
+    if fit.scheme is None or fit.scheme in schemes:
+        return fit
+    return Fit(None, f"the backend has no {kernel_name(fit.scheme)} kernel")
+
+
+def _fit_stacked(weights: Sequence[QWeight]) -> Fit:
     fits = [_fit(weight) for weight in weights]
     schemes = [fit.scheme for fit in fits if fit.scheme is not None]
     if len(schemes) < len(fits):
@@ -60,7 +65,7 @@ def fit_of(weights: Sequence[QWeight]) -> Fit:
 
 
 def _fit_split(weights: Sequence[QWeight]) -> Fit:
-    """LLM.int8(): all of the int8 kernel's codes as they are, and the same outliers in all parts."""
+    """LLM.int8(): the codes are the int8 kernel's, and all parts must have the same outliers."""
     columns = [weight.columns for weight in weights if isinstance(weight, SplitWeight) and weight.columns is not None]
     if len(columns) < len(weights) or not all(torch.equal(columns[0], other) for other in columns[1:]):
         return Fit(None, "its parts have outliers of their own, whose weights have 16 bits")
@@ -70,7 +75,7 @@ def _fit_split(weights: Sequence[QWeight]) -> Fit:
 
 
 def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
-    """The same weights as codes of `scheme`, which `fit_of` gave for them; for some rows or all."""
+    """The same weights as codes of `scheme`, which must be what `fit_of` returned for them; for some rows or all."""
     if weight.scales is None:
         raise ValueError("plain weights have no codes to be fitted")
     if isinstance(weight, SplitWeight):
@@ -87,12 +92,12 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
         return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits)
     middle = scheme.middle
     if weight.zeros is not None and not bool((weight.zeros == middle).all()):
-        zeros = widened(weight.zeros, weight.group, num_in).to(torch.int16)
-        codes = (codes.to(torch.int16) + middle - zeros).to(torch.uint8 if middle else torch.int8)
+        shifts = middle - widened(weight.zeros, weight.group, num_in).to(torch.int16)
+        codes = (codes.to(torch.int16) + shifts).to(torch.uint8 if middle else torch.int8)
     elif weight.zeros is None and middle:
         codes = codes + middle
-    own = torch.full((1, 1), float(middle)).expand(scales.shape) if middle else None
-    return QWeight(codes, scales, own, group=group, bits=scheme.bits)
+    zeros = torch.full((1, 1), float(middle)).expand(scales.shape) if middle else None
+    return QWeight(codes, scales, zeros, group=group, bits=scheme.bits)
 
 
 def _fit(weight: QWeight) -> Fit:
@@ -109,37 +114,37 @@ def _fit(weight: QWeight) -> Fit:
     rounding = _rounding(weight.scales)
     if rounding > MOST_ROUNDING:
         return Fit(None, "float16 does not hold its scales")
-    moved = rounding * 2.0**weight.bits  # of the outermost code
+    change = rounding * 2.0**weight.bits  # of the outermost code
     scheme = Scheme(kind, group)
     if kind == "i8":
-        return Fit(scheme, "", moved)
-    whole = weight.mins is None and (weight.zeros is None or _is_whole(weight.zeros))
-    centred = weight.zeros is not None and bool((weight.zeros == scheme.middle).all())
-    if whole and (weight.bits < scheme.bits or centred):
-        return Fit(scheme, "", moved)
+        return Fit(scheme, "", change)
+    is_whole = weight.mins is None and (weight.zeros is None or _is_whole(weight.zeros))
+    is_centred = weight.zeros is not None and bool((weight.zeros == scheme.middle).all())
+    if is_whole and (weight.bits < scheme.bits or is_centred):
+        return Fit(scheme, "", change)
     least = _min_rounding(weight)
     if least > 1.0:
         return Fit(None, "float16 does not hold its minimums")
-    return Fit(Scheme(kind, group, True), "", moved + least)
+    return Fit(Scheme(kind, group, True), "", change + least)
 
 
 def _fit_book(weight: QWeight, group: int) -> Fit:
-    """A table of 16 numbers on the kernel whose book has the same, but for a common factor and half a 127th."""
+    """Find the kernel whose book is the weight's table of 16 numbers, up to a factor and half a 127th."""
     if weight.codebook is None or weight.scales is None or weight.bits != 4 or len(weight.codebook) != 16:
         return Fit(None, f"codes of {weight.bits} bits from a table have no kernel")
     table = weight.codebook.double() / weight.codebook.double().abs().max()
     for name, entries in BOOKS.items():
         book = torch.tensor(entries).double() / max(abs(entry) for entry in entries)
-        moved = float((table - book).abs().max())
+        change = float((table - book).abs().max())
         rounding = _rounding(_book_scales(weight, name))
-        if moved <= BOOK_ROUNDING and rounding <= MOST_ROUNDING and weight.zeros is None and weight.mins is None:
+        if change <= BOOK_ROUNDING and rounding <= MOST_ROUNDING and weight.zeros is None and weight.mins is None:
             steps = table.sort().values.diff()
-            return Fit(Scheme("i4", group, book=name), "", (moved + rounding) / float(steps[steps > 0].min()))
+            return Fit(Scheme("i4", group, book=name), "", (change + rounding) / float(steps[steps > 0].min()))
     return Fit(None, "no kernel has its table of codes")
 
 
 def _book_scales(weight: QWeight, book: str) -> Tensor:
-    """Scales [out, groups] for the kernel's book, whose entries are whole numbers."""
+    """Scales [out, groups] for the kernel's book, whose entries are integers."""
     if weight.scales is None or weight.codebook is None:
         raise ValueError("a weight without a table")
     return weight.scales * (float(weight.codebook.abs().max()) / max(abs(entry) for entry in BOOKS[book]))
@@ -177,7 +182,7 @@ def _is_whole(zeros: Tensor) -> bool:
 
 
 def _minimums(weight: QWeight, scales: Tensor) -> Tensor:
-    """What code 0 stands for: [out, groups]."""
+    """The weights that code 0 stands for: [out, groups]."""
     least = torch.zeros_like(scales) if weight.mins is None else weight.mins
     return least if weight.zeros is None else least - weight.zeros * scales.half().float()
 
@@ -195,10 +200,10 @@ def _rounding(scales: Tensor) -> float:
     return _largest_share((scales.half().float() - scales).abs(), scales)
 
 
-def _largest_share(moved: Tensor, scales: Tensor) -> float:
+def _largest_share(changes: Tensor, scales: Tensor) -> float:
     sizes = scales.abs()
     sizes = torch.maximum(sizes, sizes.max() * SMALL)
-    return float(torch.where(moved == 0, 0.0, moved / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    return float(torch.where(changes == 0, 0.0, changes / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def _regrouped(part: Tensor, weight: QWeight, group: int) -> Tensor:

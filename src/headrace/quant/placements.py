@@ -1,4 +1,4 @@
-"""Which kernel each matrix of a quantised checkpoint runs on, and what that costs in bytes: told once, after loading.
+"""Logs after loading which kernels the matrices of a quantised checkpoint run on, and what that costs in bytes.
 
 Owns the counts and their wording. Called by `checkpoint.loader`.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headrace.quant.base import MatrixSource
 from headrace.quant.fit import Fit
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import Scheme, kernel_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,36 +45,28 @@ class Placements:
 
     def lines(self) -> list[str]:
         """One sentence for each kernel, and for each reason to have none."""
-        made = []
+        lines = []
         for (scheme, why), placed in self._placed.items():
             count = f"{len(placed.names)} {'matrix' if len(placed.names) == 1 else 'matrices'}"
             sizes = f"{placed.stored / MIB:.1f} MiB stored, {placed.held / MIB:.1f} MiB in memory"
             if scheme is None:
                 shown = ", ".join(placed.names[:SHOWN]) + (", ..." if len(placed.names) > SHOWN else "")
-                made.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {shown}")
+                lines.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {shown}")
                 continue
-            own = f" {why}" if why else ""
-            text = f"{self._method}: {count} on the {kernel_name(scheme)} kernels{own} ({sizes})"
+            remark = f" {why}" if why else ""
+            text = f"{self._method}: {count} on the {kernel_name(scheme)} kernels{remark} ({sizes})"
             if placed.rounding:
                 text += f"; rounding to float16 moves a weight by at most {placed.rounding:.2g} of a step"
-            made.append(text)
-        return made
+            lines.append(text)
+        return lines
 
     def log(self) -> None:
         for line in self.lines():
             logger.info("%s", line)
 
 
-def kernel_name(scheme: Scheme) -> str:
-    """As `--quantization` names it: int4-g64-asym, int8-channel."""
-    if scheme.book:
-        return f"{scheme.book}-g{scheme.group}"
-    bits = f"int{scheme.bits}"
-    return f"{bits}-g{scheme.group}{'-asym' if scheme.has_min else ''}" if scheme.group else f"{bits}-channel"
-
-
 def num_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
-    """What the kernel reads for a matrix, without padding."""
+    """Bytes that the kernel reads for a matrix, without padding."""
     if scheme.kind == "f":
         return num_out * num_in * (4 if scheme.dtype == "float32" else 2)
     codes = num_out * num_in * scheme.bits // 8

@@ -5,7 +5,7 @@ Only Inference"), by group of inputs; the baseline that Frantar et al. 2023 ("GP
 rounded to the float16 in which they are stored before the codes are chosen by them. Symmetric int4 gives the weight of
 largest magnitude the code that has no mirror image, -8, as llama.cpp's Q4_0 does, and takes the best of a few narrower
 scales by squared error; int6 alike. Codes of a book take the nearest entry: NF4 scales by the largest weight (QLoRA,
-section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by `checkpoint.loader`.
+section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by the readers of checkpoints.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
             block = _Block(step, num_in, group)
             while (first := next_row()) < num_out:
                 rows = slice(first, min(first + step, num_out))
-                own = None if mins is None else mins[rows]
-                if not block.quantise(weight[rows], scheme, codes[rows], scales[rows], own):
+                block_mins = None if mins is None else mins[rows]
+                if not block.quantise(weight[rows], scheme, codes[rows], scales[rows], block_mins):
                     raise CheckpointError(_why(weight[rows], name))
 
     _on_all_threads(work, num_out, step)
@@ -63,7 +63,7 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
 
 
 def _on_all_threads(work: Callable[[Callable[[], int]], None], end: int, step: int) -> None:
-    """Run `work` on torch's number of threads; the function it is given deals out 0, step, 2 * step, ... to all."""
+    """Run `work` on torch's number of threads; its argument returns 0, step, 2 * step, ..., each to one thread."""
     row, lock = -step, threading.Lock()
 
     def next_row() -> int:
@@ -76,18 +76,18 @@ def _on_all_threads(work: Callable[[Callable[[], int]], None], end: int, step: i
     if num_threads <= 1:
         work(next_row)
         return
-    # torch's own threads meet at a barrier after every operation, and each waits for the slowest: here none waits.
+    # torch's threads meet at a barrier after every operation, where all wait for the slowest; these need not wait.
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(num_threads, "quantise", torch.set_num_threads, (1,)) as pool:
-            for done in [pool.submit(work, next_row) for _ in range(num_threads)]:
-                done.result()
+            for future in [pool.submit(work, next_row) for _ in range(num_threads)]:
+                future.result()
     finally:
         torch.set_num_threads(before)
 
 
 class _Block:
-    """Room for some rows as floats in groups: `x` [rows, groups, group] and scratch of the same size."""
+    """Memory for some rows as floats in groups: `x` [rows, groups, group], and `y` of the same size as scratch."""
 
     def __init__(self, num_rows: int, num_in: int, group: int) -> None:
         self.num_in = num_in
@@ -95,11 +95,11 @@ class _Block:
         self.x, self.y = torch.empty(shape), torch.empty(shape)
 
     def quantise(self, rows: Tensor, scheme: Scheme, codes: Tensor, scales: Tensor, mins: Tensor | None) -> bool:
-        """Fill codes [rows, in], scales and mins [rows, groups]. False if that can not be done."""
+        """Fill codes [rows, in], scales and mins [rows, groups]. Return False if a number is not finite."""
         x, y = self.x[: rows.shape[0]], self.y[: rows.shape[0]]
         flat = x.flatten(1)
         flat[:, : self.num_in] = rows
-        # A short last group is filled with one of its own weights, which changes neither end of its range.
+        # A short last group is filled up with one of its weights, which changes neither end of its range.
         flat[:, self.num_in :] = flat[:, self.num_in - 1 : self.num_in]
         low, high = x.amin(-1), x.amax(-1)
         if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):

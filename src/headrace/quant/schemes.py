@@ -1,6 +1,6 @@
-"""Names of the ways in which weights are quantised while loading, and what each means. No torch, no weights.
+"""`Scheme`, the form in which a matrix is stored, and the names of `--quantization`. No torch, no weights.
 
-Called by `runner` (what `--quantization` says) and by the backends (the form of a matrix).
+Called by `runner` and the readers of checkpoints (the names), and by the backends (the form of a matrix).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOOKS: dict[str, tuple[int, ...]] = {
     # ggml's IQ4_NL.
     "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-"""What codes of 4 bits that choose from a table stand for (hr_books in csrc/isa/linear_layout.h)."""
+"""The tables of which codes of 4 bits are indices (hr_books in csrc/isa/linear_layout.h)."""
 
 BITS = {"i4": 4, "i6": 6, "i8": 8}
 
@@ -32,9 +32,9 @@ K_BLOCK, K_GROUP = 256, 32
 
 
 class KType(NamedTuple):
-    """code: what the native library calls it. size: bytes of a block in a file. bits: of a weight when packed.
+    """code: its number in the native library. size: bytes of a block in a file. bits: of a weight when packed.
 
-    scales: where a block's one or two float16 lie.
+    scales: the bytes of a block's one or two float16.
     """
 
     code: int
@@ -51,11 +51,14 @@ K_TYPES = {
     "Q6_K": KType(16, 210, 6.5625, slice(208, 210)),
 }
 
+GROUPS = (128, 64, 32, 16, 8)
+"""Inputs that may share a scale. Powers of two, so that the smallest of some divides the others."""
+
 HEAD_GROUP = 32
-"""Group of the head where only "int4" is asked for: its errors go straight into the logits."""
+"""Group of the head under plain "int4": its errors go straight into the logits."""
 
 METHOD = 1
-"""Changes when the same weights get other codes: packed files of another method are made again."""
+"""Changes when the same weights get other codes: packed files of another method are written anew."""
 
 NAMES = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
@@ -80,24 +83,58 @@ class Scheme(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return BITS[self.kind]
 
     @property
     def middle(self) -> int:
-        """The code of 0 where there are neither minima nor a book."""
+        """The code of weight 0 if there are neither minima nor a book."""
         return 0 if self.kind == "i8" or self.has_min or self.book else 2 ** (self.bits - 1)
 
-    @property
-    def flag(self) -> int:
-        """What the native formats call `flag`, beside the group (csrc/include/kernels.h, HrFormat)."""
-        if self.kind == "f":
-            return TYPE_CODES[self.dtype]
-        if self.kind == "k":
-            return K_TYPES[self.dtype].code
-        if self.kind == "i8":
-            return self.group
-        return 2 + list(BOOKS).index(self.book) if self.book else int(self.has_min)
+
+def kernel_name(scheme: Scheme) -> str:
+    """The kernel of a scheme of codes as `--quantization` names it: int4-g64-asym, int8-channel."""
+    if scheme.book:
+        return f"{scheme.book}-g{scheme.group}"
+    bits = f"int{scheme.bits}"
+    return f"{bits}-g{scheme.group}{'-asym' if scheme.has_min else ''}" if scheme.group else f"{bits}-channel"
+
+
+SCHEMES = frozenset(
+    [
+        *[Scheme(kind, group, has_min) for kind in ("i4", "i6") for group in GROUPS for has_min in (False, True)],
+        *[Scheme("i4", group, book=book) for group in GROUPS for book in BOOKS],
+        *[Scheme("i8", group) for group in (0, *GROUPS)],
+        *[Scheme("k", K_GROUP, dtype=name) for name in K_TYPES],
+    ]
+)
+"""Every quantised scheme. A backend declares which of them it has kernels for (`backends.base.Backend.schemes`)."""
+
+
+def native_flag(scheme: Scheme) -> int:
+    """The number that the native library, and packed files, have for a scheme beside its kind and group.
+
+    It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 codes, and for
+    i4 and i6 codes 0 without minima, 1 with minima, 2 and more for the books.
+    """
+    if scheme.kind == "f":
+        return TYPE_CODES[scheme.dtype]
+    if scheme.kind == "k":
+        return K_TYPES[scheme.dtype].code
+    if scheme.kind == "i8":
+        return scheme.group
+    return 2 + list(BOOKS).index(scheme.book) if scheme.book else int(scheme.has_min)
+
+
+_BY_FLAG: dict[tuple[str, int, int], Scheme] = {
+    (scheme.kind, scheme.group, native_flag(scheme)): scheme
+    for scheme in (*SCHEMES, *[Scheme("f", dtype=dtype) for dtype in TYPE_CODES])
+}
+
+
+def scheme_of_flag(kind: str, group: int, flag: int) -> Scheme | None:
+    """The inverse of `native_flag`; None for numbers that stand for no scheme."""
+    return _BY_FLAG.get((kind, group, flag))
 
 
 WHOLE = {
@@ -110,7 +147,7 @@ WHOLE = {
 
 
 class Quantization(NamedTuple):
-    """What `--quantization NAME` does to the linear layers and to the head."""
+    """What `--quantization NAME` makes of the linear layers and of the head."""
 
     name: str
     layer: Scheme
@@ -118,7 +155,7 @@ class Quantization(NamedTuple):
 
 
 def parse(name: str) -> Quantization:
-    """Raises `RequestError` naming what exists."""
+    """Return the quantization of that name. Raises `RequestError` naming those that exist."""
     if name not in NAMES:
         raise RequestError("quantization", name, "one of " + ", ".join(NAMES))
     if name == "int4":

@@ -1,8 +1,8 @@
-"""What methods of quantisation and writers of checkpoints agree on: a layer's working set, options, and two protocols.
+"""The interface of quantisation methods and checkpoint writers: a layer's working set, options, and two protocols.
 
-A method is one file `quantize/methods/<name>.py`: it turns one weight into codes, after it has had the chance to move
-scales between the neighbours of a decoder layer. A writer is one file `quantize/writers/<name>.py`: it says how codes
-lie in a checkpoint. Knows no files and no models. Called by `quantize.driver`.
+A method is one file `quantize/methods/<name>.py`: it turns one weight into codes, and may first move scales between the
+neighbours in a decoder layer. A writer is one file `quantize/writers/<name>.py`: it lays codes out in a checkpoint.
+Knows no files and no models. Called by `quantize.driver`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ AFFINE = ("rtn", "gptq", "awq", "smoothquant", "hqq")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asks of a method. Each method's and writer's `verify` says which values it takes.
+    """The user's options of a method. The `verify` of each method and writer refuses values that it does not take.
 
     group_size: inputs that share a scale; -1 one scale for each output, 0 one for the matrix. symmetric: codes without
-    zero points, None for what the method does by itself. scale_dtype: what scales are rounded to before codes are
-    chosen by them (the driver asks the writer).
+    zero points, None for the method's default. scale_dtype: of scales as stored, to which they are rounded before codes
+    are chosen by them (the driver takes it from the writer).
     """
 
     method: str = "rtn"
@@ -50,7 +50,7 @@ class Options:
 
 
 class Statistics:
-    """What calibration knows of a linear layer's inputs x [rows, in].
+    """Statistics of a linear layer's inputs x [rows, in] on the calibration text.
 
     num_rows: rows seen. hessian: float32 [in, in], the mean of x x^T (0 before the first row). mean_abs, max_abs:
     float32 [in].
@@ -63,29 +63,29 @@ class Statistics:
         self.max_abs = torch.zeros(num_in)
 
     def add(self, x: Tensor) -> None:
-        """Rows [n, in]."""
+        """Add rows [n, in]."""
         if not len(x):
             return
         x = x.float()
         total = self.num_rows + len(x)
-        kept = self.num_rows / total
-        self.hessian.mul_(kept).addmm_(x.t(), x, alpha=1 / total)
-        self.mean_abs.mul_(kept).add_(x.abs().sum(0) / total)
+        share = self.num_rows / total
+        self.hessian.mul_(share).addmm_(x.t(), x, alpha=1 / total)
+        self.mean_abs.mul_(share).add_(x.abs().sum(0) / total)
         self.max_abs = torch.maximum(self.max_abs, x.abs().amax(0))
         self.num_rows = total
 
     def divided(self, scales: Tensor) -> Statistics:
-        """Of inputs x / scales [in]."""
-        made = Statistics(0)
-        made.num_rows = self.num_rows
-        made.hessian = self.hessian / scales.unsqueeze(0) / scales.unsqueeze(1)
-        made.mean_abs, made.max_abs = self.mean_abs / scales, self.max_abs / scales
-        return made
+        """The statistics of inputs x / scales [in]."""
+        statistics = Statistics(0)
+        statistics.num_rows = self.num_rows
+        statistics.hessian = self.hessian / scales.unsqueeze(0) / scales.unsqueeze(1)
+        statistics.mean_abs, statistics.max_abs = self.mean_abs / scales, self.max_abs / scales
+        return statistics
 
 
 @dataclass(slots=True)
 class Fold:
-    """Where scales can pass: outputs of `before` (a norm, or the rows of a linear layer) are the inputs of `after`.
+    """Neighbours between which scales can move: the outputs of `before` (a norm or a linear layer) feed `after`.
 
     index: int64 [in of after], the output of `before` that each input comes from.
     """
@@ -98,7 +98,7 @@ class Fold:
 @dataclass(slots=True)
 class Layer:
     """One decoder layer's working set, by name (without ".weight"). Methods may change all of it but the statistics'
-    numbers; what they change is what is written.
+    numbers; the driver writes it as they leave it.
 
     weights: float32 [out, in] of the layers to quantise. biases: float32 [out]. norms: float32 [size], and offsets:
     what a norm adds to its weight. stored: the dtype in which norms and biases are written. statistics: of the inputs
@@ -121,7 +121,7 @@ class Method(Protocol):
     """Whether it needs statistics of the layers' inputs."""
 
     def verify(self, options: Options) -> Options:
-        """The options with what was left open filled in. Raises `RequestError` for those that the method has not."""
+        """Return the options with defaults filled in. Raises `RequestError` for values that it does not take."""
         ...
 
     def prepare(self, layer: Layer, options: Options) -> None:
@@ -152,7 +152,7 @@ class Writer(Protocol):
 
     def verify_model(self, source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
         """Raises `CheckpointError` for a model (the directory `source`) that the layout can not hold with these
-        options of its layers: all that `tensors` and `finish` could find wrong hours later."""
+        options of its layers, so that `tensors` and `finish` do not fail hours later."""
         ...
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
@@ -160,26 +160,25 @@ class Writer(Protocol):
         ...
 
     def tensors(self, name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
-        """What is stored of the linear layer `name`. Raises `CheckpointError` for shapes that the layout has not."""
+        """The tensors to store for the linear layer `name`. Raises `CheckpointError` for shapes that do not fit."""
         ...
 
-    def quantization_config(self, chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
-        """config.json's quantization_config. chosen: the options of each quantised layer; left: linear layers that
-        stay plain."""
+    def quantization_config(self, chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
+        """config.json's quantization_config. chosen: the options of each quantised layer."""
         ...
 
     def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-        """What `tensors` wrote, read back; `config` is what `quantization_config` gave."""
+        """Read back what `tensors` returned; `config` is what `quantization_config` returned."""
         ...
 
     def finish(self, directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-        """All layers are written: make the directory whole. files: names of tensors by file; config: config.json with
-        its quantization_config. Hugging Face layouts use `shards.finish`."""
+        """Complete the directory after the last layer. files: names of tensors by file; config: config.json with its
+        quantization_config. Hugging Face layouts use `shards.finish`."""
         ...
 
 
 def refuse_transposed(layout: str, layers: Mapping[str, LayerShape]) -> None:
-    """Raises `CheckpointError` for layers [in, out], which no reader of `layout` looks for."""
+    """Raises `CheckpointError` for layers [in, out], which readers of `layout` do not support."""
     for name, shape in layers.items():
         if shape.transposed:
             raise CheckpointError(
@@ -193,7 +192,7 @@ def method_names() -> list[str]:
 
 
 def writer_names() -> list[str]:
-    """As the command line has them: with hyphens."""
+    """The names on the command line, with hyphens."""
     return sorted(info.name.replace("_", "-") for info in pkgutil.iter_modules(writers.__path__))
 
 
@@ -201,8 +200,8 @@ def find_method(name: str) -> Method:
     """Raises `RequestError` naming those that exist."""
     if name not in method_names():
         raise RequestError("method", name, "one of " + ", ".join(method_names()))
-    found: Method = importlib.import_module(f"headrace.quantize.methods.{name}")
-    return found
+    method: Method = importlib.import_module(f"headrace.quantize.methods.{name}")
+    return method
 
 
 def find_writer(name: str) -> Writer:
@@ -210,5 +209,5 @@ def find_writer(name: str) -> Writer:
     if name not in writer_names():
         raise RequestError("format", name, "one of " + ", ".join(writer_names()))
     module = name.replace("-", "_")
-    found: Writer = importlib.import_module(f"headrace.quantize.writers.{module}")
-    return found
+    writer: Writer = importlib.import_module(f"headrace.quantize.writers.{module}")
+    return writer

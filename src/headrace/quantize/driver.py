@@ -1,12 +1,12 @@
-"""Quantises a checkpoint one decoder layer after the other; a run that was broken off goes on where it stood.
+"""Quantises a checkpoint one decoder layer after the other; a run that was interrupted can be resumed.
 
-For each decoder layer: run the calibration text through it to see what its linear layers are given; let the method
-move scales and choose codes; write the layer as a file of its own; then read that file back and run the text through
-what it stands for, so that the next layer sees what it will be given in use (Frantar et al. 2023, section 4). In memory
-are one decoder layer in float32, the second moments of its inputs, and the text's activations between two layers.
+For each decoder layer: run the calibration text through it to measure the inputs of its linear layers; let the method
+move scales and choose codes; write the layer as one file; then read that file back and run the text through the
+quantised layer, so that the next layer gets the inputs that it will have in use (Frantar et al. 2023, section 4). In
+memory are one decoder layer in float32, the second moments of its inputs, and the activations between two layers.
 
-A run that goes on reads back the layers that are done, in the same way, and so comes to the same bytes. Knows
-directories; must not know the command line or tokenizers. Called by `cli.quantize`.
+A resumed run reads the finished layers back in the same way, and so comes to the same bytes. Knows directories; must
+not know the command line or tokenizers. Called by `cli.quantize`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace import hub, models
-from headrace.backends.base import Backend, Chunks, KVShape
+from headrace.backends.base import Chunks, KVShape
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
-from headrace.checkpoint.loader import DTYPES, Checkpoint, Weights, view_of
+from headrace.checkpoint.loader import DTYPES, Checkpoint, view_of
 from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
 
 
 class OneCache:
-    """The cache of whichever layer is run."""
+    """One cache for all layers, of which one runs at a time."""
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self._kv = torch.zeros(2, num_blocks, BLOCK, shape.num_kv_heads, shape.head_dim)
@@ -91,22 +91,22 @@ def quantise_checkpoint(
 ) -> Report:
     """Write the checkpoint directory `source` to `out`, its linear layers quantised (the head is left as it is).
 
-    calibration: token ids of each piece of text; needed by the methods that say so, and measured by for all others.
-    Raises `RequestError` for options that can not be, and for an `out` that holds something else; `CheckpointError` for
-    a checkpoint that can not be read or has shapes that the layout has not.
+    calibration: token ids of each piece of text; some methods need it, for all others it measures the errors. Raises
+    `RequestError` for invalid options, and for an `out` that holds something else; `CheckpointError` for a checkpoint
+    that can not be read or has shapes that the layout can not hold.
     """
     return Run(source, out, options, layout, calibration, choose, progress).run()
 
 
 def verify_checkpoint(source: Path, options: Options, layout: str, choose: Choose | None = None) -> int:
-    """All that `quantise_checkpoint` can find wrong but for the calibration text, before any work. -> bytes of what
-    will be written, but for scales and zero points."""
+    """Raise what `quantise_checkpoint` would raise, the calibration text left out, before any work. Return the bytes
+    that it will write, scales and zero points left out."""
     return Run(source, Path(), options, layout, None, choose, None).num_bytes()
 
 
 def verify_out(out: Path, num_bytes: int = 0) -> None:
-    """Raises `RequestError` unless `out` is not there, empty, or holds a run that was broken off; and where nothing of
-    `num_bytes` can be written."""
+    """Raises `RequestError` unless `out` does not exist, is empty, or holds an interrupted run; and if `num_bytes` can
+    not be written there."""
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not os.access(nearest, os.W_OK) or not (nearest.is_dir() or nearest == out):
         raise RequestError("out", str(out), f"a path that can be made: {nearest} can not be written to")
@@ -118,7 +118,7 @@ def verify_out(out: Path, num_bytes: int = 0) -> None:
 
 
 class Run:
-    """One checkpoint on its way from `source` to `out`."""
+    """The quantisation of one checkpoint `source` to `out`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Run:
         self.options = dataclasses.replace(self.options, scale_dtype=self.writer.scale_dtype(self.dtype))
         backend = TracingBackend()
         self.ops = backend.tracing
-        self.weights = LazyWeights(Weights(self.checkpoint, cast(Backend, backend)), self.ops)
+        self.weights = LazyWeights(self.checkpoint, backend)
         module, config = models.find(self.values["model_type"]), ModelConfig(self.values)
         longest = max((len(piece) for piece in calibration or ()), default=0)
         if longest > config.max_positions():
@@ -149,7 +149,7 @@ class Run:
         self.model: Any = module.Model(config, self.weights, self.ops, max(longest, 2))
         self.weights.finish()
         self.num_layers = len(self.model.layers)
-        self.chosen, self.left = self._choose(choose)
+        self.chosen, self.plain_layers = self._choose(choose)
         self.shapes = {
             name: LayerShape(num_out, matrix.num_in, matrix.transposed)
             for matrix in self.weights.matrices
@@ -163,15 +163,15 @@ class Run:
         if uncalibrated and calibration is not None and not calibration:
             raise RequestError("calibration", None, f"a text for method {uncalibrated[0]}")
         self.calibration = _in_vocabulary(calibration or (), self.model.vocab_size)
-        # What `read` is given; the layouts say nothing in it that is known only when all is written.
-        self.quantization_config = self.writer.quantization_config(self.chosen, self.left)
+        # `read` needs it before all layers are written; no layout has anything in it that is known only then.
+        self.quantization_config = self.writer.quantization_config(self.chosen, self.plain_layers)
         self.state = State(out, self._fingerprint(layout), self.num_layers)
 
     def num_bytes(self) -> int:
-        """Of the weights' files, but for scales and zero points."""
+        """Bytes of the weights' files, scales and zero points left out."""
         codes = sum(self.chosen[name].bits * shape.num_out * shape.num_in for name, shape in self.shapes.items()) // 8
-        made = {f"{name}.weight" for name in self.shapes}
-        entries = [self.checkpoint.entry(name) for name in self.checkpoint.names if name not in made]
+        quantised = {f"{name}.weight" for name in self.shapes}
+        entries = [self.checkpoint.entry(name) for name in self.checkpoint.names if name not in quantised]
         return codes + sum(entry.end - entry.begin for entry in entries)
 
     def run(self) -> Report:
@@ -198,36 +198,36 @@ class Run:
     def _finish(self) -> Report:
         copy_others(self.source, self.out)
         report = Report(self.state.errors, num_calibration_tokens=sum(map(len, self.calibration)))
-        told: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
-        told |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors}
-        shards.write_json(self.out / REPORT, told)
+        values: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
+        values |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors}
+        shards.write_json(self.out / REPORT, values)
         self.writer.finish(self.out, self.state.files, self.values | {"quantization_config": self.quantization_config})
         (self.out / STATE).unlink()
-        made = [path for kind in ("*.safetensors", "*.gguf") for path in self.out.glob(kind)]
-        report.num_bytes = sum(path.stat().st_size for path in made)
+        paths = [path for kind in ("*.safetensors", "*.gguf") for path in self.out.glob(kind)]
+        report.num_bytes = sum(path.stat().st_size for path in paths)
         self.progress(self.num_layers, self.num_layers, "")
         return report
 
     def _choose(self, choose: Choose | None) -> tuple[dict[str, Options], list[str]]:
         """The options of the layers to quantise, and the names of those that stay as they are."""
         chosen: dict[str, Options] = {}
-        left: list[str] = []
+        plain: list[str] = []
         for matrix in self.weights.matrices:
             for name in matrix.names:
-                own = None if matrix.plain else self.options if choose is None else choose(name, self.options)
-                if own is None:
-                    left.append(name)
+                options = None if matrix.plain else self.options if choose is None else choose(name, self.options)
+                if options is None:
+                    plain.append(name)
                     continue
-                if own is not self.options:
-                    own = dataclasses.replace(own, scale_dtype=self.options.scale_dtype)
-                chosen[name] = own
-        return chosen, [*left, "lm_head"]
+                if options is not self.options:
+                    options = dataclasses.replace(options, scale_dtype=self.options.scale_dtype)
+                chosen[name] = options
+        return chosen, [*plain, "lm_head"]
 
     def _fingerprint(self, layout: str) -> str:
         """Of all that the result depends on: the checkpoint's files, options, layout, and the calibration text."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
         chosen = {name: _as_json(options) for name, options in self.chosen.items()}
-        told = [
+        values = [
             VERSION,
             files,
             self.values,
@@ -236,21 +236,21 @@ class Run:
             chosen,
             [list(p) for p in self.calibration],
         ]
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
     def _embedded(self) -> tuple[Tensor, list[Batch], OneCache]:
-        """The calibration text's rows as the first decoder layer is given them [rows, hidden]."""
+        """The calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
         batches = list(_batches(self.calibration))
         parts = [self.model.enter(batch.rows) for batch in batches]
         kv = OneCache(self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0))
         return torch.cat(parts) if parts else torch.empty(0, 0), batches, kv
 
     def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: OneCache) -> Tensor:
-        made = torch.empty_like(hidden)
+        out = torch.empty_like(hidden)
         for batch in batches:
-            made[batch.place] = self.model.layers[i](hidden[batch.place], batch.rows, kv)
+            out[batch.place] = self.model.layers[i](hidden[batch.place], batch.rows, kv)
             self.ops.forget()
-        return made
+        return out
 
     def _matrices(self, i: int) -> list[LazyMatrix]:
         return [matrix for matrix in self.weights.matrices if _layer_of(matrix.names[0]) == i]
@@ -266,18 +266,18 @@ class Run:
         for name in self.checkpoint.names:
             if _layer_of(name) == i and name.removesuffix(".weight") not in layer.weights:
                 stored = self.checkpoint.tensor(name)
-                own = changed.get(name)
-                # What did not change is written as it came, whatever its dtype.
-                tensors[name] = stored if own is None or torch.equal(own.float(), stored.float()) else own
+                new = changed.get(name)
+                # A tensor that did not change is written as it is, whatever its dtype.
+                tensors[name] = stored if new is None or torch.equal(new.float(), stored.float()) else new
         errors: dict[str, float] = {}
         weights: dict[str, QWeight] = {}
         for name, weight in layer.weights.items():
             self.progress(i, self.num_layers, name)
-            options, known = self.chosen[name], layer.statistics.get(name)
-            made = find_method(options.method).quantise(weight, known, options, name)
-            errors[name] = _error(weight, made, known)
-            tensors |= self.writer.tensors(name, made, options)
-            weights[name] = made
+            options, statistics = self.chosen[name], layer.statistics.get(name)
+            codes = find_method(options.method).quantise(weight, statistics, options, name)
+            errors[name] = _error(weight, codes, statistics)
+            tensors |= self.writer.tensors(name, codes, options)
+            weights[name] = codes
         file = self.state.file_of(i)
         shards.write(self.out / file, tensors)
         self._verify(file, weights)
@@ -295,8 +295,8 @@ class Run:
                         f"{name}.weight has shape {list(weight.shape)} and dtype {weight.dtype}, expected floats "
                         f"[{num_out}, {matrix.num_in}]"
                     )
-                own = weight.float().clone(memory_format=torch.contiguous_format)
-                (layer.weights if name in self.chosen else plain)[name] = own
+                floats = weight.float().clone(memory_format=torch.contiguous_format)
+                (layer.weights if name in self.chosen else plain)[name] = floats
                 if matrix.bias:
                     layer.biases[name] = self.checkpoint.tensor(f"{name}.bias").float().clone()
         for full, norm in self.weights.norms.items():
@@ -327,16 +327,16 @@ class Run:
         ops.statistics, ops.fed = {}, {}
 
     def _verify(self, file: str, weights: dict[str, QWeight]) -> None:
-        """Raises `CheckpointError` unless what was written is read as what was meant, to the bit."""
-        read = _File(self.out / file)
+        """Raises `CheckpointError` unless the file reads back as `weights`, to the bit."""
+        tensors = _File(self.out / file)
         for name, weight in weights.items():
             if not torch.equal(
-                self.writer.read(read, name, self.quantization_config).dequantize(), weight.dequantize()
+                self.writer.read(tensors, name, self.quantization_config).dequantize(), weight.dequantize()
             ):
                 raise CheckpointError(f"{self.out / file}: {name} is not read back as it was written")
 
     def _read_back(self, i: int) -> None:
-        """What was written of decoder layer `i`, into the operators."""
+        """Read decoder layer `i` of `out` into the operators."""
         file = _File(self.out / self.state.file_of(i))
         weights: dict[str, Tensor] = {}
         biases: dict[str, Tensor] = {}
@@ -355,7 +355,7 @@ class Run:
 
 
 class State:
-    """What `out` holds already: the state file, and whole files of weights."""
+    """What `out` has of an interrupted run: the state file, and whole files of weights."""
 
     def __init__(self, out: Path, fingerprint: str, num_layers: int) -> None:
         self.out, self.fingerprint, self.num_layers = out, fingerprint, num_layers
@@ -371,19 +371,19 @@ class State:
         return f"model-{place + 1:05}-of-{self.num_layers + 1:05}.safetensors"
 
     def open(self) -> None:
-        """Take up what is there. Raises `RequestError` if that is something else, or of another run."""
+        """Read the state of `out`. Raises `RequestError` if it holds something else, or another run."""
         path = self.out / STATE
         verify_out(self.out)
         if not path.is_file():
             self.out.mkdir(parents=True, exist_ok=True)
             self._save()
             return
-        found = hub.read_json(path)
-        if found.get("fingerprint") != self.fingerprint:
+        values = hub.read_json(path)
+        if values.get("fingerprint") != self.fingerprint:
             raise RequestError(
                 "out", str(self.out), "another directory: it holds a run with other options, model or calibration text"
             )
-        files, errors = found.get("files"), found.get("errors")
+        files, errors = values.get("files"), values.get("errors")
         if not isinstance(files, dict) or not isinstance(errors, dict):
             raise CheckpointError(f"{path}: files or errors are missing")
         for place, (file, names) in enumerate(files.items()):
@@ -398,8 +398,8 @@ class State:
         self._save()
 
     def _save(self) -> None:
-        told = {"fingerprint": self.fingerprint, "files": self.files, "errors": self.errors}
-        shards.write_json(self.out / STATE, told)
+        values = {"fingerprint": self.fingerprint, "files": self.files, "errors": self.errors}
+        shards.write_json(self.out / STATE, values)
 
 
 class _File:
@@ -427,11 +427,11 @@ def _read_values(source: Path) -> dict[str, Any]:
 
 
 def _in_vocabulary(calibration: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
-    made = [list(piece) for piece in calibration if len(piece)]
-    worst = max((token_id for piece in made for token_id in piece), default=0)
+    pieces = [list(piece) for piece in calibration if len(piece)]
+    worst = max((token_id for piece in pieces for token_id in piece), default=0)
     if worst >= vocab_size:
         raise RequestError("calibration", worst, f"token ids below {vocab_size}, the model's vocabulary")
-    return made
+    return pieces
 
 
 def _batches(calibration: list[list[int]]) -> Iterable[Batch]:
@@ -459,26 +459,26 @@ def _turned(stored: Tensor, matrix: LazyMatrix) -> Tensor:
 
 
 def _layer_of(name: str) -> int | None:
-    found = LAYER.search(name)
-    return None if found is None else int(found.group(1))
+    match = LAYER.search(name)
+    return None if match is None else int(match.group(1))
 
 
-def _error(weight: Tensor, made: QWeight, known: Statistics | None) -> float:
-    lost = made.dequantize() - weight
-    if known is None or not known.num_rows:
-        return float(torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(weight).clamp_min(1e-30))
-    left = torch.sum(torch.mm(lost, known.hessian) * lost).clamp_min(0)
-    whole = torch.sum(torch.mm(weight, known.hessian) * weight).clamp_min(1e-30)
-    return float(torch.sqrt(left / whole))
+def _error(weight: Tensor, codes: QWeight, statistics: Statistics | None) -> float:
+    difference = codes.dequantize() - weight
+    if statistics is None or not statistics.num_rows:
+        return float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(weight).clamp_min(1e-30))
+    error = torch.sum(torch.mm(difference, statistics.hessian) * difference).clamp_min(0)
+    size = torch.sum(torch.mm(weight, statistics.hessian) * weight).clamp_min(1e-30)
+    return float(torch.sqrt(error / size))
 
 
 def _as_json(options: Options) -> dict[str, Any]:
-    made = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    return made | {"scale_dtype": str(options.scale_dtype).removeprefix("torch."), "extra": dict(options.extra)}
+    values = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return values | {"scale_dtype": str(options.scale_dtype).removeprefix("torch."), "extra": dict(options.extra)}
 
 
 def copy_others(source: Path, out: Path) -> None:
-    """The tokenizer and whatever else lies beside the weights and is read."""
+    """Copy the tokenizer and the other files beside the weights that headrace reads."""
     for pattern in hub.PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.suffix != ".safetensors" and path.name not in ("config.json", shards.INDEX, STATE, REPORT):

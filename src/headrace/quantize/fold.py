@@ -1,7 +1,7 @@
-"""Scales that pass between neighbours: what a norm or a linear layer gives out is divided, what takes it in multiplied.
+"""Moves scales between neighbours: divides the outputs of a norm or linear layer, multiplies the weights they feed.
 
 The model computes the same numbers before and after, up to float32's rounding: a norm's new weight is rounded to the
-dtype in which it is stored, and the neighbours are multiplied by what that makes the scale. Called by the methods.
+dtype in which it is stored, and the layers after it are multiplied by the scale that results. Called by the methods.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from headrace.quantize.base import Fold, Layer, Statistics
 
 
 def pooled(fold: Fold, values: Tensor) -> Tensor:
-    """Values of the inputs of `fold.after` as values of the outputs of `fold.before`: the means of those it feeds."""
+    """Values [in] of the inputs of `fold.after` as values of the outputs of `fold.before`, which are means of them."""
     size = int(fold.index.max()) + 1
     sums = torch.zeros(size).index_add_(0, fold.index, values)
     return sums / torch.bincount(fold.index, minlength=size)
 
 
 def apply(layer: Layer, fold: Fold, scales: Tensor) -> None:
-    """Divide the outputs of `fold.before` by `scales`, multiply the inputs of `fold.after`."""
+    """Divide the outputs of `fold.before` by `scales`, and multiply the weights of `fold.after` by them."""
     if fold.before in layer.norms:
         offset = layer.offsets[fold.before]
         old = layer.norms[fold.before]
@@ -35,12 +35,12 @@ def apply(layer: Layer, fold: Fold, scales: Tensor) -> None:
         if fold.before in layer.biases:
             bias = layer.biases[fold.before] / scales
             layer.biases[fold.before] = bias.to(layer.stored).float()
-    own = scales[fold.index]
-    seen: dict[int, Statistics] = {}
+    factors = scales[fold.index]
+    divided: dict[int, Statistics] = {}
     for name in fold.after:
-        layer.weights[name].mul_(own)
+        layer.weights[name].mul_(factors)
         if name in layer.statistics:
             before = layer.statistics[name]
-            if id(before) not in seen:
-                seen[id(before)] = before.divided(own)
-            layer.statistics[name] = seen[id(before)]
+            if id(before) not in divided:
+                divided[id(before)] = before.divided(factors)
+            layer.statistics[name] = divided[id(before)]

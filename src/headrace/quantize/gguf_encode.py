@@ -1,11 +1,11 @@
 """Floats to GGUF's block types: the inverse of `quant.formats.gguf_blocks`, for those types that `headrace quantize`
 writes.
 
-Which codes and scales a block gets is this module's own choice; the format only says how they are read. Each group of
-inputs tries several scales, gets the one of least squares for the codes that this gave, and keeps the best (the idea of
-llama.cpp's K-quants, pull request 1684, here for all blocks at once). Scales that are themselves codes of a super-block
-are tried with their neighbours, and the weights' codes are chosen last, by the scales as they are stored. Knows no
-files and no models; called by `quantize.gguf_writer` and `quantize.mixed`.
+The format defines how codes and scales are read, not how they are chosen. Here several scales are tried for each group
+of inputs, each is fitted by least squares to the codes that it gives, and the best is taken (the idea of llama.cpp's
+K-quants, pull request 1684, here for all blocks at once). Scales that are themselves codes of a super-block are tried
+with their neighbours, and the weights' codes are chosen last, by the scales as stored. Knows no files and no models.
+Called by `quantize.gguf_writer` and `quantize.mixed`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
     if not largest < bound:  # also for what is not a number
         raise CheckpointError(f"{name} has weights up to {largest}, expected below {bound}: {kind}")
     blocks = weight.reshape(-1, encoder.elements)
-    made = np.empty((len(blocks), encoder.size), np.uint8)
+    raw = np.empty((len(blocks), encoder.size), np.uint8)
     step = PIECE_WEIGHTS // encoder.elements
 
     def work(first: int) -> None:
-        made[first : first + step] = encoder.write(np.ascontiguousarray(blocks[first : first + step], np.float32))
+        raw[first : first + step] = encoder.write(np.ascontiguousarray(blocks[first : first + step], np.float32))
 
     starts = range(0, len(blocks), step)
     threads = min(torch.get_num_threads(), len(starts))
@@ -69,17 +69,17 @@ def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
     else:
         for first in starts:
             work(first)
-    return made.reshape(len(weight), -1)
+    return raw.reshape(len(weight), -1)
 
 
 def _inverse(scale: F32) -> F32:
-    made: F32 = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-    return made
+    inverse: F32 = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    return inverse
 
 
 def _dot(a: F32, b: F32) -> F32:
-    made: F32 = np.einsum("...i,...i->...", a, b)
-    return made
+    products: F32 = np.einsum("...i,...i->...", a, b)
+    return products
 
 
 def _half(values: F32) -> F32:
@@ -116,7 +116,7 @@ def _affine(x: F32, high: int, below: bool) -> tuple[F32, F32]:
         least = np.minimum(least, 0)
     total, square = x.sum(-1), _dot(x, x)
     best_scale, best_least = (most - least) / np.float32(high), least
-    # Of codes that all are 0 only the minimum counts.
+    # If all codes are 0, only the minimum counts.
     best_error = _dot(x - least[..., None], x - least[..., None])
     for share in (*SHARES, None):
         scale = best_scale if share is None else (most - least) * np.float32(share / high)
@@ -144,17 +144,17 @@ def _refined(
 
     `ends`: the least and greatest code of a scale; minima have codes 0 ... ends[1] and are subtracted.
     """
-    at = np.abs(scale).argmax(-1)[:, None]
-    # The scale of largest magnitude gets the code that lies farthest out.
-    outer = _half(np.take_along_axis(scale, at, -1) / np.float32(ends[0] or ends[1]))
+    places = np.abs(scale).argmax(-1)[:, None]
+    # The scale of largest magnitude gets the outermost code.
+    outer = _half(np.take_along_axis(scale, places, -1) / np.float32(ends[0] or ends[1]))
     inner = np.zeros_like(outer) if least is None else _half((-least).max(-1, keepdims=True) / np.float32(ends[1]))
     first = np.clip(np.rint(scale * _inverse(outer)), *ends)
     second = np.zeros_like(first) if least is None else np.clip(np.rint(-least * _inverse(inner)), 0, ends[1])
     best = (first, second, np.full_like(first, np.inf))
     for move, other in product(NEIGHBOURS, NEIGHBOURS if least is not None else (0,)):
         trial, moved = np.clip(first + move, *ends), np.clip(second + other, 0, ends[1])
-        own, minimum = outer * trial, -(inner * moved)
-        rest = x - minimum[..., None] - own[..., None] * _chosen(x, own, minimum, low, high)
+        product_scale, minimum = outer * trial, -(inner * moved)
+        rest = x - minimum[..., None] - product_scale[..., None] * _chosen(x, product_scale, minimum, low, high)
         error = _dot(rest, rest)
         better = error < best[2]
         best = (np.where(better, trial, best[0]), np.where(better, moved, best[1]), np.where(better, error, best[2]))
@@ -171,8 +171,8 @@ def _folded(codes: NDArray[Any], size: int, bits: int) -> U8:
     """Codes [n, k] of `bits` bits -> [n, k * bits / 8]: the inverse of `gguf_blocks._planes`."""
     fields = codes.astype(np.uint8).reshape(len(codes), -1, 8 // bits, size)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[None, None, :, None]
-    made: U8 = np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
-    return made
+    folded: U8 = np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
+    return folded
 
 
 def _high_bits(codes: U8) -> U8:

@@ -1,8 +1,7 @@
-"""Writes a GGUF file: metadata and a directory of tensors first, then the tensors' bytes as they come, in that order.
+"""Writes a GGUF file: metadata and a directory of tensors, then the tensors' bytes in that order.
 
-Layout: the GGUF specification, version 3, little endian. The file appears under its name when it is whole; a run that
-was broken off is gone on with. Knows no model and no tokenizer. Called by `quantize.gguf_writer`; `headrace.gguf` reads
-what it writes.
+Layout: the GGUF specification, version 3, little endian. The file gets its name when it is whole; an interrupted run
+can be resumed. Knows no model and no tokenizer. Called by `quantize.gguf_writer`; `headrace.gguf` reads the files.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Value = bool | int | float | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 ALIGNMENT = 32
 NOTED_BYTES = 32 * 2**20
-"""Bytes that a run which is broken off may have to write again, and one tensor."""
+"""Bytes, and one tensor, that a resumed run has to write again at most."""
 _NUMBERS = {name: (number, elements, size) for number, (name, elements, size) in TENSOR_TYPES.items()}
 _BOOL, _UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 7, 4, 5, 6, 8, 9
 
@@ -47,18 +46,20 @@ class Tensor(NamedTuple):
 
 
 def header(fields: Mapping[str, Value], tensors: Sequence[Tensor]) -> bytes:
-    """All that lies before the tensors' bytes, padded to where the first of them begins."""
+    """The bytes before the tensors, padded to the place of the first of them."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(fields))]
     for key, value in fields.items():
         parts += [_text(key), _value(key, value)]
-    at = 0
+    offset = 0
     for tensor in tensors:
         number = _NUMBERS[tensor.kind][0]
         parts.append(_text(tensor.name) + struct.pack("<I", len(tensor.shape)))
-        parts.append(struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape)) + struct.pack("<IQ", number, at))
-        at += _padded(tensor.num_bytes)
-    made = b"".join(parts)
-    return made + bytes(_padded(len(made)) - len(made))
+        parts.append(
+            struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape)) + struct.pack("<IQ", number, offset)
+        )
+        offset += _padded(tensor.num_bytes)
+    content = b"".join(parts)
+    return content + bytes(_padded(len(content)) - len(content))
 
 
 def write(
@@ -68,11 +69,11 @@ def write(
     data: Callable[[int], Iterable[tuple[int, U8]]],
     stamp: str = "",
 ) -> None:
-    """Write `path`. data: (index of the tensor, some of its bytes), in the order of `tensors` and of their bytes, from
-    the tensor on that it is given.
+    """Write `path`. data: called with the index of a tensor, gives pairs (index of a tensor, some of its bytes) from
+    there on, in the order of `tensors` and of their bytes.
 
-    What was written by a run that was broken off is gone on with, if header and `stamp` (of all that the bytes depend
-    on) are the same. Raises `CheckpointError` if bytes are missing or too many; then no file is left.
+    Resumes an interrupted run if the header and `stamp` (of all that the bytes depend on) are the same. Raises
+    `CheckpointError` if bytes are missing or too many; then there is no file.
     """
     begin = header(fields, tensors)
     part = path.with_name(path.name + ".part")
@@ -99,21 +100,21 @@ def write(
 
 
 class Notes:
-    """What a run leaves beside the file it makes, for one that goes on: JSON, of use to whoever has the same stamp."""
+    """The state that a run stores beside its file, so that it can be resumed: JSON, valid for one stamp."""
 
     def __init__(self, path: Path, stamp: str, ending: str = ".part.json") -> None:
         self._path, self._stamp = path.with_name(path.name + ending), stamp
 
     def read(self) -> dict[str, Any]:
-        """Empty if there is nothing of this stamp."""
+        """Return the state, empty if there is none of this stamp."""
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            values = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) and found.get("stamp") == self._stamp else {}
+        return values if isinstance(values, dict) and values.get("stamp") == self._stamp else {}
 
-    def write(self, told: Mapping[str, Any]) -> None:
-        shards.write_json(self._path, {"stamp": self._stamp, **told})
+    def write(self, values: Mapping[str, Any]) -> None:
+        shards.write_json(self._path, {"stamp": self._stamp, **values})
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -122,21 +123,21 @@ class Notes:
 def _write_data(
     file: BinaryIO, tensors: Sequence[Tensor], data: Iterable[tuple[int, U8]], first: int, notes: Notes
 ) -> None:
-    at, written, pending = first, 0, 0
+    place, num_written, num_pending = first, 0, 0
     for index, piece in data:
-        while at < index:
-            _end(file, tensors[at], written)
-            at, written = at + 1, 0
-            if pending >= NOTED_BYTES:
+        while place < index:
+            _end(file, tensors[place], num_written)
+            place, num_written = place + 1, 0
+            if num_pending >= NOTED_BYTES:
                 _to_disk(file)
-                notes.write({"num_tensors": at})
-                pending = 0
+                notes.write({"num_tensors": place})
+                num_pending = 0
         file.write(np.ascontiguousarray(piece).data)
-        written += piece.nbytes
-        pending += piece.nbytes
-    for tensor in tensors[at:]:
-        _end(file, tensor, written)
-        written = 0
+        num_written += piece.nbytes
+        num_pending += piece.nbytes
+    for tensor in tensors[place:]:
+        _end(file, tensor, num_written)
+        num_written = 0
 
 
 def _to_disk(file: BinaryIO) -> None:
@@ -144,10 +145,10 @@ def _to_disk(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _end(file: BinaryIO, tensor: Tensor, written: int) -> None:
-    if written != tensor.num_bytes:
-        raise CheckpointError(f"{tensor.name} has {written} bytes, expected {tensor.num_bytes} of {tensor.kind}")
-    file.write(bytes(_padded(written) - written))
+def _end(file: BinaryIO, tensor: Tensor, num_written: int) -> None:
+    if num_written != tensor.num_bytes:
+        raise CheckpointError(f"{tensor.name} has {num_written} bytes, expected {tensor.num_bytes} of {tensor.kind}")
+    file.write(bytes(_padded(num_written) - num_written))
 
 
 def _padded(size: int) -> int:
@@ -160,7 +161,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(key: str, value: Value) -> bytes:
-    """The value's type and itself."""
+    """The type of a value and its bytes."""
     if isinstance(value, (bool, int, float, str)):
         number, data = _scalar(key, value)
         return struct.pack("<I", number) + data

@@ -1,8 +1,8 @@
-"""What a GGUF file says of a model: the inverse of `checkpoint.gguf_config`.
+"""The metadata and the tensors of a GGUF file for a model: the inverse of `checkpoint.gguf_config`.
 
-`metadata` turns a config.json into the keys of an architecture; `planned` says which tensors of the checkpoint make
-which of the file, and how their rows and numbers change. What the format has no word for is refused, never dropped.
-Knows no tensors' contents. Called by `quantize.gguf_writer`.
+`metadata` turns a config.json into the keys of an architecture; `planned` maps the tensors of the checkpoint to those
+of the file, with the changes of their rows and numbers. A model that the format can not express is refused. Reads no
+tensors. Called by `quantize.gguf_writer`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias
 class Planned(NamedTuple):
     """A tensor of the file: `sources` of the checkpoint, stacked along their first dimension.
 
-    turned: heads' rows that are put in pairs (0: none). transposed: the sources are [in, out]. offset: is added.
+    turned: rows of each head that are stored in pairs (0: none). transposed: the sources are [in, out]. offset: is
+    added to the numbers.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Planned(NamedTuple):
     offset: float = 0.0
 
 
-class Said(NamedTuple):
+class Metadata(NamedTuple):
     """fields: metadata. factors: what each frequency of rope is divided by (the tensor rope_freqs), or None."""
 
     architecture: str
@@ -56,8 +57,8 @@ class Said(NamedTuple):
     factors: NDArray[np.float32] | None = None
 
 
-def metadata(config: ModelConfig) -> Said:
-    """Raises `CheckpointError` for a model that GGUF, or headrace's reader of it, has no words for."""
+def metadata(config: ModelConfig) -> Metadata:
+    """Return the metadata. Raises `CheckpointError` for a model that GGUF, or headrace's reader, can not express."""
     model_type = config.values.get("model_type")
     if model_type not in ARCHITECTURES:
         refuse("model_type", model_type, "one of " + ", ".join(ARCHITECTURES))
@@ -69,7 +70,7 @@ def refuse(key: str, value: object, bound: str) -> None:
     raise CheckpointError(f"config.json: {key} is {value!r:.80}; GGUF can say only {bound}")
 
 
-def _decoder(config: ModelConfig, model_type: str, architecture: str) -> Said:
+def _decoder(config: ModelConfig, model_type: str, architecture: str) -> Metadata:
     kind: Any = models.find(model_type).Model
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     head_dim = config.integer("head_dim", kind.default_head_dim or hidden // heads)
@@ -106,10 +107,10 @@ def _decoder(config: ModelConfig, model_type: str, architecture: str) -> Said:
         values["expert_count"] = config.integer("num_local_experts", 8)
         values["expert_used_count"] = config.integer("num_experts_per_tok", 2)
     tied = config.flag("tie_word_embeddings", kind.default_tied)
-    return Said(architecture, _named(architecture, values), head_dim, turned, tied, factors)
+    return Metadata(architecture, _named(architecture, values), head_dim, turned, tied, factors)
 
 
-def _gpt2(config: ModelConfig) -> Said:
+def _gpt2(config: ModelConfig) -> Metadata:
     hidden = config.integer("n_embd", 768)
     if config.choice("activation_function", ACTIVATIONS, "gelu_new") != "gelu_tanh":
         refuse("activation_function", config.values["activation_function"], "gelu_new")
@@ -126,7 +127,7 @@ def _gpt2(config: ModelConfig) -> Said:
         "vocab_size": config.integer("vocab_size", 50257),
     }
     tied = config.flag("tie_word_embeddings", True)
-    return Said("gpt2", _named("gpt2", values), hidden // heads, 0, tied)
+    return Metadata("gpt2", _named("gpt2", values), hidden // heads, 0, tied)
 
 
 def _named(architecture: str, values: dict[str, Value]) -> dict[str, Value]:
@@ -139,7 +140,7 @@ def _global_rope(config: ModelConfig) -> ModelConfig:
 
 
 def _verify(config: ModelConfig, kind: Any, model_type: str, head_dim: int) -> None:
-    """Refuse what a model file looks at and the metadata can not say."""
+    """Refuse values that a model file reads and the metadata can not express."""
     gemma = model_type.startswith("gemma")
     activation = config.choice(kind.activation_key, ACTIVATIONS, kind.default_activation)
     expected = "gelu_tanh" if gemma else "silu"
@@ -168,10 +169,10 @@ def _verify(config: ModelConfig, kind: Any, model_type: str, head_dim: int) -> N
     pattern = {"gemma2": 2, "gemma3_text": 6}.get(model_type)
     if model_type == "gemma3_text" and kinds is None and config.integer("sliding_window_pattern", 6) != 6:
         refuse("sliding_window_pattern", config.values["sliding_window_pattern"], "6")
-    for layer_id, said in enumerate(kinds or ()):
+    for layer_id, stated in enumerate(kinds or ()):
         slides = (layer_id + 1) % pattern != 0 if pattern else _all_slide(config, kind, model_type)
-        if said != ("sliding_attention" if slides else "full_attention"):
-            refuse(f"layer_types[{layer_id}]", said, "the model's own rule")
+        if stated != ("sliding_attention" if slides else "full_attention"):
+            refuse(f"layer_types[{layer_id}]", stated, "the model's own rule")
 
 
 def _all_slide(config: ModelConfig, kind: Any, model_type: str) -> bool:
@@ -195,7 +196,7 @@ def _scaling(
     original = rope.integer("original_max_position_embeddings", longest)
     factor = rope.number("factor", longest / original)
     _, magnitude = frequencies_of(rope, head_dim, longest, longest, theta)
-    made: dict[str, Value] = {
+    values: dict[str, Value] = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
         "rope.scaling.original_context_length": original,
@@ -203,16 +204,16 @@ def _scaling(
         "rope.scaling.yarn_beta_slow": rope.number("beta_slow", 1.0),
     }
     if factor > 1:
-        made["rope.scaling.attn_factor"] = magnitude / (0.1 * math.log(factor) + 1)
-    return made, None
+        values["rope.scaling.attn_factor"] = magnitude / (0.1 * math.log(factor) + 1)
+    return values, None
 
 
-def planned(names: Iterable[str], said: Said, model_type: str, *, with_head: bool) -> list[Planned]:
-    """Every tensor of the file, in the order of the layers. with_head: the head is no copy of the table.
+def planned(names: Iterable[str], metadata: Metadata, model_type: str, *, with_head: bool) -> list[Planned]:
+    """Every tensor of the file, in the order of the layers. with_head: the head is not a copy of the table.
 
     Raises `CheckpointError` for tensors of the checkpoint that have no place in the file.
     """
-    gpt2, gemma = said.architecture == "gpt2", model_type.startswith("gemma")
+    gpt2, gemma = metadata.architecture == "gpt2", model_type.startswith("gemma")
     layer = GPT2 if gpt2 else GEMMA if gemma else DECODER
     stems = {theirs: ours for ours, theirs in layer.items()}
     if model_type == "mixtral":
@@ -221,9 +222,9 @@ def planned(names: Iterable[str], said: Said, model_type: str, *, with_head: boo
     inner = {theirs: ours for ours, theirs in EXPERTS.items()}
     root = re.compile(r"transformer\." if gpt2 else r"model\.")
     block = re.compile(r"h\.(\d+)\.(.+)" if gpt2 else r"layers\.(\d+)\.(.+)")
-    found: dict[tuple[int, str], Planned] = {}
+    plans: dict[tuple[int, str], Planned] = {}
     experts: dict[tuple[int, str], dict[int, str]] = {}
-    left = []
+    others = []
     for name in names:
         if IGNORED.fullmatch(name):
             continue
@@ -234,23 +235,27 @@ def planned(names: Iterable[str], said: Said, model_type: str, *, with_head: boo
             if ends[stem] != "output" or with_head:
                 where = -1 if ends[stem].endswith("_embd") else 1 << 30
                 offset = 1.0 if gemma and stem == "norm" else 0.0
-                made = f"{ends[stem]}.{part}"
-                found[where, made] = Planned(made, (name,), offset=offset)
+                target = f"{ends[stem]}.{part}"
+                plans[where, target] = Planned(target, (name,), offset=offset)
         elif match is not None and expert is not None and part == "weight":
-            made = f"blk.{match[1]}.{inner[expert[2]]}_exps.weight"
-            experts.setdefault((int(match[1]), made), {})[int(expert[1])] = name
+            target = f"blk.{match[1]}.{inner[expert[2]]}_exps.weight"
+            experts.setdefault((int(match[1]), target), {})[int(expert[1])] = name
         elif match is not None and match[2] in stems and part in ("weight", "bias"):
-            made = f"blk.{match[1]}.{stems[match[2]]}.{part}"
-            turned = said.turned if said.architecture == "llama" and made.split(".")[2] in ("attn_q", "attn_k") else 0
+            target = f"blk.{match[1]}.{stems[match[2]]}.{part}"
+            turned = (
+                metadata.turned
+                if metadata.architecture == "llama" and target.split(".")[2] in ("attn_q", "attn_k")
+                else 0
+            )
             transposed = gpt2 and part == "weight" and ".c_" in name
             offset = 1.0 if gemma and name.endswith("norm.weight") else 0.0
-            found[int(match[1]), made] = Planned(made, (name,), turned, transposed, offset)
+            plans[int(match[1]), target] = Planned(target, (name,), turned, transposed, offset)
         else:
-            left.append(name)
-    if left:
-        raise CheckpointError(f"{len(left)} tensors have no place in a GGUF file: {', '.join(sorted(left)[:5])}")
+            others.append(name)
+    if others:
+        raise CheckpointError(f"{len(others)} tensors have no place in a GGUF file: {', '.join(sorted(others)[:5])}")
     for key, parts in experts.items():
         if sorted(parts) != list(range(len(parts))):
             raise CheckpointError(f"{key[1]}: experts {sorted(parts)[:8]} of the checkpoint are not all there")
-        found[key] = Planned(key[1], tuple(parts[i] for i in range(len(parts))))
-    return [found[key] for key in sorted(found)]
+        plans[key] = Planned(key[1], tuple(parts[i] for i in range(len(parts))))
+    return [plans[key] for key in sorted(plans)]

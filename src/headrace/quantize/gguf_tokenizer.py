@@ -1,9 +1,9 @@
 """A model directory's tokenizer and chat template as GGUF metadata: the inverse of `text.tokenizer_gguf`.
 
-Byte-level BPE becomes the model "gpt2", whose way to cut text must be one that GGUF has a name for; SentencePiece's BPE
-becomes "llama", with scores that order its merges. What was made is read back and has to give the same token ids for
-every token's text and some sentences: a tokenizer that GGUF can not say is refused, not approximated. Knows no tensors.
-Called by `quantize.gguf_writer`.
+Byte-level BPE becomes the model "gpt2", whose splitting of text must be one that GGUF has a name for; SentencePiece's
+BPE becomes "llama", with scores that order its merges. The metadata are read back and must give the same token ids for
+the text of every token and some sentences: a tokenizer that GGUF can not express is refused, not approximated. Knows no
+tensors. Called by `quantize.gguf_writer`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SAMPLES = (
 
 
 def metadata(directory: Path, vocab_size: int) -> dict[str, Value]:
-    """`tokenizer.*` for the model in `directory`; nothing for one without a tokenizer.
+    """Return `tokenizer.*` for the model in `directory`, empty for a model without a tokenizer.
 
-    Raises `CheckpointError` for a tokenizer that GGUF has no words for.
+    Raises `CheckpointError` for a tokenizer that GGUF can not express.
     """
     tokenizer = Tokenizer.load_if_present(directory)
     if tokenizer is None:
@@ -57,7 +57,7 @@ def metadata(directory: Path, vocab_size: int) -> dict[str, Value]:
 
 
 def _tokens(spec: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """The text and the kind of every id, gaps and what lies beyond filled with unused tokens."""
+    """The text and the kind of every id; unused tokens fill the gaps and the end."""
     texts = {token_id: text for text, token_id in spec["model"]["vocab"].items()}
     kinds = dict.fromkeys(texts, NORMAL)
     unknown, fallback = spec["model"].get("unk_token"), spec["model"].get("byte_fallback")
@@ -74,7 +74,7 @@ def _tokens(spec: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
 
 
 def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre_tokenizer, sequences taken apart."""
+    """The steps of a normalizer or pre_tokenizer, sequences flattened."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -90,15 +90,15 @@ def _byte_level(spec: dict[str, Any]) -> dict[str, Value]:
     cuts, composed = _cuts(spec), [step["type"] for step in _steps(spec["normalizer"], "normalizers")]
     if composed not in ([], ["NFC"]):
         raise CheckpointError(f"a byte-level tokenizer's normalizer {composed} can not be written to GGUF, only NFC")
-    wanted = (cuts, composed == ["NFC"], bool(spec["model"].get("ignore_merges")))
-    for name, known in tokenizer_gguf.PRE_TOKENIZERS.items():
-        if (known, *tokenizer_gguf.habits(name)) == wanted:
+    habits = (cuts, composed == ["NFC"], bool(spec["model"].get("ignore_merges")))
+    for name, cuts_of_name in tokenizer_gguf.PRE_TOKENIZERS.items():
+        if (cuts_of_name, *tokenizer_gguf.habits(name)) == habits:
             break
     else:
-        raise CheckpointError(f"GGUF has no name for how the tokenizer cuts text: {cuts!r:.300}, {wanted[1:]}")
+        raise CheckpointError(f"GGUF has no name for how the tokenizer cuts text: {cuts!r:.300}, {habits[1:]}")
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
-    made: dict[str, Value] = {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": name}
-    return made | ({f"{PREFIX}merges": merges} if merges else {})
+    fields: dict[str, Value] = {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": name}
+    return fields | ({f"{PREFIX}merges": merges} if merges else {})
 
 
 def _cuts(spec: dict[str, Any]) -> tuple[str, ...]:
@@ -117,11 +117,11 @@ def _cuts(spec: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _scored(spec: dict[str, Any], tokens: list[str], kinds: list[int]) -> dict[str, Value]:
-    """Scores that fall from each merge to the next, so that merges come in their order again."""
+    """Scores that fall from each merge to the next, so that readers merge in the same order."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(spec["model"]["merges"]):
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        ranks.setdefault(left + right, rank)
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        ranks.setdefault(first + second, rank)
     scores = [-float(ranks[text]) if kind == NORMAL and text in ranks else 0.0
               for text, kind in zip(tokens, kinds, strict=True)]  # fmt: skip
     steps = _steps(spec["normalizer"], "normalizers") + _steps(spec["pre_tokenizer"], "pretokenizers")
@@ -133,24 +133,24 @@ def _scored(spec: dict[str, Any], tokens: list[str], kinds: list[int]) -> dict[s
 
 
 def _ends(tokenizer: Tokenizer, directory: Path) -> dict[str, Value]:
-    """Ids of the special tokens, and whether a text gets a begin and an end."""
-    made: dict[str, Value] = {}
+    """Ids of the special tokens, and whether a text begins and ends with one."""
+    fields: dict[str, Value] = {}
     for role, name in _ROLES.items():
         text = tokenizer.special_tokens.get(role)
         token_id = None if text is None else tokenizer.token_to_id(text)
         if token_id is not None:
-            made[f"{PREFIX}{name}_token_id"] = token_id
+            fields[f"{PREFIX}{name}_token_id"] = token_id
     eos = tokenizer.eos_token_id
     others = [token_id for token_id in hub.eos_token_ids(directory) if token_id != eos]
     names = ("eot", "eom") if eos is not None else ("eos", "eot", "eom")
     for name, token_id in zip(names, others, strict=False):
-        made[f"{PREFIX}{name}_token_id"] = token_id
+        fields[f"{PREFIX}{name}_token_id"] = token_id
     if len(others) > len(names):
         logger.warning("GGUF has no room for the ends of text %s", others[len(names) :])
     ids = tokenizer.encode("")
-    made[f"{PREFIX}add_bos_token"] = bool(ids) and ids[0] == tokenizer.bos_token_id
-    made[f"{PREFIX}add_eos_token"] = bool(ids) and ids[-1] == eos and (len(ids) > 1 or eos != tokenizer.bos_token_id)
-    return made
+    fields[f"{PREFIX}add_bos_token"] = bool(ids) and ids[0] == tokenizer.bos_token_id
+    fields[f"{PREFIX}add_eos_token"] = bool(ids) and ids[-1] == eos and (len(ids) > 1 or eos != tokenizer.bos_token_id)
+    return fields
 
 
 def _verify(tokenizer: Tokenizer, fields: dict[str, Value]) -> None:
@@ -159,12 +159,12 @@ def _verify(tokenizer: Tokenizer, fields: dict[str, Value]) -> None:
     words = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)]
     texts = [*_SAMPLES, *("".join(words[i : i + 50]) for i in range(0, len(words), 50))]
     special = [token for i in range(tokenizer.vocab_size) if (token := tokenizer.added_token(i)) and len(token) > 1]
-    moved = []
+    texts_that_differ = []
     for text in [*texts, *(f"{token} a" for token in special)]:
         if tokenizer.encode(text) == back.encode(text):
             continue
         if not any(token in text for token in special):
             raise CheckpointError(f"GGUF can not say how the tokenizer reads {text!r:.80}")
-        moved.append(text)
-    if moved:
-        logger.warning("read from GGUF, text around special tokens becomes other token ids: %r", moved[:3])
+        texts_that_differ.append(text)
+    if texts_that_differ:
+        logger.warning("read from GGUF, text around special tokens becomes other token ids: %r", texts_that_differ[:3])

@@ -1,8 +1,8 @@
-"""Writes a model's directory as one GGUF file: metadata, tokenizer, chat template, and tensors of the types asked for.
+"""Writes the directory of a model as one GGUF file: metadata, tokenizer, chat template, and tensors of chosen types.
 
-A level (`LEVELS`) says which type each matrix gets; the mixtures put more bits where llama.cpp's do, into values' and
-the last projections' matrices. Rows of types that do not fit them get the nearest type that does. The checkpoint is
-read some rows at a time, so memory is bounded whatever the size. Called by `cli.quantize`, `mixed`.
+A level (`LEVELS`) gives each matrix its type; the mixtures put more bits where llama.cpp's do, into the matrices of the
+values and of the last projections. Rows that a type does not fit get the nearest type that does. The checkpoint is read
+some rows at a time, so memory is bounded whatever the size. Called by `cli.quantize` and `quantize.mixed`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from headrace.quantize.gguf_model import Planned
 
 SLAB_WEIGHTS = 2**22
 VERSION = 1
-"""Changes when the same weights get other bytes: a run that was broken off then begins anew."""
+"""Changes when the same weights get other bytes: an interrupted run then begins anew."""
 FITTING = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types of blocks of 32 for rows that are no whole number of blocks of 256."""
 FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 BLOCKS = ".blocks"
-"""Ends the names of tensors that are blocks already, uint8 [out, in / 32, bytes of a block], in place of ".weight"."""
+"""The end of the names of tensors that are already blocks, uint8 [out, in / 32, bytes of a block]."""
 BLOCK_KINDS = {18: "Q4_0", 34: "Q8_0"}
 
 Progress = Callable[[int, int], None]
@@ -88,27 +88,29 @@ class Written(NamedTuple):
 
 
 class Source:
-    """A directory of plain floats, as the tensors of the GGUF file that it becomes."""
+    """A directory of plain floats as the tensors of a GGUF file.
+
+    Raises `CheckpointError` for a model that GGUF can not express, or that is quantised already.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises `CheckpointError` for a model that GGUF has no words for, or that is quantised already."""
         values = read_config(directory, models.names())
         if values.get("quantization_config") is not None:
             raise CheckpointError(f"{directory} is quantised already: GGUF files are made of plain floats")
         self.directory, self.config = directory, ModelConfig(values)
         self.checkpoint = Checkpoint(directory)
         stored = {re.sub(re.escape(BLOCKS) + "$", ".weight", name): name for name in self.checkpoint.names}
-        self.blocks = {name: own for name, own in stored.items() if own.endswith(BLOCKS)}
-        """Of the tensors that are blocks already: their names in the checkpoint, by those that floats would have."""
-        self.said = gguf_model.metadata(self.config)
+        self.blocks = {name: key for name, key in stored.items() if key.endswith(BLOCKS)}
+        """The names in the checkpoint of tensors that are already blocks, by the names that floats would have."""
+        self.metadata = gguf_model.metadata(self.config)
         head, table = self._ends()
-        apart = head is not None and table is not None and not (self.said.tied and self._same(head, table))
-        names = [name for name in stored if name != head or apart]
-        plans = gguf_model.planned(names, self.said, str(values["model_type"]), with_head=True)
+        is_apart = head is not None and table is not None and not (self.metadata.tied and self._same(head, table))
+        names = [name for name in stored if name != head or is_apart]
+        plans = gguf_model.planned(names, self.metadata, str(values["model_type"]), with_head=True)
         if table is None and head is not None:
             plans.insert(0, Planned("token_embd.weight", (head,)))
-        self.tied = not apart
-        if self.tied and not self.said.tied:
+        self.tied = not is_apart
+        if self.tied and not self.metadata.tied:
             raise CheckpointError(f"{directory}: lm_head.weight is missing, and tie_word_embeddings is false")
         self.plans = plans
 
@@ -119,23 +121,23 @@ class Source:
 
     @property
     def stamp(self) -> str:
-        """Of all that the tensors' bytes depend on, but for their types."""
+        """A text of all that the tensors' bytes depend on, but for their types."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
         return json.dumps([VERSION, files, self.config.values], sort_keys=True, default=str)
 
     @property
     def gpt2(self) -> bool:
-        return self.said.architecture == "gpt2"
+        return self.metadata.architecture == "gpt2"
 
     def _same(self, first: str, second: str) -> bool:
         return torch.equal(self.checkpoint.tensor(first), self.checkpoint.tensor(second))
 
     def shape(self, plan: Planned) -> tuple[int, ...]:
-        """Of the file's tensor, the slowest dimension first."""
+        """Shape of the tensor of the file, the slowest dimension first."""
         shapes = {self._shape(name) for name in plan.sources}
         if len(shapes) != 1:
             raise CheckpointError(f"{plan.name}: its parts have the shapes {sorted(shapes)}, expected one")
-        # Blocks lie [out, in] whatever the floats did.
+        # Blocks are [out, in], even where the floats are not.
         turned = plan.transposed and not self.is_blocks(plan)
         shape = tuple(reversed(shapes.pop())) if turned else shapes.pop()
         return (len(plan.sources), *shape) if plan.name.endswith("_exps.weight") else shape
@@ -152,7 +154,7 @@ class Source:
 
     @property
     def floats(self) -> Level:
-        """All that is floats in the type that most of the checkpoint's bytes have."""
+        """The level of floats whose type most of the checkpoint's bytes have."""
         bits = {"F32": 0, "F16": 0, "BF16": 0}
         for name in self.checkpoint.names:
             entry = self.checkpoint.entry(name)
@@ -161,13 +163,13 @@ class Source:
         return LEVELS[max(bits, key=lambda kind: bits[kind])]
 
     def raw(self, plan: Planned) -> Iterator[U8]:
-        """The bytes of a tensor that is blocks already, rows in the file's order."""
+        """The bytes of a tensor that is already blocks, rows in the file's order."""
         for name in plan.sources:
             stored = self.checkpoint.tensor(self.blocks[name]).flatten(1)
             yield stored[self._order(plan, len(stored))].numpy() if plan.turned else stored.numpy()
 
     def _order(self, plan: Planned, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(np.argsort(pair_order(num_rows, self.said.head_dim, plan.turned)))
+        return torch.from_numpy(np.argsort(pair_order(num_rows, self.metadata.head_dim, plan.turned)))
 
     def slabs(self, plan: Planned) -> Iterator[NDArray[np.float32]]:
         """The tensor's numbers [rows, in], some four million at a time, rows in the file's order."""
@@ -187,7 +189,7 @@ class Source:
         return {plan.name: self._kind(plan, level) for plan in self.plans}
 
     def is_matrix(self, plan: Planned) -> bool:
-        """Whether blocks may hold it: vectors and routers are floats in every file."""
+        """Return whether blocks may hold it: vectors and routers are floats in every file."""
         return len(self.shape(plan)) > 1 and ".ffn_gate_inp." not in plan.name
 
     def _kind(self, plan: Planned, level: Level) -> str:
@@ -202,27 +204,27 @@ class Source:
         if stem == "output" or (stem == "token_embd" and self.tied):
             kind = level.head
         elif stem.startswith("blk.") and stem.split(".")[2] in level.parts:
-            num_layers = self.said.fields[f"{self.said.architecture}.block_count"]
+            num_layers = self.metadata.fields[f"{self.metadata.architecture}.block_count"]
             if not level.some or (isinstance(num_layers, int) and more_bits(int(stem.split(".")[1]), num_layers)):
                 kind = level.better
         return fitting(kind, self.shape(plan)[-1])
 
 
 def kind_of_blocks(shape: tuple[int, ...], name: str) -> str:
-    """Raises `CheckpointError` for a shape that is no blocks'."""
+    """The type of blocks of that shape. Raises `CheckpointError` for a shape of no blocks."""
     if len(shape) != 3 or shape[2] not in BLOCK_KINDS:
         raise CheckpointError(f"{name} has blocks of shape {list(shape)}, expected [out, in / 32, 18 or 34]")
     return BLOCK_KINDS[shape[2]]
 
 
 def more_bits(layer: int, num_layers: int) -> bool:
-    """Whether a layer is one of the first or last eighth, or every third between."""
+    """Return whether a layer is in the first or last eighth, or is every third between."""
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def fitting(kind: str, num_in: int) -> str:
-    """`kind`, or a type of no fewer bits for rows that are no whole number of its blocks."""
+    """Return `kind`, or a type of no fewer bits if rows are no whole number of its blocks."""
     if num_in % ENCODERS[kind].elements == 0:
         return kind
     smaller = FITTING.get(kind, "F16")
@@ -230,16 +232,16 @@ def fitting(kind: str, num_in: int) -> str:
 
 
 def find_level(name: str) -> Level:
-    """Raises `RequestError` naming those that exist."""
-    wanted = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}.get(name.upper(), name.upper())
-    if wanted not in LEVELS:
+    """Return the level of that name. Raises `RequestError` naming those that exist."""
+    full_name = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}.get(name.upper(), name.upper())
+    if full_name not in LEVELS:
         raise RequestError("type", name, "one of " + ", ".join(LEVELS))
-    return LEVELS[wanted]
+    return LEVELS[full_name]
 
 
 def verify(source: Source) -> dict[str, Value]:
-    """What the file says of the tokenizer. Raises `CheckpointError` for one that GGUF has no words for, or none, and
-    for tensors of shapes that make no file."""
+    """Return the metadata of the tokenizer. Raises `CheckpointError` for one that GGUF can not express, and for tensors
+    whose shapes a file can not hold."""
     for plan in source.plans:
         source.shape(plan)
     return gguf_tokenizer.metadata(source.directory, source.config.integer("vocab_size"))
@@ -249,25 +251,25 @@ def convert(directory: Path, path: Path, level: str, progress: Progress | None =
     """Write the model in `directory` as the GGUF file `path` of a level of `LEVELS`.
 
     `progress` is called with (weights written, weights in all). Raises `CheckpointError` for a model, a tokenizer or
-    weights that GGUF can not hold, `RequestError` for a level that is not known; then there is no file.
+    weights that GGUF can not hold, `RequestError` for an unknown level; then there is no file.
     """
-    found = find_level(level)
+    mixture = find_level(level)
     source = Source(directory)
-    return write(source, path, source.kinds(found), found.number, progress)
+    return write(source, path, source.kinds(mixture), mixture.number, progress)
 
 
 def write(
     source: Source, path: Path, kinds: Mapping[str, str], number: int | None = None, progress: Progress | None = None
 ) -> Written:
-    """`convert` with the type of each tensor given. number: GGUF's file_type, if the mixture has one."""
-    said = source.said
-    fields: dict[str, Value] = {"general.architecture": said.architecture, "general.type": "model"}
+    """As `convert`, with the type of each tensor. number: GGUF's file_type, if the mixture has one."""
+    metadata = source.metadata
+    fields: dict[str, Value] = {"general.architecture": metadata.architecture, "general.type": "model"}
     fields |= {"general.name": source.directory.resolve().name, "general.quantization_version": 2}
     fields |= {} if number is None else {"general.file_type": number}
-    fields |= said.fields | verify(source)
+    fields |= metadata.fields | verify(source)
     tensors = [gguf_file.Tensor(plan.name, kinds[plan.name], source.shape(plan)) for plan in source.plans]
-    if said.factors is not None:
-        tensors.append(gguf_file.Tensor("rope_freqs.weight", "F32", said.factors.shape))
+    if metadata.factors is not None:
+        tensors.append(gguf_file.Tensor("rope_freqs.weight", "F32", metadata.factors.shape))
     total = sum(math.prod(tensor.shape) for tensor in tensors)
 
     def data(first: int) -> Iterator[tuple[int, U8]]:
@@ -282,8 +284,8 @@ def write(
                 done += piece.size
                 if progress is not None:
                     progress(done, total)
-        if said.factors is not None and first <= len(source.plans):
-            yield len(source.plans), encode("F32", said.factors[None], "rope_freqs.weight")
+        if metadata.factors is not None and first <= len(source.plans):
+            yield len(source.plans), encode("F32", metadata.factors[None], "rope_freqs.weight")
         source.checkpoint.release()
 
     gguf_file.write(path, fields, tensors, data, source.stamp)

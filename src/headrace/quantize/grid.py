@@ -1,7 +1,7 @@
-"""Affine grids: where the codes of a group of weights begin and how far apart they are.
+"""Affine grids: the scale and the zero point of each group of weights.
 
 The quantisation of Jacob et al. 2018 (section 2.1), as Frantar et al. 2023 ("GPTQ", section 4) and Lin et al. 2024
-("AWQ", section 2) use it: weight = (code - zero) * scale with whole codes and zero points. Called by the methods.
+("AWQ", section 2) use it: weight = (code - zero) * scale with integer codes and zero points. Called by the methods.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CODES_8 = 127.0
 
 
 def verify(options: Options, *, symmetric: bool, bits: tuple[int, ...] = (2, 3, 4, 8)) -> bool:
-    """Whether codes are to be symmetric; `symmetric` where that was left open. Raises `RequestError`."""
+    """Return whether codes are symmetric; `symmetric` is the default. Raises `RequestError` for invalid options."""
     if options.bits not in bits:
         listed = ", ".join(map(str, bits))
         raise RequestError("bits", options.bits, f"one of {listed} for method {options.method}")
@@ -29,7 +29,7 @@ def verify(options: Options, *, symmetric: bool, bits: tuple[int, ...] = (2, 3, 
 
 
 def group_of(options: Options, num_in: int, name: str) -> int:
-    """Inputs of a group. Raises `CheckpointError` where they do not come out even."""
+    """Return the inputs of a group. Raises `CheckpointError` if they do not divide `num_in`."""
     if options.group_size < 1:
         return num_in
     if num_in % options.group_size:
@@ -40,16 +40,16 @@ def group_of(options: Options, num_in: int, name: str) -> int:
 
 
 def find(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Scales (as stored, in float32) and whole zero points [...] that reach the ends of each group of x [..., group].
+    """Scales (as stored, in float32) and integer zero points [...] that reach the ends of each group of x [..., group].
 
-    Zero points are at least 1, which is the least that GPTQ's layout was made to say.
+    Zero points are at least 1, the least that GPTQ's layout can store.
     """
     low, high = x.amin(-1).clamp_max(0.0), x.amax(-1).clamp_min(0.0)
     most = 2**options.bits - 1
     if options.group_size == 0:
         low, high = low.amin().expand_as(low), high.amax().expand_as(high)
     if options.symmetric:
-        # Of 8 bits, whose codes are many, the least is not used: nothing is cut off at the upper end.
+        # 8 bits have codes enough to leave the least unused, so that nothing is cut off at the upper end.
         scale = torch.maximum(high, -low) / (most / 2 if options.bits < 8 else CODES_8)
         scale = stored(scale, options.scale_dtype)
         return scale, torch.full_like(scale, (most + 1) // 2)
@@ -61,11 +61,11 @@ def find(x: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to `dtype` and to what float16 holds too, as float32: kernels and layouts then mean the same number."""
+    """Round scales to numbers that `dtype` and float16 both hold, as float32, so that kernels and layouts agree."""
     if dtype == torch.float32:
         return scale
-    made = scale.to(dtype).float()
-    return torch.where(scale == 0, 0.0, made.half().float().clamp_min(LEAST_F16))
+    near = scale.to(dtype).float()
+    return torch.where(scale == 0, 0.0, near.half().float().clamp_min(LEAST_F16))
 
 
 def code(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -74,12 +74,12 @@ def code(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def rounded(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """What the nearest codes stand for."""
+    """The numbers that the nearest codes stand for."""
     return code(x, scale, zero, bits).sub_(zero).mul_(scale)
 
 
 def quantise(weight: Tensor, options: Options, name: str, grid_of: Tensor | None = None) -> QWeight:
-    """Round to nearest, [out, in]. grid_of: the weights that the grid is fitted to, if others than `weight`."""
+    """Round [out, in] to nearest. grid_of: the weights that the grid is fitted to, if not `weight`."""
     num_out, num_in = weight.shape
     group = group_of(options, num_in, name)
     scale, zero = find((weight if grid_of is None else grid_of).view(num_out, -1, group), options)
@@ -90,7 +90,7 @@ def quantise(weight: Tensor, options: Options, name: str, grid_of: Tensor | None
 
 
 def verify_scales(scale: Tensor, weight: Tensor, name: str) -> None:
-    """Raises `CheckpointError` where weights or the scales made of them are no numbers that can be stored."""
+    """Raises `CheckpointError` if weights or their scales are not finite."""
     if bool(torch.isfinite(scale).all()):
         return
     if not bool(torch.isfinite(weight).all()):

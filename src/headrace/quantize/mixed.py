@@ -1,12 +1,12 @@
-"""Mixed precision: which type each matrix of a GGUF file gets, chosen by measured loss for a budget of bits a weight.
+"""Mixed precision: chooses the type of each matrix of a GGUF file by measured loss, for a budget of bits per weight.
 
-Matrices that are fed the same inputs (q, k and v; gate and up; all experts) are one group and get one type, as kernels
-take them together. For each group the model is run with that group alone quantised, and the divergence of its
-predictions from the float model's on a calibration text is what the group costs; for other types that is scaled by the
-weights' squared error, since small errors cost in proportion to it. Then bits go where they save most: along each
-group's lower convex hull, the steepest step first (Fox 1966, "Discrete Optimization via Marginal Analysis"). The model
-is held in memory once, in float32. What was measured is kept beside the file until that is whole, so that a run which
-was broken off goes on. Called by `cli.quantize`.
+Matrices with the same inputs (q, k and v; gate and up; all experts) are one group and get one type, because kernels
+compute them together. For each group the model is run with that group alone quantised; the group's loss is the
+divergence of its predictions from the float model's on a calibration text. For other types the loss is scaled by the
+weights' squared error, to which small losses are proportional. Then bits go where they save most: along each group's
+lower convex hull, the steepest step first (Fox 1966, "Discrete Optimization via Marginal Analysis"). The model is in
+memory once, in float32. The measurements are stored beside the file until it is whole, so that an interrupted run can
+be resumed. Called by `cli.quantize`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.backends.base import Backend, Chunks, Matrix
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
-from headrace.checkpoint.loader import Weights
+from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.protocol.errors import RequestError
 from headrace.quant.formats import gguf_blocks
 from headrace.quantize import gguf_writer
@@ -38,18 +38,18 @@ from headrace.quantize.gguf_model import Planned
 from headrace.quantize.gguf_writer import Progress, Source, Written
 
 LADDER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16")
-"""Types that are chosen from, for rows of whole blocks of 256."""
+"""Types to choose from, for rows of whole blocks of 256."""
 SHORT_LADDER = ("Q4_0", "Q5_0", "Q8_0", "BF16")
 """For rows of whole blocks of 32 only."""
 PROBE = "Q4_K"
-"""The type at which a group's cost is measured (or what fits its rows instead)."""
+"""The type at which a group's loss is measured (or the one that fits its rows instead)."""
 MAX_TOKENS = 1024
-"""Of the calibration text that are used: the model runs over them once for each group."""
+"""Tokens of the calibration text that are used; the model runs over them once for each group."""
 SLAB_WEIGHTS = 2**22
 
 
 class Step(NamedTuple):
-    """A type of a group: what all its weights take in bits, and what they are thought to cost in nats a token."""
+    """A type of a group: the bits of all its weights, and their estimated loss in nats per token."""
 
     kind: str
     bits: float
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """Matrices that get one type, with the file's tensors that hold them."""
+    """Matrices that get one type, with the tensors of the file that hold them."""
 
     plans: list[Planned]
     matrices: list[RefMatrix] = field(default_factory=list)
@@ -76,12 +76,12 @@ class Mixture(NamedTuple):
 
 
 class _FastOps(RefOps):
-    """The reference with products that need not be the same for all numbers of rows."""
+    """The reference with faster products, whose bits may depend on the number of rows."""
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
-        own = cast(RefMatrix, matrix)
-        made = x @ own.data[: own.num_in, : own.num_out]
-        return made if own.bias is None else made + own.bias
+        weights = cast(RefMatrix, matrix)
+        out = x @ weights.data[: weights.num_in, : weights.num_out]
+        return out if weights.bias is None else out + weights.bias
 
 
 def write(
@@ -97,15 +97,15 @@ def write(
         model = _Measured(source, calibration)
         stamp = hashlib.sha256(json.dumps([source.stamp, model.pieces, LADDER, SHORT_LADDER]).encode()).hexdigest()
         notes = Notes(path, stamp, ".steps.json")
-        known: dict[str, Any] = notes.read().get("steps", {})
+        measured_steps: dict[str, Any] = notes.read().get("steps", {})
         for done, group in enumerate(model.groups):
             name = group.plans[0].name
-            if name in known:
-                group.steps = [Step(*step) for step in known[name]]
+            if name in measured_steps:
+                group.steps = [Step(*step) for step in measured_steps[name]]
             else:
                 model.measure(group)
-                known[name] = [tuple(step) for step in group.steps]
-                notes.write({"steps": known})
+                measured_steps[name] = [tuple(step) for step in group.steps]
+                notes.write({"steps": measured_steps})
             if progress is not None:
                 progress(done + 1, len(model.groups))
         chosen = choose(model, bits)
@@ -136,17 +136,17 @@ def least_bits(source: Source) -> float:
 
 
 def verify(source: Source, bits: float) -> None:
-    """All that `write` can find wrong but for the calibration text. Raises `RequestError` for a budget below what the
-    smallest types take, and `CheckpointError` as `gguf_writer.convert`."""
+    """Raise what `write` would raise, but for the calibration text: `RequestError` for a budget below what the smallest
+    types take, and `CheckpointError` as `gguf_writer.convert`."""
     gguf_writer.verify(source)
     if bits < (least := least_bits(source)):
         raise RequestError("bits", bits, f"at least {least:.2f}, which the smallest types take for this model")
 
 
 def choose(model: _Measured, bits: float) -> list[Step]:
-    """A step for each group. Raises `RequestError` for a budget below what the smallest take."""
+    """Choose a step for each group. Raises `RequestError` for a budget below what the smallest steps take."""
     hulls = [hull(group.steps) for group in model.groups]
-    at = [0] * len(hulls)
+    places = [0] * len(hulls)
     room = bits * model.num_weights - model.other_bits - sum(steps[0].bits for steps in hulls)
     if room < 0:
         least = (bits * model.num_weights - room) / model.num_weights
@@ -154,39 +154,39 @@ def choose(model: _Measured, bits: float) -> list[Step]:
     while True:
         best, gain = -1, 0.0
         for i, steps in enumerate(hulls):
-            if at[i] + 1 < len(steps) and steps[at[i] + 1].bits - steps[at[i]].bits <= room:
-                now, after = steps[at[i]], steps[at[i] + 1]
-                found = (now.loss - after.loss) / (after.bits - now.bits)
-                if found > gain:
-                    best, gain = i, found
+            if places[i] + 1 < len(steps) and steps[places[i] + 1].bits - steps[places[i]].bits <= room:
+                now, after = steps[places[i]], steps[places[i] + 1]
+                slope = (now.loss - after.loss) / (after.bits - now.bits)
+                if slope > gain:
+                    best, gain = i, slope
         if best < 0:
-            return [steps[place] for steps, place in zip(hulls, at, strict=True)]
-        room -= hulls[best][at[best] + 1].bits - hulls[best][at[best]].bits
-        at[best] += 1
+            return [steps[place] for steps, place in zip(hulls, places, strict=True)]
+        room -= hulls[best][places[best] + 1].bits - hulls[best][places[best]].bits
+        places[best] += 1
 
 
 def hull(steps: Sequence[Step]) -> list[Step]:
     """The steps of the lower convex hull of loss over bits, falling; fewest bits first."""
-    made: list[Step] = []
+    steps_of_hull: list[Step] = []
     for step in sorted(steps, key=lambda step: (step.bits, step.loss)):
-        if made and step.loss >= made[-1].loss:
+        if steps_of_hull and step.loss >= steps_of_hull[-1].loss:
             continue
-        while len(made) > 1:
-            (_, b0, l0), (_, b1, l1) = made[-2:]
+        while len(steps_of_hull) > 1:
+            (_, b0, l0), (_, b1, l1) = steps_of_hull[-2:]
             if (l0 - l1) * (step.bits - b1) > (l1 - step.loss) * (b1 - b0):
                 break
-            made.pop()
-        made.append(step)
-    return made
+            steps_of_hull.pop()
+        steps_of_hull.append(step)
+    return steps_of_hull
 
 
 class _Measured:
-    """The float model, parts of which can be made what a type would make of them, and a text to judge it by."""
+    """The float model, parts of which can be rounded to a type, and a text to measure its loss on."""
 
     def __init__(self, source: Source, calibration: Sequence[Sequence[int]]) -> None:
         backend = TorchRef("cpu", "float32")
         backend.ops = _FastOps(torch.device("cpu"), torch.float32)
-        weights = Weights(source.checkpoint, cast(Backend, backend))
+        weights = SafetensorsWeights(source.checkpoint, cast(Backend, backend))
         longest = source.config.max_positions()
         self.pieces = _cut(calibration, longest)
         module = models.find(source.config.values["model_type"])
@@ -212,18 +212,18 @@ class _Measured:
         probe = gguf_writer.fitting(PROBE, num_in)
         probe = probe if probe in ladder else ladder[0]
         errors = {kind: sum(_squared_error(part, kind) for part in self._parts(group)) for kind in ladder}
-        kept = [part.clone() for part in self._parts(group)]
+        copies = [part.clone() for part in self._parts(group)]
         self.apply(group, probe)
         loss = self.divergence()
-        for part, own in zip(self._parts(group), kept, strict=True):
-            part.copy_(own)
+        for part, copy in zip(self._parts(group), copies, strict=True):
+            part.copy_(copy)
         share = max(loss, 0.0) / errors[probe] if errors[probe] else 0.0
         group.steps = [
             Step(kind, bits_per_weight(kind) * group.num_weights, share * error) for kind, error in errors.items()
         ]
 
     def apply(self, group: Group, kind: str) -> None:
-        """Make the group's weights what `kind` makes of them."""
+        """Round the group's weights to `kind`."""
         for part in self._parts(group):
             for piece in _pieces(part):
                 piece.copy_(rounded(piece, kind))
@@ -232,8 +232,8 @@ class _Measured:
         """KL divergence of the next token, in nats, from the float model's; a mean over the text."""
         total, count = 0.0, 0
         for piece, expected in zip(self.pieces, self.expected, strict=True):
-            found = self._log_probabilities(piece)
-            total += float((expected.exp() * (expected - found)).double().sum())
+            actual = self._log_probabilities(piece)
+            total += float((expected.exp() * (expected - actual)).double().sum())
             count += len(piece)
         return total / count
 
@@ -246,26 +246,26 @@ class _Measured:
         return torch.log_softmax(self.model.logits(hidden, torch.arange(len(piece))).float(), -1)
 
     def _parts(self, group: Group) -> list[Tensor]:
-        """Views [out, in] of all that has the group's weights."""
-        made = [matrix.data[: matrix.num_in, : matrix.num_out].t() for matrix in group.matrices]
-        return made if group.table is None else [*made, group.table]
+        """Views [out, in] of the group's weights."""
+        views = [matrix.data[: matrix.num_in, : matrix.num_out].t() for matrix in group.matrices]
+        return views if group.table is None else [*views, group.table]
 
 
 def _cut(calibration: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
-    pieces, left = [], MAX_TOKENS
+    pieces, num_left = [], MAX_TOKENS
     for piece in calibration:
-        own = list(piece[: min(left, longest)])
-        left -= len(own)
-        pieces += [own] if own else []
+        cut = list(piece[: min(num_left, longest)])
+        num_left -= len(cut)
+        pieces += [cut] if cut else []
     if not pieces:
         raise RequestError("calibration", None, "a text for method mixed: types are chosen by what they cost on it")
     return pieces
 
 
 def _groups(source: Source, matrices: Sequence[RefMatrix], table: Tensor) -> list[Group]:
-    """One group for each set of the file's tensors that the model stacks or routes together, in the file's order."""
+    """One group for each set of tensors of the file that the model stacks or routes together, in the file's order."""
     plan_of = {name.removesuffix(".weight"): plan for plan in source.plans for name in plan.sources}
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for matrix in matrices:
         path, _, tail = matrix.name.rpartition(".")
         names = [f"{path}.{part}" if path else part for part in tail.split("+")]
@@ -275,13 +275,13 @@ def _groups(source: Source, matrices: Sequence[RefMatrix], table: Tensor) -> lis
         plans = [plan_of[name] for name in names]
         if not all(source.is_matrix(plan) for plan in plans):
             continue
-        group = found.setdefault(plans[0].name, Group(plans))
+        group = groups.setdefault(plans[0].name, Group(plans))
         group.matrices.append(matrix)
     embedding = "token_embd.weight"
-    if embedding not in found:
-        found[embedding] = Group([plan for plan in source.plans if plan.name == embedding])
-    found[embedding].table = table
-    return list(found.values())
+    if embedding not in groups:
+        groups[embedding] = Group([plan for plan in source.plans if plan.name == embedding])
+    groups[embedding].table = table
+    return list(groups.values())
 
 
 def _pieces(part: Tensor) -> list[Tensor]:
@@ -294,7 +294,7 @@ def _squared_error(part: Tensor, kind: str) -> float:
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """What the type `kind` makes of floats [out, in]."""
+    """Floats [out, in] rounded to the type `kind`."""
     if kind == "F32":
         return weight
     raw = encode(kind, np.ascontiguousarray(weight.numpy()))

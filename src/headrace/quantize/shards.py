@@ -1,7 +1,7 @@
 """Writes safetensors files and the small files around them, each whole or not at all.
 
-A file is written beside its place and moved there when it is complete, so that a run that is killed leaves whole files
-only. Bytes depend on names and numbers alone. Called by `quantize.driver` and by the writers of Hugging Face layouts.
+A file is written under a temporary name and renamed when it is complete, so that a run that is killed leaves only whole
+files. Bytes depend on names and numbers alone. Called by `quantize.driver` and by the writers of Hugging Face layouts.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ALIGNMENT = 8
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file. Tensors may be views of a mapping: none is copied."""
-    # The widest first, so that each begins at a multiple of its own width.
+    """Write a safetensors file. Tensors may be views of a mapping; none is copied."""
+    # The widest first, so that each begins at a multiple of its width.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    end = 0
     for name in order:
         size = tensors[name].numel() * tensors[name].element_size()
         header[name] = {
             "dtype": NAMES[tensors[name].dtype],
             "shape": list(tensors[name].shape),
-            "data_offsets": [at, at + size],
+            "data_offsets": [end, end + size],
         }
-        at += size
+        end += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     partial = path.with_name(path.name + ".partial")
@@ -57,7 +57,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    """config.json and the index. files: names of tensors by file."""
+    """Write config.json and the index. files: names of tensors by file."""
     weight_map = {name: file for file, names in files.items() for name in names}
     size = sum((directory / file).stat().st_size for file in files)
     write_json(

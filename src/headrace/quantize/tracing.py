@@ -1,7 +1,7 @@
-"""A model whose linear layers are loaded one decoder layer at a time, and that tells what it feeds them.
+"""A model whose linear layers are loaded one decoder layer at a time, and whose inputs are recorded.
 
-The model files run unchanged on `TracingOps`: matrices are names until their decoder layer's weights are put in place,
-what a linear layer is given goes into its statistics, and what came from which norm or layer is remembered, so that
+The model files run unchanged on `TracingOps`: matrices are names until the weights of their decoder layer are loaded,
+the inputs of a linear layer go into its statistics, and the norm or layer that a tensor came from is recorded, so that
 scales can be folded. Float32 throughout. Knows no methods. Called by `quantize.driver`.
 """
 
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, Array, HeadNorm, Heads, Matrix, Turn
+from headrace.backends.base import Activation, Array, Backend, HeadNorm, Heads, Matrix, Turn
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.rounded import RoundedCache
-from headrace.checkpoint.loader import Weights
+from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
 
 
 @dataclass(slots=True, eq=False)
 class LazyMatrix:
-    """A linear layer, or several stacked ones: names in the checkpoint and what each gives out. transposed: stored
-    [in, out]."""
+    """A linear layer, or several stacked ones: their names in the checkpoint and their numbers of outputs. transposed:
+    stored [in, out]."""
 
     num_in: int
     num_out: int
@@ -50,9 +50,9 @@ class Origin:
 
 
 class TracingOps(RefOps):
-    """The reference's operators over weights that come and go.
+    """The reference's operators over weights that are loaded layer by layer.
 
-    weights, biases: float32, of the decoder layer that is run, by name. statistics: by first name of a matrix, while
+    weights, biases: float32, of the current decoder layer, by name. statistics: by first name of a matrix, while
     `recording`.
     """
 
@@ -71,7 +71,7 @@ class TracingOps(RefOps):
         return LazyMatrix(source.num_in, source.num_out, bias=bias is not None)
 
     def forget(self) -> None:
-        """Let go of the tensors of a run."""
+        """Release the tensors of a run."""
         self._origins.clear()
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
@@ -120,11 +120,11 @@ class TracingOps(RefOps):
         softcap: float = 0.0,
     ) -> Tensor:
         out = super().attention(query, heads, rows, cache, scale, window, softcap)
-        found = self._origins.get(id(query))
-        matrix = found[1].matrix if found is not None else None
+        origin = self._origins.get(id(query))
+        matrix = origin[1].matrix if origin is not None else None
         if matrix is None or len(matrix.names) != 3:
             return out
-        # Query head h looks at the values of head h // (heads / kv_heads).
+        # Query head h reads the values of head h // (heads / kv_heads).
         head = torch.arange(heads.num_heads) // (heads.num_heads // heads.num_kv_heads)
         index = (head.unsqueeze(1) * heads.head_dim + torch.arange(heads.head_dim)).flatten()
         return self._made(out, Origin("rows", matrix.names[2], index=index))
@@ -133,34 +133,34 @@ class TracingOps(RefOps):
         return super().embedding(ids, table, scale).float()
 
     def folds(self) -> list[Fold]:
-        """Where scales can pass in what was run while recording: all that takes the outputs in is to be quantised."""
-        made = []
+        """Where scales can move, of what ran while recording: every layer that is fed will be quantised."""
+        folds = []
         for (_, name), fed in self.fed.items():
             if any(matrix.plain for matrix, _ in fed):
                 continue
             index = fed[0][1]
             after = [part for matrix, _ in fed for part in matrix.names]
-            made.append(Fold(name, after, torch.arange(fed[0][0].num_in) if index is None else index))
-        return made
+            folds.append(Fold(name, after, torch.arange(fed[0][0].num_in) if index is None else index))
+        return folds
 
     def _record(self, x: Tensor, matrix: LazyMatrix) -> None:
-        known = self.statistics.setdefault(matrix.names[0], Statistics(0 if matrix.plain else matrix.num_in))
+        statistics = self.statistics.setdefault(matrix.names[0], Statistics(0 if matrix.plain else matrix.num_in))
         if not matrix.plain:
-            known.add(x)
-        found = self._origins.get(id(x))
-        if found is not None and found[1].kind in ("norm", "rows"):
-            fed = self.fed.setdefault((found[1].kind, found[1].name), [])
+            statistics.add(x)
+        origin = self._origins.get(id(x))
+        if origin is not None and origin[1].kind in ("norm", "rows"):
+            fed = self.fed.setdefault((origin[1].kind, origin[1].name), [])
             if all(other is not matrix for other, _ in fed):
-                fed.append((matrix, found[1].index))
+                fed.append((matrix, origin[1].index))
 
     def _made(self, out: Tensor, origin: Origin) -> Tensor:
         if self.recording:
-            self._origins[id(out)] = (out, origin)  # holding it keeps its id its own
+            self._origins[id(out)] = (out, origin)  # the reference keeps its id from being used again
         return out
 
     def _matrix_of(self, x: Tensor) -> LazyMatrix | None:
-        found = self._origins.get(id(x))
-        return found[1].matrix if found is not None and found[1].kind == "matrix" else None
+        origin = self._origins.get(id(x))
+        return origin[1].matrix if origin is not None and origin[1].kind == "matrix" else None
 
 
 class TracingBackend(TorchRef):
@@ -172,28 +172,25 @@ class TracingBackend(TorchRef):
         self.ops = self.tracing
 
     def table(self, values: Any) -> Tensor:
-        found: Tensor = values
-        return found
+        tensor: Tensor = values
+        return tensor
 
 
-class LazyWeights:
-    """`loader.Weights` whose matrices know their names. `matrices` has those of the decoder layers, `norms` the small
-    tensors by name."""
+class LazyWeights(SafetensorsWeights):
+    """Weights whose matrices are `LazyMatrix`, but for the head. matrices: those of the decoder layers. norms: the
+    small tensors by name."""
 
-    def __init__(self, weights: Weights, ops: TracingOps) -> None:
-        self._weights = weights
-        self._ops = ops
+    def __init__(self, checkpoint: Checkpoint, backend: TracingBackend) -> None:
+        super().__init__(checkpoint, cast(Backend, backend))
+        self._ops = backend.tracing
         self.matrices: list[LazyMatrix] = []
         self.norms: dict[str, Tensor] = {}
-        self.has, self.has_prefix = weights.has, weights.has_prefix
-        self.constant, self.table, self.ends = weights.constant, weights.table, weights.ends
-        self.finish = weights.finish
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
-        made: Tensor = self._weights.tensor(name, shape)
-        self.norms[name] = made
-        self._ops.norm_names[id(made)] = name.removesuffix(".weight")
-        return made
+        tensor: Tensor = super().tensor(name, shape)
+        self.norms[name] = tensor
+        self._ops.norm_names[id(tensor)] = name.removesuffix(".weight")
+        return tensor
 
     def linear(
         self,
@@ -205,9 +202,10 @@ class LazyWeights:
         transposed: bool = False,
         plain: bool = False,
     ) -> Matrix:
-        made = self._weights.linear(names, num_in, num_outs, bias=bias, transposed=transposed, plain=plain)
-        if not isinstance(made, LazyMatrix):
-            raise TypeError(f"a matrix of another backend: {type(made).__name__}")
-        made.names, made.num_outs, made.plain, made.transposed = tuple(names), tuple(num_outs), plain, transposed
-        self.matrices.append(made)
-        return made
+        matrix = super().linear(names, num_in, num_outs, bias=bias, transposed=transposed, plain=plain)
+        if not isinstance(matrix, LazyMatrix):
+            raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
+        matrix.names, matrix.num_outs = tuple(names), tuple(num_outs)
+        matrix.plain, matrix.transposed = plain, transposed
+        self.matrices.append(matrix)
+        return matrix

@@ -1,14 +1,15 @@
-"""`NativeSelect`: the sampler's `Select` by the cpu backend's native operator.
+"""`NativeSelect`: the sampler's `Select` by an operator of the backend.
 
-The same ids and the same bits as `sampling.filters.select`, which takes over where the head is long; but tokens
-that can not win the draw are left out. Stands between two layers that do not know each other. Made by `engine.load`.
+It gives the same ids and the same bits as `sampling.filters.select`, which takes over where the head is long, but
+leaves out tokens that can not win the draw. It joins two layers that must not import each other. Made by
+`engine.load`.
 """
 
 from __future__ import annotations
 
 import math
 
-from headrace.backends.cpu.choose import Chooser
+from headrace.backends.base import Chooser
 from headrace.sampling.filters import F32, ONE, Candidates, Cut, base_of, select
 
 MAX_HEAD = 1024
@@ -30,9 +31,9 @@ class NativeSelect:
             [(greatest[i], cuts[i].temperature, cuts[i].floor, cuts[i].top_p) for i in native],
             [cuts[i].key for i in native],
         )
-        found = {}
+        candidates = {}
         for i, (token_ids, scaled, total) in zip(native, chosen, strict=True):
-            # As kernels.h has it; a little more, for what rounding did.
+            # The bar of kernels.h, and a little more for rounding.
             bar = math.log(total * 2.0**-ONE) - 3.0 + 1e-6 if total else -math.inf
-            found[i] = Candidates(token_ids, scaled, base_of(greatest[i], cuts[i].temperature), bar)
-        return [found[i] if i in found else select(rows[i], greatest[i], cuts[i]) for i in range(len(rows))]
+            candidates[i] = Candidates(token_ids, scaled, base_of(greatest[i], cuts[i].temperature), bar)
+        return [candidates[i] if i in candidates else select(rows[i], greatest[i], cuts[i]) for i in range(len(rows))]

@@ -17,6 +17,7 @@ from headrace.cli.bench.quality import held_bits
 from headrace.insight import audit
 from headrace.protocol.errors import CheckpointError, HeadraceError
 from headrace.protocol.step import EngineInfo
+from headrace.quant.schemes import Scheme
 
 P, Q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.5, 0.25])
 
@@ -167,24 +168,23 @@ def test_a_matrix_of_zeros() -> None:
 
 @dataclass
 class Held:
-    kind: str
-    group: int
-    flag: int
+    scheme: Scheme
     num_in: int = 64
 
 
 @pytest.mark.parametrize(
     ("matrix", "bits"),
     [
-        (Held("i4", 64, 0), 4.25),
-        (Held("i4", 64, 1), 4.5),
-        (Held("i4", 64, 2), 4.25),
-        (Held("i4", 32, 3), 4.5),
-        (Held("i6", 64, 0), 6.25),
-        (Held("i8", 0, 0), 8.5),
-        (Held("i8", 128, 128), 8.125),
-        (Held("f", 0, 0), 32),
-        (Held("f", 0, 2), 16),
+        (Held(Scheme("i4", 64)), 4.25),
+        (Held(Scheme("i4", 64, True)), 4.5),
+        (Held(Scheme("i4", 64, book="nf4")), 4.25),
+        (Held(Scheme("i4", 32, book="e2m1")), 4.5),
+        (Held(Scheme("i6", 64)), 6.25),
+        (Held(Scheme("i8")), 8.5),
+        (Held(Scheme("i8", 128)), 8.125),
+        (Held(Scheme("f", dtype="float32")), 32),
+        (Held(Scheme("f", dtype="bfloat16")), 16),
+        (Held(Scheme("k", 32, dtype="Q4_K")), 4.5),
     ],
 )
 def test_bits_of_a_weight(matrix: Held, bits: float) -> None:

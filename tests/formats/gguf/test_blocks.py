@@ -16,7 +16,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
 from headrace.quant.formats import gguf_blocks, gguf_grids
 from headrace.quant.formats.gguf_blocks import TYPES, decode, k_blocks, keeps_codes, native, scheme_for
-from headrace.quant.schemes import K_TYPES, Scheme
+from headrace.quant.schemes import K_TYPES, SCHEMES, Scheme, native_flag
 
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
 """Types whose scales are float16 or powers of two to begin with."""
@@ -95,7 +95,7 @@ def test_kernels_get_the_blocks_themselves_of_k_quants(kind: str) -> None:
     raw, expected = random_blocks(kind, (64, 512), seed=2)
     made = k_blocks(kind, raw, "w")
     assert scheme_for({kind}) == Scheme("k", 32, dtype=kind)
-    assert scheme_for({kind}).flag == K_TYPES[kind].code == 10 + int(kind[1])
+    assert native_flag(scheme_for({kind})) == K_TYPES[kind].code == 10 + int(kind[1])
     assert made.shape == (64, 512)
     assert made.codes.numpy().tobytes() == raw.tobytes()
     assert np.array_equal(made.dequantize().numpy(), expected)
@@ -117,6 +117,14 @@ def test_forms_of_stacked_types() -> None:
     assert scheme_for({"NVFP4"}) == Scheme("i4", 16, book="e2m1")
     assert scheme_for({"MXFP4", "Q4_0"}) == Scheme("i6", 32)
     assert scheme_for({"MXFP4", "IQ4_XS"}) == Scheme("i8", 32)
+
+
+def test_a_backend_without_some_kernels_gets_the_next_fitting_form_or_none() -> None:
+    few = {Scheme("i6", 32), Scheme("i8", 32)}
+    assert scheme_for({"Q4_0"}, few) == Scheme("i6", 32)
+    assert scheme_for({"Q6_K"}, SCHEMES - {Scheme("k", 32, dtype="Q6_K")}) == Scheme("i6", 16)
+    assert scheme_for({"Q4_K", "Q6_K"}, few) is None
+    assert scheme_for({"Q8_0"}, {Scheme("i6", 32)}) is None
 
 
 PAIRS = [("Q4_0", "Q4_1"), ("Q8_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("Q3_K", "TQ2_0"), ("Q8_0", "Q5_1"),

@@ -15,7 +15,7 @@ from tests.formats.gguf.models import convert, random_blocks
 from tests.support.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
 from tests.support.shallow import shallow
 
-from headrace.backends.cpu.native import require_native
+from headrace.backends.native import require_native
 from headrace.protocol.step import Request
 
 PATH = Path(shallow())

@@ -148,7 +148,7 @@ def test_matrices_that_are_one_for_the_model_keep_forms_of_their_own(
     with caplog.at_level("INFO", logger="headrace"):
         runner = load(path, backend="cpu", dtype="float32")
     stacks = [matrix for matrix in runner.program.model.ops.matrices if hasattr(matrix, "parts")]
-    assert [[part.flag for part in stack.parts] for stack in stacks] == [[14, 16]] * 2
+    assert [[part.scheme.dtype for part in stack.parts] for stack in stacks] == [["Q4_K", "Q6_K"]] * 2
     assert [line.split(",")[0] for line in told(caplog)] == [
         "4 of Q4_K run as Q4_K", "7 of Q6_K run as Q6_K", "1 of Q6_K run as Q6_K (table"
     ]  # fmt: skip

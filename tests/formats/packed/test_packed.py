@@ -23,11 +23,11 @@ from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
 from tests.support.packing import ToyBackend, form_of, found, leaves, load, mapped, packed_bytes, save, tiny
 
 from headrace.checkpoint import packed
-from headrace.checkpoint.loader import Checkpoint, Weights
+from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint, MappedFile
 from headrace.checkpoint.packed import PackedFile, PackedWeights
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.schemes import NAMES, parse
+from headrace.quant.schemes import NAMES, Scheme, parse
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +65,9 @@ def test_two_quantizations_give_two_models_and_two_files(tmp_path: Path) -> None
 def test_what_is_quantised_and_what_is_not(tmp_path: Path) -> None:
     model = load(tiny(tmp_path, "mixtral"), "int4")
     experts = model.layers[0].mlp
-    assert experts.router.kind == "f"
-    assert {m.kind for m in (*experts.gate_up, *experts.down, model.layers[0].attention.qkv)} == {"i4"}
-    assert (model.head.kind, model.head.group, experts.down[0].group) == ("i4", 32, 64)
+    assert experts.router.scheme.kind == "f"
+    assert {m.scheme.kind for m in (*experts.gate_up, *experts.down, model.layers[0].attention.qkv)} == {"i4"}
+    assert (model.head.scheme, experts.down[0].scheme) == (Scheme("i4", 32), Scheme("i4", 64))
     tensors = llama_tensors(dtype=torch.float16)
     model = load(write_llama(tmp_path / "llama", tensors), "int8", ToyBackend("float16"))
     assert tuple(model.embedding) == ("float16", tensors["model.embed_tokens.weight"].numpy().tobytes())
@@ -75,8 +75,9 @@ def test_what_is_quantised_and_what_is_not(tmp_path: Path) -> None:
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    checkpoint, config = Checkpoint(write_llama(tmp_path)), {"quant_method": "none"}
     with pytest.raises(CheckpointError, match="quantised already"):
-        Weights(Checkpoint(write_llama(tmp_path)), ToyBackend(), {"quant_method": "none"}, None, parse("int4"))  # type: ignore[arg-type]
+        SafetensorsWeights(checkpoint, ToyBackend(), config, None, parse("int4"))  # type: ignore[arg-type]
 
 
 def test_others_do_not_take_it_for_a_part_of_the_checkpoint(tmp_path: Path) -> None:
@@ -273,6 +274,7 @@ QKV = "model.layers.0.self_attn.q_proj+k_proj+v_proj"
 @pytest.mark.parametrize(
     "facts",
     [["i4", 32, 65, 64, 0], ["i4", 64, 32, 64, 0], ["i4", 32, -64, 64, 0], ["i5", 32, 64, 64, 0], ["f", 32, 64, 0, 0],
+     ["i4", 32, 64, 48, 0], ["i4", 32, 64, 64, 5], ["i6", 32, 64, 64, 2], ["i8", 32, 64, 64, 0],
      ["i4", 32, 64, 64], ["i4", 32, 64, 64, 0, 0], ["i4", "32", 64, 64, 0], ["i4", True, 64, 64, 0],
      ["i4", 2**40, 2**40, 64, 0], [["i4"], 32, 64, 64, 0], None, 7, "i4"],
     ids=str,
@@ -323,7 +325,7 @@ def test_a_model_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def native() -> None:
-    from headrace.backends.cpu.native import native
+    from headrace.backends.native import native
 
     module, reason = native()
     if module is None:
@@ -348,7 +350,7 @@ def test_both_backends_hold_the_same_weights_packed_or_not(
     ours = model_of(directory, "cpu", quantization, save_packed=True)
     # From here on the checkpoint is not to be read by torch any more.
     theirs = model_of(directory, "torch_ref", quantization, dtype="float32")
-    monkeypatch.setattr("headrace.checkpoint.loader.Weights.__init__", None)
+    monkeypatch.setattr("headrace.checkpoint.loader.SafetensorsWeights.__init__", None)
     again = model_of(directory, "cpu", quantization)
     fresh = leaves(ours)
     assert fresh == leaves(again)

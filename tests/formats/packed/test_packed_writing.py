@@ -186,13 +186,13 @@ def test_names_of_stacked_layers() -> None:
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from headrace.checkpoint import loader
+from headrace.checkpoint import reader
 from tests.support.packing import load
 directory, small = Path(sys.argv[1]), Path(sys.argv[2])
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 def peak(release_bytes):
-    loader.RELEASE_BYTES = release_bytes
+    reader.RELEASE_BYTES = release_bytes
     base, most, done = resident(), [0], []
     def watch():
         while not done:
@@ -206,7 +206,7 @@ def peak(release_bytes):
     matrices = [m for l in model.layers for m in (l.attention.qkv, l.attention.out, l.mlp.gate_up, l.mlp.down)]
     return most[0] - base, sum(m.packed.nbytes for m in (model.head, *matrices))
 load(small, "int8")  # what is loaded once: torch's threads and buffers
-print(*peak(loader.RELEASE_BYTES), peak(2**40)[0])
+print(*peak(reader.RELEASE_BYTES), peak(2**40)[0])
 """
 
 

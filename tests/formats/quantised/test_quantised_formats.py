@@ -19,13 +19,14 @@ from tests.support.harness import follow, load
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from headrace.backends.torch_ref import TorchRef
 from headrace.checkpoint import loader
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight
 from headrace.quant.formats import mxfp4
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import Scheme, parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -210,7 +211,7 @@ def test_the_packed_form_gives_the_same_bits(case: str, tmp_path: Path, monkeypa
     def refuse(*_: Any) -> None:
         raise AssertionError("the checkpoint's codes are read again")
 
-    monkeypatch.setattr(loader.Weights, "linear", refuse)
+    monkeypatch.setattr(loader.SafetensorsWeights, "linear", refuse)
     again = load(written.directory, backend="cpu", dtype="float32")
     assert torch.equal(follow(again, TOKEN_IDS, [len(TOKEN_IDS)]), expected)
 
@@ -239,14 +240,43 @@ def test_experts_of_mxfp4_are_those_of_transformers() -> None:
         mxfp4.read(Held(names), "m.experts.4.gate_up_proj", {})
 
 
-def test_a_router_is_kept_plain() -> None:
-    codes = torch.randint(-127, 127, (8, 64), dtype=torch.int8)
-    weight = QWeight(codes, torch.full((8, 1), 0.01), group=64, bits=8)
-    checkpoint: Any = type("Unread", (), {"about_to_read": lambda self, num_bytes: None})()
-    for plain in (False, True):
-        source = loader.CheckpointMatrix("gate", [weight], checkpoint, Scheme("f", dtype="float32"), "bfloat16", plain)
-        assert source.scheme == (Scheme("f", dtype="bfloat16") if plain else Scheme("i8"))
-        made = source.slab(2, 7)
-        assert (made.scales is None) == plain
-        expected = weight.dequantize()[2:7]
-        assert torch.equal(made.dequantize(), expected.bfloat16().float() if plain else expected)
+class NoKernels(TorchRef):
+    schemes = frozenset()
+
+
+def int8_layer(directory: Path, **options: Any) -> tuple[QWeight, loader.SafetensorsWeights]:
+    """A layer `gate` of int8 codes, and a reader of it."""
+    weight = QWeight(torch.randint(-127, 127, (8, 64), dtype=torch.int8), torch.full((8, 1), 0.01), group=64, bits=8)
+    save_file({"gate.weight": weight.codes, "gate.SCB": torch.full((8,), 1.27)}, directory / "model.safetensors")
+    backend = options.pop("backend", None) or TorchRef("cpu", "bfloat16")
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    return weight, loader.SafetensorsWeights(loader.Checkpoint(directory), backend, config, **options)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_router_is_kept_plain(plain: bool, tmp_path: Path) -> None:
+    weight, weights = int8_layer(tmp_path)
+    matrix: Any = weights.linear(["gate"], 64, [8], plain=plain)
+    assert matrix.scheme == (Scheme("f", dtype="bfloat16") if plain else Scheme("i8"))
+    assert torch.equal(matrix.dense(), weight.dequantize().bfloat16().float())
+
+
+def test_codes_reach_a_backend_without_a_kernel_for_them_as_floats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    weight, weights = int8_layer(tmp_path, backend=NoKernels("cpu", "bfloat16"))
+    matrix: Any = weights.linear(["gate"], 64, [8])
+    weights.finish()
+    assert matrix.scheme == Scheme("f", dtype="bfloat16")
+    assert torch.equal(matrix.dense(), weight.dequantize().bfloat16().float())
+    assert "the backend has no int8-channel kernel" in caplog.text
+
+
+def test_a_quantization_without_a_kernel_is_refused(tmp_path: Path) -> None:
+    save_file({"gate.weight": torch.ones(8, 64)}, tmp_path / "model.safetensors")
+    backend, checkpoint = NoKernels("cpu", "float32"), loader.Checkpoint(tmp_path)
+    backend.schemes = frozenset({Scheme("i8")})  # type: ignore[assignment]
+    with pytest.raises(RequestError, match="quantization: 'nf4'.*one of int8, int8-channel on backend torch_ref"):
+        loader.SafetensorsWeights(checkpoint, backend, quantization=parse("nf4"))
+    loader.SafetensorsWeights(checkpoint, backend, quantization=parse("int8"))

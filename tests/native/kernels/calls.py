@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from headrace.backends.cpu.native import fields, pack
+from headrace.backends.native import fields, pack
 
 _native = pytest.importorskip("headrace._native", exc_type=ImportError)
 

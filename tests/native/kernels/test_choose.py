@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from tests.native.kernels.calls import ISAS, Floats, normals
 
+from headrace.backends import make_backend
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
+from headrace.engine.load import choose_select
 from headrace.protocol.params import SamplingParams
 from headrace.runner.choosing import MAX_HEAD, NativeSelect
 from headrace.sampling import noise
@@ -140,3 +142,10 @@ def test_control_another_exponential_is_caught() -> None:
     want = select_all([row], [float(row.max())], [Cut(top_p=0.5)])
     found = NativeSelect(Chooser(5000))([row], [float(row.max())], [Cut(top_p=0.5 + 2**-13)])
     assert bits_of(found) != bits_of(want)
+
+
+def test_a_backend_offers_its_operator_where_rows_fit() -> None:
+    cpu = make_backend("cpu", "cpu", "float32")
+    assert isinstance(choose_select(cpu, 5000, 1), NativeSelect)
+    assert choose_select(cpu, MAX_WIDTH + 1, 1) is select_all
+    assert choose_select(make_backend("torch_ref", "cpu", "float32"), 5000, 1) is select_all

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from headrace import env
 from headrace.backends.base import Chunks, KVShape
 from headrace.backends.cpu import cache
+from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.memory import aligned
-from headrace.backends.cpu.native import require_native
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
+from headrace.backends.native import require_native
 from headrace.protocol.errors import RequestError
-from headrace.quant.schemes import K_BLOCK, K_TYPES
+from headrace.quant.schemes import K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
 
 
 class Cpu:
@@ -32,6 +33,7 @@ class Cpu:
     name = "cpu"
     kv_dtypes = tuple(cache.TYPE_CODES)
     block_tables = tuple(K_TYPES)
+    schemes = SCHEMES
 
     def __init__(self, device: str, dtype: str) -> None:
         if device != "cpu":
@@ -72,8 +74,12 @@ class Cpu:
         native = require_native()
         return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")}
 
-    def packed_bytes(self, kind: str, num_out: int, num_in: int, group: int, flag: int) -> int:
-        return int(require_native().packed_bytes(kind, num_out, num_in, group or ACT_GROUP, flag))
+    def packed_bytes(self, scheme: Scheme, num_out: int, num_in: int) -> int:
+        group = scheme.group or ACT_GROUP
+        return int(require_native().packed_bytes(scheme.kind, num_out, num_in, group, native_flag(scheme)))
+
+    def chooser(self, width: int, num_threads: int) -> Chooser | None:
+        return Chooser(width, num_threads) if width <= MAX_WIDTH else None
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
         return cache.block_bytes(shape, block_size, kv_dtype)

@@ -1,7 +1,7 @@
 """`Chooser`: the native operator `choose` on rows of logits, threads over rows and the GIL released.
 
 Owns the small arrays that the operator reads and writes. Knows rows of numbers; must not know samplers or requests.
-Called by `runner.choosing`.
+Made by the backend's `chooser`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.cpu.native import record, require_native
+from headrace.backends.base import Chosen
+from headrace.backends.native import record, require_native
 
 MAX_WIDTH = 2**18
-
-Choice = tuple[NDArray[np.int64], NDArray[np.float64], int]
-"""Token ids, scaled logits and total of a row."""
 
 
 class Chooser:
@@ -50,13 +48,13 @@ class Chooser:
         top_k: list[int],
         cuts: list[tuple[float, float, float, float]],
         keys: list[tuple[int, int] | None],
-    ) -> list[Choice]:
+    ) -> list[Chosen]:
         """Return token ids, ascending, scaled logits and total of each row.
 
         A cut is greatest, temperature, floor, top_p; a key is seed and position where the row is drawn from next: see
         csrc/include/kernels.h.
         """
-        choices: list[Choice] = []
+        choices: list[Chosen] = []
         for start in range(0, len(rows), self._max_rows):
             part = slice(start, start + self._max_rows)
             choices += self._choose(rows[part], top_k[part], cuts[part], keys[part])
@@ -68,7 +66,7 @@ class Chooser:
         top_k: list[int],
         cuts: list[tuple[float, float, float, float]],
         keys: list[tuple[int, int] | None],
-    ) -> list[Choice]:
+    ) -> list[Chosen]:
         rows = [np.ascontiguousarray(row, np.float32) for row in rows]
         greatest, temperature, floor, top_p = zip(*cuts, strict=True)
         values: dict[str, Sequence[float]] = {

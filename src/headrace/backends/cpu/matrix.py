@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.cpu.memory import Pool
-from headrace.backends.cpu.native import require_native
+from headrace.backends.native import require_native
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.schemes import K_BLOCK, K_GROUP, K_TYPES
+from headrace.quant.schemes import K_BLOCK, K_GROUP, K_TYPES, Scheme, native_flag
 
 if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource, QWeight
@@ -24,26 +24,23 @@ ACT_GROUP = 128
 """Inputs that share a scale of the activations where the weights have one scale for each output."""
 
 MAX_IN = 2**18
-"""Inputs of a matrix whose quantised rows fit the kernels' scratch."""
+"""Inputs of a matrix whose quantised rows fit the kernels' scratch memory."""
 
 MAX_GROUP = 2**17
 """Inputs with one scale, whose products of 8 bits add up in 32."""
 
 SLAB_NUMBERS = 2**22
-"""Weights that are asked of a source at once."""
+"""Weights that a source gives at once."""
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2} | {name: kind.code for name, kind in K_TYPES.items()}
-
-NUM_FORMS = {"i4": 5, "i6": 2}
-"""Forms of the codes (csrc/include/kernels.h)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outliers:
     """Inputs that are multiplied in float, with weights of 16 bits (LLM.int8(), Dettmers et al. 2022, section 3.2).
 
-    columns: int64 [n]. pick [n, in]: takes them out of a row. back [in, n]: their negatives, which added to the row
-    leave zeros. kept [out, n]: their weights. All three are plain matrices; ones and zeros lose nothing.
+    columns: int64 [n]. pick [n, in] takes them out of a row; back [in, n] gives their negatives, which leave zeros when
+    they are added to the row; kept [out, n] has their weights. All three are plain matrices; ones and zeros are exact.
     """
 
     columns: NDArray[np.int64]
@@ -51,44 +48,58 @@ class Outliers:
     back: CpuMatrix
     kept: CpuMatrix
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(matrix.data.nbytes for matrix in (self.pick, self.back, self.kept))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuMatrix:
-    """A linear layer: `data` uint8 as the format's pack wrote it. `flag`: see HrFormat in csrc/include/kernels.h."""
+    """A linear layer. `data`: uint8 as the native format of `scheme` packs it; `bias`: [num_out].
+
+    Raises `CheckpointError` for a form that the kernels do not have.
+    """
 
     name: str
-    kind: str
+    scheme: Scheme
     data: NDArray[np.uint8]
     num_in: int
     num_out: int
-    group: int
-    flag: int
     bias: NDArray[np.float32] | None = None
     outliers: Outliers | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all that a row is multiplied with."""
-        own = self.outliers
-        return self.data.nbytes + (
-            0 if own is None else sum(part.data.nbytes for part in (own.pick, own.back, own.kept))
-        )
-
     def __post_init__(self) -> None:
-        # The kernels trust both, wherever the matrix came from: quantised rows must fit their scratch.
+        # The kernels trust these, wherever the matrix came from: quantised rows must fit their scratch memory.
+        scheme = self.scheme
         if self.kind != "f" and (self.num_in > MAX_IN or self.group % 8 or self.group > MAX_GROUP):
             raise CheckpointError(
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}; the native kernels take at most "
                 f"{MAX_IN}, and groups that are multiples of 8 of at most {MAX_GROUP}"
             )
-        if self.kind in NUM_FORMS and not 0 <= self.flag < NUM_FORMS[self.kind]:
-            raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {self.flag}")
-        if self.kind == "k":
-            known = self.flag in (kind.code for kind in K_TYPES.values())
-            if not known or self.num_in % K_BLOCK or self.group != K_GROUP:
-                raise CheckpointError(
-                    f"{self.name}: {self.num_in} inputs in groups of {self.group}, type {self.flag}, are no K-quants"
-                )
+        num_extras = bool(scheme.book) + scheme.has_min
+        if num_extras > (self.kind in ("i4", "i6")) or (scheme.book and self.kind != "i4"):
+            raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {scheme}")
+        if self.kind == "k" and (scheme.dtype not in K_TYPES or self.num_in % K_BLOCK or self.group != K_GROUP):
+            raise CheckpointError(
+                f"{self.name}: {self.num_in} inputs in groups of {self.group}, type {scheme.dtype}, are no K-quants"
+            )
+
+    @property
+    def kind(self) -> str:
+        return self.scheme.kind
+
+    @property
+    def group(self) -> int:
+        return self.scheme.group
+
+    @property
+    def flag(self) -> int:
+        return native_flag(self.scheme)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that a row is multiplied with."""
+        return self.data.nbytes + (0 if self.outliers is None else self.outliers.num_bytes)
 
     @property
     def packed(self) -> NDArray[np.uint8]:
@@ -100,13 +111,7 @@ class CpuMatrix:
 
     def dense(self) -> NDArray[np.float32]:
         """The weights as float32 [num_out, num_in], for tests and tools."""
-        native = require_native()
-        out = np.empty((self.num_out, self.num_in), np.float32)
-        for row in range(self.num_out):
-            native.unpack_row(
-                self.kind, self.data.ctypes.data, self.num_out, self.num_in, self.act_group, self.flag, row,
-                out[row].ctypes.data,
-            )  # fmt: skip
+        out = unpacked(self.kind, self.data, self.num_out, self.num_in, self.act_group, self.flag)
         if self.outliers is not None:
             out[:, self.outliers.columns] = self.outliers.kept.dense()
         return out
@@ -114,14 +119,14 @@ class CpuMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuStack:
-    """Matrices of other forms over the same inputs, which share a scale in groups of the same size."""
+    """Matrices of different schemes over the same inputs, whose activations are quantised in the same groups."""
 
     name: str
     parts: tuple[CpuMatrix, ...]
 
     def __post_init__(self) -> None:
         if len({(part.num_in, part.act_group) for part in self.parts}) != 1:
-            raise CheckpointError(f"{self.name}: its parts have other inputs or groups")
+            raise CheckpointError(f"{self.name}: its parts have different inputs or groups")
 
     @property
     def kind(self) -> str:
@@ -162,23 +167,30 @@ class PackedRecord(Protocol):
     """A matrix out of a packed file (`checkpoint.packed.PackedMatrix`)."""
 
     name: str
-    kind: str
+    scheme: Scheme
     data: NDArray[np.uint8]
     num_in: int
     num_out: int
-    group: int
-    flag: int
     bias: NDArray[np.float32] | None
+
+
+def unpacked(
+    kind: str, data: NDArray[np.uint8], num_out: int, num_in: int, act_group: int, flag: int
+) -> NDArray[np.float32]:
+    """Packed weights as float32 [num_out, num_in]. kind and flag: see HrFormat in csrc/include/kernels.h."""
+    native = require_native()
+    out = np.empty((num_out, num_in), np.float32)
+    for row in range(num_out):
+        native.unpack_row(kind, data.ctypes.data, num_out, num_in, act_group, flag, row, out[row].ctypes.data)
+    return out
 
 
 def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Pool) -> CpuMatrix:
     """Pack `source`, some rows at a time, into memory of `pool`."""
     native = require_native()
     scheme = source.scheme
-    kind, group = scheme.kind, scheme.group
-    flag = scheme.flag
+    kind, flag, act_group = scheme.kind, native_flag(scheme), scheme.group or ACT_GROUP
     num_out, num_in = source.num_out, source.num_in
-    act_group = group or ACT_GROUP
     data = pool.take(native.packed_bytes(kind, num_out, num_in, act_group, flag))
     panel = native.panel(kind)
     step = max(panel, SLAB_NUMBERS // num_in // panel * panel)
@@ -189,7 +201,7 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
             kind, codes.ctypes.data, _address(scales), _address(mins), num_in, act_group, flag, first, last, num_out,
             data.ctypes.data,
         )  # fmt: skip
-    return CpuMatrix(source.name, kind, data, num_in, num_out, group, flag, bias, _outliers(source, pool))
+    return CpuMatrix(source.name, scheme, data, num_in, num_out, bias, _outliers(source, pool))
 
 
 def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:
@@ -208,11 +220,11 @@ def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:
     pick = torch.zeros(len(columns), source.num_in, dtype=torch.bfloat16)
     pick[torch.arange(len(columns)), columns] = 1
     plain = (pick, -pick.t().contiguous(), torch.cat(parts))
-    made = [
+    matrices = [
         make_matrix(source_of([QWeight(weight)], f"{source.name}/{name}"), None, pool)
         for name, weight in zip(("pick", "back", "kept"), plain, strict=True)
     ]
-    return Outliers(columns.numpy(), *made)
+    return Outliers(columns.numpy(), *matrices)
 
 
 def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]:

@@ -77,9 +77,7 @@ class CpuOps:
 
     def packed(self, record: PackedRecord) -> CpuMatrix:
         """Return a matrix that was packed before and is mapped now."""
-        matrix = CpuMatrix(
-            record.name, record.kind, record.data, record.num_in, record.num_out, record.group, record.flag, record.bias
-        )
+        matrix = CpuMatrix(record.name, record.scheme, record.data, record.num_in, record.num_out, record.bias)
         self.matrices.append(matrix)
         self.weight_bytes += matrix.data.nbytes
         return matrix

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.backends.base import Chunks, HeadNorm, Heads, Turn
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.graph import Node
-from headrace.backends.cpu.matrix import CpuMatrix
+from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.ops import KINDS
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
@@ -253,8 +253,7 @@ def _linear(view: View) -> Expected:
         scales = view.array("scales", np.float32, view.num_rows, ld_s)[:, : -(-num_in // group)]
         x = torch.from_numpy(codes * np.repeat(scales, group, axis=1)[:, :num_in])
         flag = view["weight_group"] if kind == "i8" else view["form"]
-        group = flag if kind == "i8" else group
-    dense = torch.from_numpy(CpuMatrix("", kind, view["weights"], num_in, num_out, group, flag).dense())
+    dense = torch.from_numpy(unpacked(kind, view["weights"], num_out, num_in, group, flag))
     y = view.ops.linear(x, view.ops.matrix(source_of([QWeight(dense)], ""), view.constant("bias")))
     if view["residual"] is not None:
         y = y + view.rows(num_out, "residual", "ld_res")

@@ -13,6 +13,7 @@ from headrace.backends.base import ITEM_BYTES, KVShape
 from headrace.backends.torch_ref import rounded
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
+from headrace.quant.schemes import SCHEMES
 
 SMALL_MODEL_BYTES = 64 * 2**20
 """Below it the calls are so short that a second thread costs more than it gives, at every batch size (ADR 0008)."""
@@ -26,6 +27,8 @@ class TorchRef:
     name = "torch_ref"
     kv_dtypes = ("float32", "bfloat16", "float16", *rounded.KINDS)
     block_tables = ()
+    schemes = SCHEMES
+    """All are computed as the floats that they stand for, so that the other backends have an oracle."""
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = device
@@ -42,6 +45,9 @@ class TorchRef:
 
     def layouts(self) -> dict[str, str]:
         return {}
+
+    def chooser(self, width: int, num_threads: int) -> None:
+        return None
 
     def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
         return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * ITEM_BYTES.get(kv_dtype, 4)

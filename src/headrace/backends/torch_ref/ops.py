@@ -19,6 +19,7 @@ from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.quant.base import MatrixSource
+from headrace.quant.schemes import Scheme
 
 SLAB = 512
 """Rows of a matrix that are read from its source at once."""
@@ -40,6 +41,7 @@ class RefMatrix:
     num_in: int
     num_out: int
     name: str = ""
+    scheme: Scheme | None = None
 
     def dense(self) -> Tensor:
         return self.data[: self.num_in, : self.num_out].t().contiguous()
@@ -65,7 +67,7 @@ class RefOps:
             data[:num_in, first:last] = part.float().t().contiguous()
         self.weight_bytes += num_in * num_out * self.dtype.itemsize
         bias = None if bias is None else bias.to(self.device, self.dtype).float()
-        self.matrices.append(RefMatrix(data, bias, num_in, num_out, source.name))
+        self.matrices.append(RefMatrix(data, bias, num_in, num_out, source.name, source.scheme))
         return self.matrices[-1]
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:

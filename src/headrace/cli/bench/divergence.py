@@ -1,7 +1,7 @@
-"""What rounding costs a model: its logits beside a reference's on the same tokens, and its weights beside those.
+"""Measures what rounding costs a model: compares its logits on the same tokens, and its weights, with a reference's.
 
 Logits come from `Program`s, as the engine computes them; everything after is float64, and sums are exactly rounded, so
-the figures do not depend on how the rows were cut. Knows no config, no text and no torch. Called by
+the figures do not depend on how the rows were split. Knows no config, no text and no torch. Called by
 `cli.bench.quality`.
 """
 
@@ -19,7 +19,7 @@ from headrace.backends.base import Chunks, Program
 from headrace.protocol.errors import HeadraceError
 
 MAX_LOGITS = 2**22
-"""Numbers of one model's logits that are looked at together (32 MiB of float64)."""
+"""Numbers of one model's logits that are compared at once (32 MiB of float64)."""
 SLAB_NUMBERS = 2**22
 
 F32 = NDArray[np.float32]
@@ -27,7 +27,7 @@ F64 = NDArray[np.float64]
 
 
 class NamedMatrix(Protocol):
-    """A backend's matrix, as far as it is judged."""
+    """A backend's matrix, as far as it is measured."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class NamedMatrix(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """What each scored token said, in the order of the text. nll and kl in nats."""
+    """The figures of each scored token, in the order of the text. nll and kl in nats."""
 
     nll: list[float] = field(default_factory=list)
     reference_nll: list[float] = field(default_factory=list)
@@ -52,53 +52,53 @@ class Tally:
     max_difference: float = 0.0
 
     def add(self, token_ids: Sequence[int], logits: F32, reference: F32 | None) -> None:
-        """Rows of logits [S, V] and the tokens [S] that came after them.
+        """Add rows of logits [S, V] and the tokens [S] that follow them.
 
         Raises `HeadraceError` for logits that are no distribution.
         """
-        at = np.arange(len(token_ids)), np.asarray(token_ids)
-        own = log_softmax(logits)
-        self.nll += (-own[at]).tolist()
+        places = np.arange(len(token_ids)), np.asarray(token_ids)
+        actual = log_softmax(logits)
+        self.nll += (-actual[places]).tolist()
         if reference is None:
             return
-        theirs = log_softmax(reference)
-        self.reference_nll += (-theirs[at]).tolist()
-        # 0 * log 0 is 0: what the reference never says costs nothing (Kullback, Leibler 1951).
-        said = np.isfinite(theirs)
+        expected = log_softmax(reference)
+        self.reference_nll += (-expected[places]).tolist()
+        # 0 * log 0 is 0: tokens of probability 0 in the reference add nothing (Kullback, Leibler 1951).
+        possible = np.isfinite(expected)
         with np.errstate(invalid="ignore"):
-            terms = np.where(said, np.exp(theirs) * (theirs - own), 0.0)
-            differences = np.abs(logits.astype(np.float64) - reference)[said]
+            terms = np.where(possible, np.exp(expected) * (expected - actual), 0.0)
+            differences = np.abs(logits.astype(np.float64) - reference)[possible]
         self.kl += terms.sum(axis=-1).tolist()
         self.num_flips += int((logits.argmax(axis=-1) != reference.argmax(axis=-1)).sum())
         self.max_difference = max(self.max_difference, float(differences.max()))
 
     def figures(self, num_bytes: int) -> dict[str, float]:
-        """By name; `num_bytes` is what the scored tokens stand for in the text. Raises `HeadraceError` without any."""
+        """The means by name; num_bytes: of the scored tokens' text. Raises `HeadraceError` if no token was scored."""
         num = len(self.nll)
         if not num:
             raise HeadraceError("the text has no token that follows another: there is nothing to judge")
-        told = {"num_tokens": num, "perplexity": math.exp(math.fsum(self.nll) / num)}
+        figures = {"num_tokens": num, "perplexity": math.exp(math.fsum(self.nll) / num)}
         if num_bytes:
-            told["bits_per_byte"] = math.fsum(self.nll) / math.log(2) / num_bytes
+            figures["bits_per_byte"] = math.fsum(self.nll) / math.log(2) / num_bytes
         if self.kl:
             mean = math.fsum(self.kl) / num
             variance = math.fsum((value - mean) ** 2 for value in self.kl) / max(num - 1, 1)
-            told["reference_perplexity"] = math.exp(math.fsum(self.reference_nll) / num)
-            # Token by token: what makes a text hard for both is in neither figure.
-            changes = [own - theirs for own, theirs in zip(self.nll, self.reference_nll, strict=True)]
+            figures["reference_perplexity"] = math.exp(math.fsum(self.reference_nll) / num)
+            # Token by token, so that a text that is hard for both models widens neither figure.
+            changes = [loss - reference_loss for loss, reference_loss in zip(self.nll, self.reference_nll, strict=True)]
             change = math.fsum(changes) / num
             spread = math.fsum((value - change) ** 2 for value in changes) / max(num - 1, 1)
-            told["loss_change"], told["loss_change_stderr"] = change, math.sqrt(spread / num)
-            told["mean_kl"] = mean
-            told["mean_kl_stderr"] = math.sqrt(variance / num)
-            told["max_kl"] = max(self.kl)
-            told["top1_flip_rate"] = self.num_flips / num
-            told["max_logit_difference"] = self.max_difference
-        return told
+            figures["loss_change"], figures["loss_change_stderr"] = change, math.sqrt(spread / num)
+            figures["mean_kl"] = mean
+            figures["mean_kl_stderr"] = math.sqrt(variance / num)
+            figures["max_kl"] = max(self.kl)
+            figures["top1_flip_rate"] = self.num_flips / num
+            figures["max_logit_difference"] = self.max_difference
+        return figures
 
 
 def log_softmax(logits: F32) -> F64:
-    """Of each row [S, V], in float64. Raises `HeadraceError` for a row with NaN, +inf, or -inf alone."""
+    """Log softmax of each row [S, V], in float64. Raises `HeadraceError` for a row with NaN, +inf, or only -inf."""
     wide = logits.astype(np.float64)
     greatest = wide.max(axis=-1, keepdims=True)
     if not np.isfinite(greatest).all():
@@ -111,25 +111,25 @@ def log_softmax(logits: F32) -> F64:
 def lockstep(programs: Sequence[Program], token_ids: Sequence[int]) -> Iterator[tuple[int, list[F32]]]:
     """(position of the first row, each program's logits [S, V] of the rows from there on) over one text.
 
-    The logits are lent until the next pair is asked for. The programs' caches are written from block 0 on.
+    The logits are valid until the next pair is taken. The programs' caches are written from block 0 on.
     """
     most_rows = min(program.max_rows for program in programs)
     widest = max(program.vocab_size for program in programs)
     most = max(1, min(MAX_LOGITS // widest, *(program.max_logits for program in programs)))
     for start in range(0, len(token_ids), most_rows):
-        own = list(token_ids[start : start + most_rows])
+        piece = list(token_ids[start : start + most_rows])
         for program in programs:
-            table = list(range(-(-(start + len(own)) // program.block_size)))
-            finite, _ = program.forward(Chunks([start], [own], [table]), [])
+            table = list(range(-(-(start + len(piece)) // program.block_size)))
+            finite, _ = program.forward(Chunks([start], [piece], [table]), [])
             if not all(finite):
                 raise HeadraceError("the model's hidden states are not finite")
-        for first in range(0, len(own), most):
-            rows = list(range(first, min(first + most, len(own))))
+        for first in range(0, len(piece), most):
+            rows = list(range(first, min(first + most, len(piece))))
             yield start + first, [program.logits(rows).rows for program in programs]
 
 
 def score(program: Program, reference: Program | None, windows: Sequence[Sequence[int]], tally: Tally) -> Iterator[int]:
-    """Fill `tally`; -> after each window, how many are done. All tokens of a window but its first are scored.
+    """Fill `tally` and yield the number of windows done after each. All tokens of a window but the first are scored.
 
     Raises `HeadraceError` if the two have different vocabularies, or for logits that are no distribution.
     """
@@ -158,21 +158,21 @@ class LayerError(NamedTuple):
 
 
 def short_name(name: str) -> str:
-    """Without the "model." that some checkpoints have and others do not."""
+    """The name without the "model." that only some checkpoints have."""
     return name.removeprefix("model.")
 
 
 def layer_errors(matrices: Sequence[NamedMatrix], reference: Sequence[NamedMatrix]) -> Iterator[LayerError]:
-    """Each matrix beside the reference's of the same name. One matrix of each is wide at a time.
+    """Compare each matrix with the reference's of the same name. One matrix of each is in float32 at a time.
 
-    Raises `HeadraceError` if the two have other matrices or shapes.
+    Raises `HeadraceError` if the two have different matrices or shapes.
     """
-    theirs = {short_name(matrix.name): matrix for matrix in reference}
-    if theirs.keys() != {short_name(matrix.name) for matrix in matrices}:
-        odd = sorted(theirs.keys() ^ {short_name(matrix.name) for matrix in matrices})
-        raise HeadraceError(f"model and reference have different matrices, such as {odd[0]}")
+    by_name = {short_name(matrix.name): matrix for matrix in reference}
+    if by_name.keys() != {short_name(matrix.name) for matrix in matrices}:
+        unmatched = sorted(by_name.keys() ^ {short_name(matrix.name) for matrix in matrices})
+        raise HeadraceError(f"model and reference have different matrices, such as {unmatched[0]}")
     for matrix in matrices:
-        other = theirs[short_name(matrix.name)]
+        other = by_name[short_name(matrix.name)]
         if (matrix.num_out, matrix.num_in) != (other.num_out, other.num_in):
             raise HeadraceError(
                 f"{matrix.name} is [{matrix.num_out}, {matrix.num_in}], the reference's is "
@@ -182,19 +182,19 @@ def layer_errors(matrices: Sequence[NamedMatrix], reference: Sequence[NamedMatri
         yield LayerError(short_name(matrix.name), matrix.num_out, matrix.num_in, relative, greatest)
 
 
-def distance(own: F32, reference: F32) -> tuple[float, float]:
-    """(relative error in the Frobenius norm, largest difference of the largest) of [out, in]; 0 of a matrix of zeros
-    that was kept."""
+def distance(actual: F32, reference: F32) -> tuple[float, float]:
+    """(relative error in the Frobenius norm, largest difference as a share of the largest weight) of [out, in]; 0 for
+    a matrix of zeros that did not change."""
     squares, norms, greatest, largest = [], [], 0.0, 0.0
-    step = max(1, SLAB_NUMBERS // max(own.shape[1], 1))
-    for first in range(0, own.shape[0], step):
+    step = max(1, SLAB_NUMBERS // max(actual.shape[1], 1))
+    for first in range(0, actual.shape[0], step):
         wide = reference[first : first + step].astype(np.float64)
-        difference = own[first : first + step] - wide
+        difference = actual[first : first + step] - wide
         squares.append(float(np.square(difference).sum()))
         norms.append(float(np.square(wide).sum()))
         greatest = max(greatest, float(np.abs(difference).max()))
         largest = max(largest, float(np.abs(wide).max()))
-    moved, norm = math.fsum(squares), math.fsum(norms)
+    error, norm = math.fsum(squares), math.fsum(norms)
     if not norm:
-        return (math.inf, math.inf) if moved else (0.0, 0.0)
-    return math.sqrt(moved / norm), greatest / largest
+        return (math.inf, math.inf) if error else (0.0, 0.0)
+    return math.sqrt(error / norm), greatest / largest

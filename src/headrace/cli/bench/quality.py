@@ -213,17 +213,15 @@ def held_bits(matrix: Any) -> float:
     parts = getattr(matrix, "parts", None)  # of other forms, one under the other
     if parts is not None:
         return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
-    scheme = getattr(matrix, "scheme", None)
-    form: Any = scheme or matrix
-    kind, group, flag = form.kind, int(form.group), int(form.flag)
-    if kind == "f":
-        return float({0: 32}.get(flag, 16))
-    if kind == "k":
-        return next(own.bits for own in K_TYPES.values() if own.code == flag)
-    bits = Scheme(kind, group).bits
+    scheme: Scheme = matrix.scheme
+    if scheme.kind == "f":
+        return 32.0 if scheme.dtype == "float32" else 16.0
+    if scheme.kind == "k":
+        return K_TYPES[scheme.dtype].bits
+    bits = float(scheme.bits)
     if getattr(matrix, "outliers", None) is not None:
         bits += 16 * len(matrix.outliers.columns) / matrix.num_in
-    return bits + (16 * (2 if flag == 1 and kind != "i8" else 1) / group if group else 32 / matrix.num_in)
+    return bits + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 32 / matrix.num_in)
 
 
 def stored_bytes(path: Path, names: Sequence[str]) -> int | None:

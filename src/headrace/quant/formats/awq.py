@@ -18,11 +18,11 @@ from headrace.quant.packing import checked, good_scales, left_alone, names_liste
 
 SPARE = re.compile(r"(?!)")
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of outputs 0 ... 7 are."""
+"""The place in a word of the codes of outputs 0 ... 7."""
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's codes; `<name>.weight` for those of modules_to_not_convert, and where there is no `qweight`."""
+    """The layer's codes; `<name>.weight` if modules_to_not_convert names it, or if there is no `qweight`."""
     alone = left_alone(name, names_listed(config, "modules_to_not_convert"))
     if alone or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
         return plain_weight(tensors, name)
@@ -44,11 +44,11 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         if tensors.has(f"{name}.qzeros"):
             tensors(f"{name}.qzeros")
         zeros = torch.full((num_groups, 8 * num_words), 8, dtype=torch.uint8)
-    made = good_scales(scales, f"{name}.scales").t().contiguous()
-    return QWeight(_in_order(packed).t().contiguous(), made, zeros.t().float().contiguous(), group=group, bits=bits)
+    scales = good_scales(scales, f"{name}.scales").t().contiguous()
+    return QWeight(_in_order(packed).t().contiguous(), scales, zeros.t().float().contiguous(), group=group, bits=bits)
 
 
 def _in_order(words: Tensor) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, 8 * n], outputs in the model's order."""
-    mixed = unpacked(words, 4, 8 * words.shape[1]).view(*words.shape, 8)
-    return mixed[:, :, list(PLACES)].flatten(1)
+    stored = unpacked(words, 4, 8 * words.shape[1]).view(*words.shape, 8)
+    return stored[:, :, list(PLACES)].flatten(1)

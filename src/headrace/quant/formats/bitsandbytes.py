@@ -27,7 +27,7 @@ MAX_NUMBER = 1e30
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's codes; plain floats for those of llm_int8_skip_modules, and where they are stored."""
+    """The layer's codes; plain floats if llm_int8_skip_modules names it, or if it is stored as floats."""
     if left_alone(name, names_listed(config, "llm_int8_skip_modules")):
         return plain_weight(tensors, name)
     for kind in TYPES:
@@ -84,15 +84,15 @@ def _four_bits(tensors: Tensors, name: str, kind: str) -> QWeight:
     if num_in % size == 0:
         return QWeight(codes, scales.view(num_out, -1), group=size, bits=4, codebook=codebook)
     if count % size == 0 and size % num_in == 0:
-        own = scales.repeat_interleave(size // num_in).view(num_out, 1)
-        return QWeight(codes, own, group=num_in, bits=4, codebook=codebook)
-    # Blocks that begin in the midst of a row: scales have no columns to be said in.
+        of_rows = scales.repeat_interleave(size // num_in).view(num_out, 1)
+        return QWeight(codes, of_rows, group=num_in, bits=4, codebook=codebook)
+    # Blocks begin in the middle of a row, so that no scale is that of a group of one row.
     flat = QWeight(codes.reshape(1, -1), scales.view(1, -1), group=size, bits=4, codebook=codebook)
     return QWeight(flat.dequantize().view(num_out, num_in))
 
 
 def _scales(tensors: Tensors, name: str, state: _State, num_blocks: int) -> Tensor:
-    """float32 [blocks], quantised once more or not."""
+    """Scales float32 [blocks], which may be quantised themselves."""
     absmax, nested = f"{name}.weight.absmax", f"{name}.weight.nested_absmax"
     if not tensors.has(nested):
         return good_scales(checked(tensors, absmax, (num_blocks,), torch.float32), absmax)
@@ -105,7 +105,7 @@ def _scales(tensors: Tensors, name: str, state: _State, num_blocks: int) -> Tens
 
 
 class _State:
-    """The JSON that bitsandbytes leaves beside a weight."""
+    """The JSON that bitsandbytes stores beside a weight."""
 
     def __init__(self, tensors: Tensors, name: str, kind: str) -> None:
         self.name = name

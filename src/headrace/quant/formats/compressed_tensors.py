@@ -51,7 +51,7 @@ FORMATS = (
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's codes; plain floats where `ignore` names it, no target does, or they are stored."""
+    """The layer's codes; plain floats if `ignore` names it, if no target does, or if it is stored as floats."""
     _verify_config(config)
     group = None if _listed(name, names_listed(config, "ignore")) else _group_of(name, config)
     if group is None:
@@ -97,13 +97,13 @@ def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
     if not tensors.has(index):
         return QWeight(codes, scales, zeros, group=size, bits=bits)
     g_idx = checked(tensors, index, (num_in,), torch.int32, torch.int64)
-    if bool((g_idx == -1).all()):  # made and never filled
+    if bool((g_idx == -1).all()):  # the writer never filled it
         return QWeight(codes, scales, zeros, group=size, bits=bits)
     return by_index(codes, scales, zeros, g_idx, size, bits, index)
 
 
 def _codes(words: Tensor, bits: int, count: int, name: str) -> Tensor:
-    """int32 [rows, n] -> uint8 [rows, count]. Older writers left the bits of a word unused that hold no whole code."""
+    """int32 [rows, n] -> uint8 [rows, count]. Older writers split no code between two words."""
     per_word = 32 // bits
     if words.shape[1] == num_words(count, bits):
         return unpacked(words, bits, count)
@@ -131,7 +131,7 @@ def _int8(tensors: Tensors, name: str, codes: Tensor, args: dict[str, Any]) -> Q
         zeros = None
     if bits > 6:
         return QWeight(codes, scales, zeros, group=size, bits=bits)
-    # As unsigned codes, which the kernels of few bits take.
+    # Unsigned codes, which the kernels of few bits take.
     half = 2 ** (bits - 1)
     if bool((codes < -half).any() or (codes >= half).any()):
         raise CheckpointError(f"{name}.weight, shape {list(codes.shape)}, has codes beyond {bits} bits")
@@ -150,21 +150,21 @@ def _four_bit_floats(tensors: Tensors, name: str, layout: str) -> QWeight:
     outer = good_scales(tensors(f"{name}.weight_global_scale"), f"{name}.weight_global_scale")
     if outer.numel() != 1:
         raise CheckpointError(f"{name}.weight_global_scale has shape {list(outer.shape)}, expected [1]")
-    own = good_scales(scales.float() / outer.reshape(1, 1), f"{name}.weight_scale")
-    return QWeight(nibbles(packed, False), own, group=16, bits=4, codebook=torch.tensor(E2M1))
+    product = good_scales(scales.float() / outer.reshape(1, 1), f"{name}.weight_scale")
+    return QWeight(nibbles(packed, False), product, group=16, bits=4, codebook=torch.tensor(E2M1))
 
 
 def _scales(tensors: Tensors, name: str, args: dict[str, Any], shape: tuple[int, int]) -> tuple[Tensor, int]:
     """float32 [out, groups], and the inputs of a group."""
     scale, block = f"{name}.weight_scale", _block(args)
-    found = good_scales(_spread(tensors(scale), scale, args, shape, block), scale)
-    return found, block[1] if block else shape[1] if found.shape[1] == 1 else whole(args, "group_size")
+    scales = good_scales(_spread(tensors(scale), scale, args, shape, block), scale)
+    return scales, block[1] if block else shape[1] if scales.shape[1] == 1 else whole(args, "group_size")
 
 
 def _spread(
     part: Tensor, name: str, args: dict[str, Any], shape: tuple[int, int], block: tuple[int, int] | None
 ) -> Tensor:
-    """Scales or zero points of tensor, outputs, groups or blocks as [out, groups]."""
+    """Scales or zero points of the tensor, its outputs, groups or blocks as [out, groups]."""
     num_out, num_in = shape
     strategy = args.get("strategy") or ("group" if args.get("group_size") else "tensor")
     if strategy == "tensor" and part.numel() == 1:
@@ -210,7 +210,7 @@ def _verify_config(config: dict[str, Any]) -> None:
 
 
 def _group_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """How the layer's weights are quantised and in which format, or None. Names count for more than kinds of layers."""
+    """How the layer's weights are quantised and in which format, or None. A target that names it precedes its kind."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"quantization_config: config_groups is {groups!r:.80}, expected objects by name")

@@ -22,7 +22,7 @@ FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's 8-bit floats as codes; plain floats where modules_to_not_convert names it, or they are stored."""
+    """The layer's 8-bit floats as codes; plain floats if the config's lists name it, or if it is stored as floats."""
     if left_alone(name, names_listed(config, "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")):
         return plain_weight(tensors, name)
     weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, *PLAIN)
@@ -40,9 +40,9 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
 def of_floats(
     weight: Tensor, tensors: Tensors, scale_name: str, block: tuple[int, int] | None, group: int | None = None
 ) -> QWeight:
-    """8-bit floats [out, in] with the scales of tensor `scale_name`, whose shape says what they are of.
+    """8-bit floats [out, in] with the scales in tensor `scale_name`, whose shape says how many weights share one.
 
-    block: (rows, columns) that share a scale, where blocks are what the config says. group: of inputs, likewise.
+    block: (rows, columns) that share a scale, if the config has blocks. group: inputs that share one, if it has groups.
     """
     num_out, num_in = weight.shape
     scales = tensors(scale_name)

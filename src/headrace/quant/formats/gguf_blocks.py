@@ -1,8 +1,8 @@
 """GGUF's block types as codes, scales and minima: `decode` reads rows of raw blocks into a `QWeight`.
 
 A weight of any block type is code * scale + minimum, with integer codes, or numbers of a table's entries, and a scale
-for 16 to 256 inputs; `TYPES` says for each which. Computed in float32 in that order this gives ggml's own numbers to
-the bit, because the products are exact. `native` puts such a weight into a form that kernels have. Layouts: the GGUF
+for 16 to 256 inputs; `TYPES` describes each. Computed in float32 in that order this gives ggml's numbers to the bit,
+because the products are exact. `native` converts such a weight to a form that kernels have. Layouts: the GGUF
 specification and ggml's block structs; the methods are llama.cpp's (K-quants: pull request 1684; IQ: 4773, 4856, 5453,
 5590, 5999), ternary types 8151, MXFP4 the OCP Microscaling specification 1.0. Knows no files and no models; called by
 `checkpoint.gguf_source`.
@@ -10,7 +10,7 @@ specification and ggml's block structs; the methods are llama.cpp's (K-quants: p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight
 from headrace.quant.formats.gguf_grids import even_signs, grid, signs
-from headrace.quant.schemes import BOOKS, K_BLOCK, K_GROUP, K_TYPES, Scheme
+from headrace.quant.schemes import BOOKS, K_BLOCK, K_GROUP, K_TYPES, SCHEMES, Scheme
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -158,8 +158,8 @@ def _points(name: str, index: NDArray[Any], sign: NDArray[np.int8]) -> NDArray[n
 
 def _seven_signs(words: NDArray[np.uint32]) -> NDArray[np.int8]:
     """Signs of 32 numbers by the lower 28 bits of each word."""
-    found: NDArray[np.int8] = even_signs()[(words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32)) & 127]
-    return found
+    signs_of_groups: NDArray[np.int8] = even_signs()[(words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32)) & 127]
+    return signs_of_groups
 
 
 def _iq2_xxs(b: U8) -> Parts:
@@ -298,12 +298,11 @@ def decode(kind: str, raw: U8) -> QWeight:
     step = PIECE_WEIGHTS // block.elements
 
     def work(first: int) -> None:
-        own = slice(first, first + step)
+        piece = slice(first, first + step)
         with np.errstate(over="ignore", invalid="ignore"):
-            found, scale, least = block.read(blocks[own])
-        codes[own], scales[own] = found, scale
+            codes[piece], scales[piece], least = block.read(blocks[piece])
         if mins is not None:
-            mins[own] = least
+            mins[piece] = least
 
     starts = range(0, num, step)
     threads = min(torch.get_num_threads(), len(starts))
@@ -326,7 +325,7 @@ def decode(kind: str, raw: U8) -> QWeight:
 
 @dataclass(frozen=True, slots=True)
 class KBlocks(QWeight):
-    """Rows of K-quants as they lie in the file: codes uint8 [out, bytes of a row]. The kernels' packer reads these."""
+    """Rows of K-quants as the file has them, for the kernels' packer: codes uint8 [out, bytes of a row]."""
 
     kind: str = ""
 
@@ -354,21 +353,24 @@ def check_scales(kind: str, raw: U8, name: str) -> None:
         raise CheckpointError(f"{name} has a scale that is not finite")
 
 
-def scheme_for(kinds: set[str]) -> Scheme:
-    """The form of kernels with the fewest bits that keeps the codes of all these block types, else int8.
+def scheme_for(kinds: set[str], schemes: Collection[Scheme] = SCHEMES) -> Scheme | None:
+    """The one of `schemes` with the fewest bits that keeps the codes of all these block types, else int8.
 
-    Groups of more than 64 inputs are cut, so that activations get finer scales too.
+    None if that is not among `schemes`. Groups of more than 64 inputs are cut, so that activations get finer scales.
     """
-    if len(kinds) == 1 and kinds <= K_TYPES.keys():
-        return Scheme("k", K_GROUP, dtype=min(kinds))
+    blocks = Scheme("k", K_GROUP, dtype=min(kinds))
+    if len(kinds) == 1 and kinds <= K_TYPES.keys() and blocks in schemes:
+        return blocks
     group = min(min(TYPES[kind].group, 64) for kind in kinds)
     forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in BOOKS], Scheme("i4", group, True)]
     forms += [Scheme("i6", group), Scheme("i6", group, True), Scheme("i8", group)]
-    return next((scheme for scheme in forms if all(keeps_codes(kind, scheme) for kind in kinds)), forms[-1])
+    forms = [scheme for scheme in forms if scheme in schemes]
+    rounded = forms[-1] if forms and forms[-1].kind == "i8" else None
+    return next((scheme for scheme in forms if all(keeps_codes(kind, scheme) for kind in kinds)), rounded)
 
 
 def keeps_codes(kind: str, scheme: Scheme) -> bool:
-    """Whether weights of a block type get that form by rounding scales and minima to float16, and nothing else."""
+    """Return whether weights of a block type get that form by rounding no more than scales and minima, to float16."""
     block = TYPES[kind]
     if scheme.book:
         return block.book == scheme.book
@@ -379,7 +381,7 @@ def keeps_codes(kind: str, scheme: Scheme) -> bool:
 
 
 def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
-    """What `decode` gave, in the form `scheme`: codes kept where `keeps_codes`, else rounded to nearest anew.
+    """What `decode` returned, in the form `scheme`: the same codes where `keeps_codes`, else rounded to nearest anew.
 
     Raises `CheckpointError` with `name` for a scale that float16 can not hold.
     """
@@ -409,7 +411,7 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
 
 def _rounded(values: torch.Tensor, name: str) -> torch.Tensor:
     """The nearest float16, as float32."""
-    made = values.half().float()
-    if not bool(torch.isfinite(made).all()):
+    rounded = values.half().float()
+    if not bool(torch.isfinite(rounded).all()):
         raise CheckpointError(f"{name} has a scale that is not finite or beyond float16; it can not be quantised")
-    return made
+    return rounded

@@ -1,8 +1,8 @@
-"""The points that GGUF's IQ types store by number: sets of small vectors, kept here as bitmaps.
+"""The points that GGUF's IQ types store by number: sets of small vectors, here as bitmaps.
 
-A grid's points are numbered in the order of their values read as digits, the first coordinate least significant; so
-a bit for each vector that could be one says all. The sets are ggml's (the format's definition); the files name their
-points by these numbers. Called by `quant.formats.gguf_blocks`.
+A grid's points are numbered in the order of their values read as digits, the first coordinate least significant, so a
+bit for each possible vector defines a grid. The sets are ggml's, which defines the format; files store these numbers.
+Called by `quant.formats.gguf_blocks`.
 """
 
 from __future__ import annotations
@@ -91,5 +91,5 @@ def even_signs() -> NDArray[np.int8]:
     """`signs` of 7 bits and an eighth that makes the number of minus signs even: int8 [128, 8]."""
     seven = np.arange(128, dtype=np.uint8)
     parity = np.unpackbits(seven[:, None], axis=1).sum(1) % 2
-    found: NDArray[np.int8] = signs()[seven | (parity << 7).astype(np.uint8)]
-    return found
+    signs_of_eight: NDArray[np.int8] = signs()[seven | (parity << 7).astype(np.uint8)]
+    return signs_of_eight

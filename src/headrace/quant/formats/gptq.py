@@ -19,11 +19,11 @@ from headrace.quant.packing import by_index, checked, good_scales, num_words, pl
 SPARE = re.compile(r"(?!)")
 BITS = (2, 3, 4, 8)
 LAYOUTS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to a stored zero point, for each checkpoint_format."""
+"""The number to add to a stored zero point, for each checkpoint_format."""
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's codes; `<name>.weight` where there is no `<name>.qweight`: heads and routers are often left alone."""
+    """The layer's codes; `<name>.weight` if there is no `<name>.qweight`, as for many heads and routers."""
     if not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight"):
         return plain_weight(tensors, name)
     bits, group = whole(config, "bits"), whole(config, "group_size")

@@ -1,7 +1,7 @@
 """Checkpoints of NVIDIA's ModelOpt: FP8 (E4M3, one scale) and NVFP4 (4-bit floats, 16 share an 8-bit float).
 
 FP8: `weight` float8 and `weight_scale`. NVFP4: `weight` uint8 [out, in / 2], the lower half of a byte first,
-`weight_scale` float8 [out, in / 16], `weight_scale_2` one float32. Layers left alone are stored as plain floats.
+`weight_scale` float8 [out, in / 16], `weight_scale_2` one float32. Other layers are stored as plain floats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUP = 16
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's codes; plain floats where they are stored."""
+    """The layer's codes; plain floats if it is stored as floats."""
     weight = checked(tensors, f"{name}.weight", (None, None), torch.uint8, *fp8.FLOATS, *PLAIN)
     if weight.dtype in PLAIN:
         return plain_weight(tensors, name)

@@ -1,9 +1,9 @@
 """MXFP4 checkpoints as GPT-OSS has them (OCP Microscaling Formats 1.0): 4-bit floats, 32 of which share a power of two.
 
-The experts of a layer lie in one tensor: `<...>.experts.<proj>_blocks` uint8 [experts, out, in / 32, 16], two codes a
-byte, the lower half first, and `<...>.experts.<proj>_scales` uint8 [experts, out, in / 32], 2^(byte - 127). A model
-file asks for expert e under the name `<...>.experts.<e>.<proj>`. Other layers may have `<name>.weight_blocks` and
-`_scales`, without the first dimension.
+The experts of a layer are one tensor: `<...>.experts.<proj>_blocks` uint8 [experts, out, in / 32, 16], two codes a
+byte, the lower half first, and `<...>.experts.<proj>_scales` uint8 [experts, out, in / 32], 2^(byte - 127). For a model
+file the name of expert e is `<...>.experts.<e>.<proj>`. Other layers may have `<name>.weight_blocks` and `_scales`,
+without the first dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    """The layer's codes; `<name>.weight` for those of modules_to_not_convert, and where there are no blocks."""
+    """The layer's codes; `<name>.weight` if modules_to_not_convert names it, or if there are no blocks."""
     if left_alone(name, names_listed(config, "modules_to_not_convert")):
         return plain_weight(tensors, name)
     expert = EXPERT.fullmatch(name)
@@ -43,7 +43,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
 
 
 def of_blocks(blocks: Tensor, scales: Tensor, name: str) -> QWeight:
-    """blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32]. 255 stands for not a number and is refused."""
+    """blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32]. 255 stands for NaN and is refused."""
     if bool((scales == 255).any()):
         raise CheckpointError(f"{name} has a scale that is not finite; shape {list(scales.shape)}, expected 0 to 254")
     powers = torch.exp2(scales.float() - 127)

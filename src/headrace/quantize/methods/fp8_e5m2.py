@@ -18,7 +18,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:

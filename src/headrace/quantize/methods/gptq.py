@@ -1,9 +1,9 @@
 """GPTQ (Frantar et al. 2023: "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-algorithm 1): weights are rounded one input after the other, and what rounding loses is made up for by the weights of
-the inputs that follow, by the second derivatives of the layer's squared error.
+algorithm 1): weights are rounded one input after the other, and the weights of the inputs that follow compensate the
+rounding error, by the second derivatives of the layer's squared error.
 
-`act_order` is the order in which that happens: by index ("none"), or the inputs with the largest diagonal first, either
-in groups of neighbours ("static", which runs on any kernel) or in groups as they come ("group", with a g_idx).
+`act_order` is the order of the inputs: by index ("none"), or those with the largest diagonal first, either in groups of
+neighbours ("static", which runs on any kernel) or in groups of that order ("group", with a g_idx).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
@@ -48,11 +48,11 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
     group = grid.group_of(options, num_in, name)
     hessian = torch.eye(num_in) if statistics is None or not statistics.num_rows else statistics.hessian
     diagonal = hessian.diagonal().clone()
-    diagonal[diagonal == 0] = 1.0  # an input that was never seen says nothing of the others
+    diagonal[diagonal == 0] = 1.0  # an input that was always 0 has no covariance
     order = torch.arange(num_in)
     if options.act_order != "none":
         order = torch.argsort(diagonal, descending=True, stable=True)
-    # Where the grid does not follow the order, it is that of the weights as they came.
+    # Where the grid does not follow the order, it is fitted to the weights before any compensation.
     static = options.act_order == "static" or group == num_in
     scales, zeros = grid.find(weight.view(len(weight), -1, group), options)
     grid.verify_scales(scales, weight, name)
@@ -65,20 +65,20 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
     step = group * max(1, BLOCK // group) if group < num_in else BLOCK
     for first in range(0, num_in, step):
         last = min(first + step, num_in)
-        block, own = w[:, first:last].clone(), factor[first:last, first:last]
-        lost = torch.empty_like(block)
+        block, block_factor = w[:, first:last].clone(), factor[first:last, first:last]
+        errors = torch.empty_like(block)
         for i in range(last - first):
             place = first + i
             index = int(order[place]) // group if static else place // group
             if not static and place % group == 0:
                 scales[:, index], zeros[:, index] = grid.find(block[:, i : i + group], options)
             column, scale, zero = block[:, i], scales[:, index], zeros[:, index]
-            chosen = grid.code(column, scale, zero, options.bits)
-            codes[:, place] = chosen.to(torch.uint8)
-            error = (column - (chosen - zero) * scale) / own[i, i]
-            block[:, i + 1 :].addr_(error, own[i, i + 1 :], alpha=-1)
-            lost[:, i] = error
-        w[:, last:].addmm_(lost, factor[first:last, last:], alpha=-1)
+            column_codes = grid.code(column, scale, zero, options.bits)
+            codes[:, place] = column_codes.to(torch.uint8)
+            error = (column - (column_codes - zero) * scale) / block_factor[i, i]
+            block[:, i + 1 :].addr_(error, block_factor[i, i + 1 :], alpha=-1)
+            errors[:, i] = error
+        w[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
     grid.verify_scales(scales, weight, name)
     if not static and options.act_order == "group":
         return QWeight(codes, scales, zeros, group=group, bits=options.bits, permutation=order)
@@ -90,7 +90,7 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 def _factor(hessian: Tensor, damping: float, name: str) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped Hessian [in, in], whose diagonal is overwritten.
 
-    These matrices are the largest that there are: none is kept longer than it is needed.
+    These are the largest matrices of a run, so each is released as soon as possible.
     """
     diagonal, mean = hessian.diagonal().clone(), hessian.diagonal().mean()
     while damping <= MAX_DAMPING:

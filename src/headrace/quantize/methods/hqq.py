@@ -1,10 +1,10 @@
 """HQQ (Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models"): zero points that make a
-sparse norm of the weights' errors small, found without any data.
+sparse norm of the weights' errors small, computed without any data.
 
-The error W - s (round(W / s + z) - z) is split from what stands for its outliers, W_e, and both are solved for in turn:
-W_e by the generalised soft threshold of the l_p norm (p < 1), z by the mean over each group. Weights are measured in
-steps of their scale here, so that the threshold means the same in every group. Zero points are whole in the layouts
-that headrace writes: each group keeps the best whole number met on the way, round to nearest's own among them.
+The error W - s (round(W / s + z) - z) is split from its outliers, W_e, and both are solved for in turn: W_e by the
+generalised soft threshold of the l_p norm (p < 1), z by the mean over each group. Weights are measured in steps of
+their scale here, so that the threshold is the same in every group. Zero points are integers in the layouts that
+headrace writes: each group gets the best integer of all rounds, that of round to nearest among them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BETA = 10.0
 KAPPA = 1.01
 NUM_ROUNDS = 20
 SHARES = (1.0, 0.92, 0.84)
-"""Scales that are tried: a whole zero point alone leaves little to choose."""
+"""Scales to try, because an integer zero point alone leaves little choice."""
 BLOCK_WEIGHTS = 2**21
 
 
@@ -39,7 +39,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
@@ -58,38 +58,38 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 def loss(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """The l_p norm of each group's errors in its weights' own units, to the p; x [..., group] -> [...]."""
-    lost = (x - grid.rounded(x, scale.unsqueeze(-1), zero.unsqueeze(-1), bits)).abs_()
-    return lost.pow_(NORM).sum(-1)
+    differences = (x - grid.rounded(x, scale.unsqueeze(-1), zero.unsqueeze(-1), bits)).abs_()
+    return differences.pow_(NORM).sum(-1)
 
 
 def _best(x: Tensor, scale: Tensor, zero: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Scales and whole zero points [rows, groups] of the least loss among those that the rounds come by."""
+    """Scales and integer zero points [rows, groups] of the least loss in all rounds."""
     best_scale, best_zero, least = scale, zero, loss(x, scale, zero, options.bits)
     for share in SHARES:
         trial = grid.stored(scale * share, options.scale_dtype)
-        seen = None
+        last_zeros = None
         for real in _zeros(x, trial, zero, options.bits):
             whole = torch.round(real).clamp_(1, 2**options.bits - 1)
-            if seen is not None and torch.equal(whole, seen):
+            if last_zeros is not None and torch.equal(whole, last_zeros):
                 continue
-            seen = whole
-            found = loss(x, trial, whole, options.bits)
-            better = found < least
+            last_zeros = whole
+            trial_loss = loss(x, trial, whole, options.bits)
+            better = trial_loss < least
             best_scale, best_zero = torch.where(better, trial, best_scale), torch.where(better, whole, best_zero)
-            least = torch.where(better, found, least)
+            least = torch.where(better, trial_loss, least)
     return best_scale, best_zero
 
 
 def _zeros(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> list[Tensor]:
     """The zero points of each half-quadratic round, not rounded."""
     steps = x / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
-    beta, made = BETA, [zero]
+    beta, zeros = BETA, [zero]
     for _ in range(NUM_ROUNDS):
         codes = torch.round(steps + zero.unsqueeze(-1)).clamp_(0, 2**bits - 1)
-        lost = steps - (codes - zero.unsqueeze(-1))
-        size = lost.abs()
-        outliers = torch.sign(lost) * (size - size.clamp_min(1e-8).pow(NORM - 1) / beta).clamp_min_(0)
+        differences = steps - (codes - zero.unsqueeze(-1))
+        size = differences.abs()
+        outliers = torch.sign(differences) * (size - size.clamp_min(1e-8).pow(NORM - 1) / beta).clamp_min_(0)
         zero = (codes - steps + outliers).mean(-1)
-        made.append(zero)
+        zeros.append(zero)
         beta *= KAPPA
-    return made
+    return zeros

@@ -1,8 +1,8 @@
 """LLM.int8() (Dettmers et al. 2022): weights in 8 bits with a scale for each output, but 16 bits for the few inputs
-whose activations reach far beyond the rest and would spoil the activations' own scales.
+whose activations are far larger than the rest and would make the activations' scales too coarse.
 
-The paper finds those inputs while it runs, by a threshold; here the calibration text finds them once, so that they can
-be stored: as `quant.formats.bitsandbytes` reads them, beside codes for all inputs, which is what others read.
+The paper finds those inputs at run time, by a threshold; here the calibration text finds them once, so that they can be
+stored, as `quant.formats.bitsandbytes` reads them, beside codes for all inputs, which other software reads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CALIBRATED = True
 THRESHOLD = 6.0
 """Magnitude from which an activation is an outlier (section 3.2)."""
 MAX_SHARE = 0.25
-"""Of the inputs that may be outliers: beyond it they are none."""
+"""Share of the inputs that may be outliers at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight(SplitWeight):
-    """With the largest magnitude of each output, float32 [out], of which the scales are 127th parts."""
+    """Adds the largest magnitude of each output, float32 [out], which is 127 times the scale."""
 
     largest: Tensor | None = None
 
@@ -40,7 +40,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> Int8Weight:
@@ -56,11 +56,11 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def outliers(statistics: Statistics | None, num_in: int) -> Tensor | None:
-    """Inputs whose activations reach `THRESHOLD`, the farthest first where they are too many; None for none."""
+    """Inputs whose activations reach `THRESHOLD`, at most the largest `MAX_SHARE` of all inputs; None for none."""
     if statistics is None or not statistics.num_rows:
         return None
-    found = torch.nonzero(statistics.max_abs >= THRESHOLD).flatten()
+    columns = torch.nonzero(statistics.max_abs >= THRESHOLD).flatten()
     most = max(int(MAX_SHARE * num_in), 1)
-    if len(found) > most:
-        found = statistics.max_abs.topk(most).indices.sort().values
-    return found if len(found) else None
+    if len(columns) > most:
+        columns = statistics.max_abs.topk(most).indices.sort().values
+    return columns if len(columns) else None

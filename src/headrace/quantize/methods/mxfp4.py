@@ -1,7 +1,7 @@
 """MXFP4 (OCP Microscaling Formats 1.0, sections 5.3.3 and 6.3): 4-bit floats E2M1, 32 of which share a power of two.
 
-The specification's scale brings the largest weight's power of two to E2M1's own, and cuts off what is above 6; here
-the next power is tried too, and each group keeps the one of least squared error.
+The specification's scale brings the largest weight's power of two to E2M1's largest, and clips weights above 6; here
+the next power is tried too, and each group gets the one of least squared error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.quantize.base import Layer, Options, Statistics
 CALIBRATED = False
 GROUP = 32
 LARGEST_POWER = 2
-"""Of two, in E2M1: 6 is 1.5 * 2**2."""
+"""Power of two of E2M1's largest number: 6 is 1.5 * 2**2."""
 LEAST_EXPONENT, MOST_EXPONENT = -126, 127
 BLOCK_WEIGHTS = 2**21
 
@@ -34,7 +34,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
@@ -56,10 +56,10 @@ def _best(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [rows, groups, 32] and scales [rows, groups]."""
     _, exponent = torch.frexp(x.abs().amax(-1))
     low = torch.exp2((exponent - 1 - LARGEST_POWER).clamp(LEAST_EXPONENT, MOST_EXPONENT - 1).float())
-    found = [(_nearest(x, scale), scale) for scale in (low, 2 * low)]
-    errors = [(x - torch.tensor(E2M1)[codes.int()] * scale.unsqueeze(-1)).square_().sum(-1) for codes, scale in found]
+    trials = [(_nearest(x, scale), scale) for scale in (low, 2 * low)]
+    errors = [(x - torch.tensor(E2M1)[codes.int()] * scale.unsqueeze(-1)).square_().sum(-1) for codes, scale in trials]
     first = errors[0] <= errors[1]
-    return torch.where(first.unsqueeze(-1), found[0][0], found[1][0]), torch.where(first, low, 2 * low)
+    return torch.where(first.unsqueeze(-1), trials[0][0], trials[1][0]), torch.where(first, low, 2 * low)
 
 
 def _nearest(x: Tensor, scale: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ sixteen levels that split a normal distribution evenly; the scales themselves ar
 
 Double quantisation as bitsandbytes has it: scales less their mean, in blocks of 256, become the nearest of 256 numbers
 of a table ("dynamic" quantisation, Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning"). Here the
-weights' codes are chosen by the scales that this leaves.
+weights' codes are chosen by the scales after that rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NESTED_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class NF4Weight(QWeight):
-    """With the parts of its doubly quantised scales: absmax uint8 [blocks], nested float32 [blocks / 256], offset."""
+    """Adds the parts of its doubly quantised scales: absmax uint8 [blocks], nested float32 [blocks / 256], offset."""
 
     absmax: Tensor | None = None
     nested: Tensor | None = None
@@ -47,7 +47,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> NF4Weight:
@@ -60,7 +60,7 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
     codes, nested = eight_bits(largest.flatten() - offset)
     scales = (table()[codes.int()] * widened(nested.view(1, -1), NESTED_BLOCK, len(codes))[0] + offset).view_as(largest)
     levels = torch.tensor(LEVELS)
-    # A scale that rounding took to 0 or below would turn its weights round.
+    # A scale that was rounded to 0 or below would change the signs of its weights.
     divisor = widened(torch.where(scales > 0, scales, torch.inf), group, num_in)
     places = torch.bucketize(weight / divisor, (levels[1:] + levels[:-1]) / 2)
     return NF4Weight(

@@ -1,7 +1,7 @@
 """Round to nearest: codes from the weights alone, each group's grid from its least to its largest weight.
 
 The affine codes of Jacob et al. 2018 ("Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
-Only Inference"), and the baseline that other methods are measured by.
+Only Inference"), and the baseline for other methods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def verify(options: Options) -> Options:
 
 
 def prepare(layer: Layer, options: Options) -> None:
-    """Nothing moves."""
+    """Change nothing."""
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:

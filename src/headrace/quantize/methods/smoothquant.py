@@ -1,7 +1,7 @@
 """SmoothQuant (Xiao et al. 2023: "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models", section 4, equation 4): the difficulty of large activations is moved into the weights by a scale for each
-input, max|x|^alpha / max|w|^(1 - alpha), which the norm before divides by. Weights then have 8 bits and one scale for
-each output; activations are quantised to 8 bits as the model runs.
+input, max|x|^alpha / max|w|^(1 - alpha), and the norm before divides by it. Weights then have 8 bits and one scale for
+each output; activations are quantised to 8 bits at run time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def verify(options: Options) -> Options:
 
 def prepare(layer: Layer, options: Options) -> None:
     for fold in layer.folds:
-        known = [layer.statistics[name] for name in fold.after if name in layer.statistics]
-        if fold.before not in layer.norms or not known or not known[0].num_rows:
+        statistics = [layer.statistics[name] for name in fold.after if name in layer.statistics]
+        if fold.before not in layer.norms or not statistics or not statistics[0].num_rows:
             continue
-        largest = torch.stack([layer.weights[name].abs().amax(0) for name in fold.after]).amax(0)
-        scales = known[0].max_abs.clamp_min(LEAST) ** options.alpha / largest.clamp_min(LEAST) ** (1 - options.alpha)
+        peaks = torch.stack([layer.weights[name].abs().amax(0) for name in fold.after]).amax(0)
+        scales = statistics[0].max_abs.clamp_min(LEAST) ** options.alpha / peaks.clamp_min(LEAST) ** (1 - options.alpha)
         folding.apply(layer, fold, scales.clamp_min(LEAST))
 
 

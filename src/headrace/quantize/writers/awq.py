@@ -1,4 +1,4 @@
-"""AWQ's "gemm" layout as `quant.formats.awq` reads it: 4 bits with zero points, eight outputs a word, interleaved."""
+"""AWQ's "gemm" layout as `quant.formats.awq` reads it: 4 bits with zero points, eight reordered outputs a word."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
 
 def _words(codes: Tensor) -> Tensor:
     """uint8 [out, n] -> int32 [n, out / 8]."""
-    turned = codes.t().reshape(codes.shape[1], -1, 8)
-    mixed = torch.empty_like(turned)
-    mixed[:, :, list(awq.PLACES)] = turned
-    return packed(mixed.flatten(1), 4)
+    columns = codes.t().reshape(codes.shape[1], -1, 8)
+    stored = torch.empty_like(columns)
+    stored[:, :, list(awq.PLACES)] = columns
+    return packed(stored.flatten(1), 4)
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
     options = one_of(chosen, "awq")
     return {
         "quant_method": "awq",
@@ -62,7 +62,7 @@ def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> d
         "bits": options.bits,
         "group_size": options.group_size,
         "zero_point": True,
-        "modules_to_not_convert": list(left) or None,
+        "modules_to_not_convert": list(plain_layers) or None,
     }
 
 

@@ -28,7 +28,7 @@ def verify(options: Options) -> None:
 
 
 def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
-    """Any: groups of 32 inputs and more come out as whole bytes."""
+    """Accepts any model: groups of 32 inputs and more are whole bytes."""
 
 
 def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
@@ -40,15 +40,15 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
         return _nf4(f"{name}.weight", weight)
     if not isinstance(weight, Int8Weight) or weight.largest is None:
         raise CheckpointError(f"{name}: bitsandbytes holds what the methods {', '.join(METHODS)} give")
-    made = {
+    parts = {
         f"{name}.weight": weight.codes,
         f"{name}.SCB": weight.largest,
         f"{name}.weight_format": torch.zeros((), dtype=torch.uint8),
     }
     if weight.columns is not None and weight.kept is not None:
-        made[f"{name}.outlier_columns"] = weight.columns.to(torch.int32)
-        made[f"{name}.outlier_weight"] = weight.kept
-    return made
+        parts[f"{name}.outlier_columns"] = weight.columns.to(torch.int32)
+        parts[f"{name}.outlier_weight"] = weight.kept
+    return parts
 
 
 def _nf4(name: str, weight: NF4Weight) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def _nf4(name: str, weight: NF4Weight) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
     methods = {options.method for options in chosen.values()}
     if len(methods) > 1:
         raise RequestError("format", "bitsandbytes", "one method for all layers")
@@ -90,7 +90,7 @@ def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> d
         "llm_int8_threshold": THRESHOLD,
         "llm_int8_has_fp16_weight": False,
         "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_skip_modules": list(left),
+        "llm_int8_skip_modules": list(plain_layers),
     }
 
 

@@ -20,16 +20,16 @@ from headrace.quantize.packing import packed
 
 PACKED, PLAIN = "pack-quantized", "int-quantized"
 FLOATS = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized"}
-"""Layouts of the methods that give floats."""
+"""Layouts of the methods whose codes are floats."""
 OTHERS = {"nf4": "bitsandbytes", "llm_int8": "bitsandbytes", "fp8_e5m2": "fp8"}
-"""Formats of the methods that this one has no layout for."""
+"""Other formats, for the methods that this format has no layout for."""
 
 
 def verify(options: Options) -> None:
     if options.method in OTHERS:
         raise RequestError("format", "compressed-tensors", f"{OTHERS[options.method]} for method {options.method}")
     if options.method == "gptq" and options.act_order == "group":
-        # compressed-tensors 0.20 reads no g_idx any more.
+        # compressed-tensors no longer reads g_idx (0.20).
         raise RequestError("act_order", "group", "static or none for format compressed-tensors")
 
 
@@ -48,7 +48,7 @@ def layout(options: Options) -> str:
 
 
 def strategy(options: Options) -> str:
-    """Zero points of a whole matrix have no place in the layout: they are said once for each output."""
+    """Which weights share a scale. The layout has no zero point of a whole matrix; each output gets one instead."""
     if options.group_size == 0 and options.symmetric:
         return "tensor"
     return "group" if options.group_size > 0 else "channel"
@@ -60,15 +60,15 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     if weight.scales is None or weight.zeros is None:
         raise CheckpointError(f"{name}: codes without scales and zero points have no place in {PACKED}")
     scales = weight.scales if strategy(options) != "tensor" else weight.scales[:1, 0]
-    made = {f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
+    parts = {f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
     if layout(options) == PLAIN:
-        return made | {f"{name}.weight": (weight.codes.to(torch.int16) - 128).to(torch.int8)}
-    made[f"{name}.weight_packed"] = packed(weight.codes, options.bits)
-    made[f"{name}.weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
+        return parts | {f"{name}.weight": (weight.codes.to(torch.int16) - 128).to(torch.int8)}
+    parts[f"{name}.weight_packed"] = packed(weight.codes, options.bits)
+    parts[f"{name}.weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
     if not options.symmetric:
         zeros = weight.zeros.to(torch.uint8).t().contiguous()
-        made[f"{name}.weight_zero_point"] = packed(zeros, options.bits).t().contiguous()
-    return made
+        parts[f"{name}.weight_zero_point"] = packed(zeros, options.bits).t().contiguous()
+    return parts
 
 
 def _floats(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
@@ -82,8 +82,8 @@ def _floats(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     return {f"{name}.weight": weight.codes, f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
-    """One group for each way in which layers are quantised; where there is more than one, each lists its layers."""
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
+    """One group for all layers with the same options; if there are several groups, each lists its layers."""
     kinds: dict[tuple[Any, ...], list[str]] = {}
     first: dict[tuple[Any, ...], Options] = {}
     for name, options in chosen.items():
@@ -100,7 +100,7 @@ def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> d
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": list(left),
+        "ignore": list(plain_layers),
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
     }

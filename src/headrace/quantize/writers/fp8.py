@@ -41,12 +41,12 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     return {f"{name}.weight": weight.codes, f"{name}.weight_scale_inv": scales.clone()}
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": None,
-        "modules_to_not_convert": list(left),
+        "modules_to_not_convert": list(plain_layers),
     }
 
 

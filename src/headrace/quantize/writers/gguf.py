@@ -1,8 +1,8 @@
 """Codes of the methods as GGUF blocks: symmetric ones of up to 4 bits as Q4_0, of 8 bits as Q8_0, to the bit.
 
-A method's own codes are kept, so that GPTQ's and AWQ's gains are in the file. (Types that GGUF's own encoder chooses,
-and the K-quants, are `quantize.gguf_writer`'s.) While layers are made they lie in safetensors; `finish` turns all into
-one .gguf file, named like the directory.
+The file has the codes that a method chose, with GPTQ's and AWQ's gains. (The types that `quantize.gguf_encode` chooses
+codes for, the K-quants among them, are written by `quantize.gguf_writer`.) During the run layers are stored in
+safetensors; `finish` turns them into one .gguf file with the name of the directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 32
 
 
 def verify(options: Options) -> None:
-    """Raises `RequestError` for codes that no block holds as they are."""
+    """Raises `RequestError` for codes that no block can hold unchanged."""
     if options.method in ("nf4", "llm_int8", "fp8", "fp8_e5m2", "mxfp4") or not options.symmetric:
         shown = options.method + ("" if options.symmetric else " with zero points")
         raise RequestError("format", "gguf", f"another for {shown}: it holds symmetric codes of 2, 3, 4 or 8 bits")
@@ -62,7 +62,7 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     return {f"{name}{gguf_writer.BLOCKS}": blocks}
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": "gguf"}
 
 

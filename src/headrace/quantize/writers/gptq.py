@@ -56,7 +56,7 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
     options = one_of(chosen, "gptq")
     calibrated = options.method == "gptq"
     return {
@@ -74,9 +74,9 @@ def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> d
 
 
 def one_of(chosen: Mapping[str, Options], layout: str) -> Options:
-    """The options of all layers, for layouts that know no others. Raises `RequestError` if they differ."""
-    found = list(dict.fromkeys((o.bits, o.group_size, o.symmetric) for o in chosen.values()))
-    if len(found) != 1:
+    """Return the options that all layers share. Raises `RequestError` if they differ; `layout` has one set."""
+    kinds = list(dict.fromkeys((o.bits, o.group_size, o.symmetric) for o in chosen.values()))
+    if len(kinds) != 1:
         raise RequestError("format", layout, "compressed-tensors where layers differ in bits or groups")
     return next(iter(chosen.values()))
 

@@ -42,8 +42,8 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(chosen: Mapping[str, Options], left: Sequence[str]) -> dict[str, Any]:
-    return {"quant_method": "mxfp4", "modules_to_not_convert": list(left)}
+def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": list(plain_layers)}
 
 
 def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:

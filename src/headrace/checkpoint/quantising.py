@@ -1,0 +1,150 @@
+"""What the readers of safetensors and GGUF files share: stacking, quantising on the way, and filling a packed file.
+
+A subclass says how one layer, one bias and one small tensor are read; `QuantisingReader` makes the backend's matrices
+of them. Knows no file formats. Called by `checkpoint.loader` and `checkpoint.gguf_source`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from headrace.checkpoint.reader import Progress, Reader
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant.schemes import NAMES, Quantization, Scheme, parse
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Array, Backend, Matrix
+    from headrace.checkpoint.packed import PackedWriter
+    from headrace.checkpoint.packing import Packable
+    from headrace.quant.base import MatrixSource
+
+MAX_SHOWN = 5
+
+P = TypeVar("P")
+"""One linear layer as the subclass reads it."""
+
+
+class QuantisingReader(Reader, Generic[P]):
+    """`Weights` that are read with torch and may be quantised on the way.
+
+    Args:
+        owner: what error messages call the file.
+        names: of its tensors.
+        on_tensor: reports progress.
+        quantization: for the linear layers and the head; None leaves floats in the backend's dtype. Raises
+            `RequestError` if the backend has no kernels for it.
+        writer: gets everything in the form in which it can be mapped at the next start; the backend's matrices must be
+            `checkpoint.packing.Packable`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        names: Iterable[str],
+        backend: Backend,
+        on_tensor: Progress | None,
+        quantization: Quantization | None,
+        writer: PackedWriter | None,
+    ) -> None:
+        super().__init__(names, on_tensor)
+        self._owner = owner
+        self._backend = backend
+        self._writer = writer
+        self._quantization = quantization
+        if quantization is not None and not _schemes(quantization) <= backend.schemes:
+            usable = [name for name in NAMES if _schemes(parse(name)) <= backend.schemes]
+            raise RequestError(
+                "quantization", quantization.name, f"one of {', '.join(usable)} on backend {backend.name}"
+            )
+
+    def constant(self, values: Array) -> Array:
+        return self._backend.constant(values)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        values = self._small(name, shape)
+        if self._writer is not None:
+            self._writer.tensor(name, values.float().numpy())
+        return self._backend.constant(values)
+
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+    ) -> Matrix:
+        layers = [self._layer(name, num_out, num_in, transposed) for name, num_out in zip(names, num_outs, strict=True)]
+        return self._matrix(names, layers, self._scheme(plain), self._biases(names, num_outs, bias), plain)
+
+    def finish(self) -> None:
+        """Raise `CheckpointError` if the file has tensors that the model did not take and that are not spare."""
+        names = [name for name in self._not_taken() if not self._is_spare(name)]
+        if names:
+            shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
+            raise CheckpointError(f"{len(names)} tensors of {self._owner} have no place in the model: {shown}")
+
+    @abstractmethod
+    def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> P:
+        """The weight of one linear layer [num_out, num_in]."""
+        ...
+
+    @abstractmethod
+    def _bias(self, name: str, size: int) -> Tensor:
+        """The bias [size] of the linear layer `name`."""
+        ...
+
+    @abstractmethod
+    def _small(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+    @abstractmethod
+    def _matrix(
+        self, names: Sequence[str], layers: list[P], scheme: Scheme | None, bias: Tensor | None, plain: bool
+    ) -> Matrix:
+        """One matrix of stacked layers. scheme: what floats become; None for the backend's dtype."""
+        ...
+
+    def _is_spare(self, name: str) -> bool:
+        """Whether the model may leave the tensor `name`."""
+        return False
+
+    def _scheme(self, plain: bool = False) -> Scheme | None:
+        return None if plain or self._quantization is None else self._quantization.layer
+
+    def _head_scheme(self) -> Scheme | None:
+        return None if self._quantization is None else self._quantization.head
+
+    def _biases(self, names: Sequence[str], num_outs: Sequence[int], bias: bool) -> Tensor | None:
+        if not bias:
+            return None
+        return torch.cat([self._bias(name, num_out) for name, num_out in zip(names, num_outs, strict=True)])
+
+    def _make(self, source: MatrixSource, bias: Tensor | None) -> Matrix:
+        """The backend's matrix of `source`, which is also written to the packed file."""
+        constant = None if bias is None else self._backend.constant(bias)
+        matrix: Matrix = self._backend.ops.matrix(source, constant)
+        if self._writer is not None and source.columns is not None:
+            self._writer.give_up(f"{source.name} has outliers, which a packed file has no place for")
+        elif self._writer is not None:
+            values = None if bias is None else bias.float().numpy()
+            self._writer.matrix(source.name, cast("Packable", matrix), values)
+        return matrix
+
+
+def read_only(buffer: Any, dtype: torch.dtype, count: int = -1, offset: int = 0) -> Tensor:
+    """A flat tensor over a mapping, without a copy. Nobody may write to it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+
+
+def _schemes(quantization: Quantization) -> set[Scheme]:
+    return {quantization.layer, quantization.head}

@@ -1,0 +1,79 @@
+"""The weights of a model as its file takes them: by name and shape, out of whatever they are stored in.
+
+`Weights` is all that model files and drafters see of a checkpoint; its readers implement it. Knows no files and no
+formats. Called by the model files and by `drafters`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Array, Matrix
+
+
+class Weights(Protocol):
+    """A checkpoint's tensors, in the form in which a backend computes with them.
+
+    Every method that takes names and shapes raises `CheckpointError` for a tensor that is missing or has another shape.
+    """
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint has the tensor `name`."""
+        ...
+
+    @abstractmethod
+    def has_prefix(self, prefix: str) -> bool:
+        """Return whether the name of any tensor starts with `prefix`."""
+        ...
+
+    @abstractmethod
+    def constant(self, values: Array) -> Array:
+        """Numbers that the model computed itself (a rope table) as the backend's operators take them."""
+        ...
+
+    @abstractmethod
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        """A small tensor (norm, bias) as the backend's operators take it."""
+        ...
+
+    @abstractmethod
+    def table(self, name: str, shape: tuple[int, int]) -> Array:
+        """An embedding table [V, H]; the backend may leave it mapped."""
+        ...
+
+    @abstractmethod
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+    ) -> Matrix:
+        """One matrix [sum(num_outs), num_in] out of the linear layers `names`, stacked along their outputs.
+
+        transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
+        """
+        ...
+
+    @abstractmethod
+    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
+        """The embedding table [V, H] and the head's matrix, both of `shape`; out of one tensor if they are tied."""
+        ...
+
+
+class SplitWeights(Weights, Protocol):
+    """`Weights` that can also give a part of a layer's inputs, which drafters need."""
+
+    @abstractmethod
+    def columns(
+        self, names: Sequence[str], num_in: int, num_outs: Sequence[int], *, first: int, width: int, bias: bool = False
+    ) -> Matrix:
+        """As `linear`, for layers [num_out, width] of which the matrix has the inputs first ... first + num_in - 1."""
+        ...
