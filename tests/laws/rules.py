@@ -7,6 +7,7 @@ A law is changed here, together with an ADR; see docs/adr/0001-layers-and-laws.m
 from __future__ import annotations
 
 import ast
+import graphlib
 import io
 import re
 import tokenize
@@ -238,33 +239,18 @@ def layer_violations(module: str, source: str) -> list[str]:
     return broken
 
 
-def circles(sources: dict[str, str]) -> list[list[str]]:
-    """Groups of modules that import each other in a loop."""
-    arrows: dict[str, set[str]] = {}
+def circle(sources: dict[str, str]) -> list[str]:
+    """Names of modules that import each other in a loop, imports for type checkers and in functions included."""
+    graph = {}
     for module, source in sources.items():
-        arrows[module] = set()
-        for _, name in imports(source, module):
-            inner = name.removeprefix("headrace").lstrip(".") if under(name, "headrace") else ""
-            while inner and inner not in sources:
-                inner = inner.rpartition(".")[0]
-            if inner and inner != module:
-                arrows[module].add(inner)
-
-    def reach(start: str) -> set[str]:
-        seen, todo = set[str](), [start]
-        while todo:
-            for name in arrows[todo.pop()] - seen:
-                seen.add(name)
-                todo.append(name)
-        return seen
-
-    reached = {module: reach(module) for module in arrows}
-    loops = {
-        tuple(sorted(other for other in reached[module] if module in reached[other]))
-        for module in arrows
-        if module in reached[module]
-    }
-    return [list(loop) for loop in sorted(loops)]
+        names = {name.removeprefix("headrace").lstrip(".") for _, name in imports(source, module)}
+        names |= {name.rpartition(".")[0] for name in names if name not in sources}
+        graph[module] = (names & sources.keys()) - {module, ""}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def core_violations(module: str, source: str) -> list[str]:
