@@ -1,7 +1,7 @@
 """Take digests of what a user of headrace sees, and compare two takes: the proof that a refactoring changes nothing.
 
     python -m tests.campaigns.digests take OUT.json[.gz] [--models DIR] [--only NAME]
-    python -m tests.campaigns.digests compare A.json[.gz] B.json[.gz]
+    python -m tests.campaigns.digests compare A.json[.gz] B.json[.gz] [--only NAME]
 
 `take` writes one case for each generation, each HTTP exchange, each written checkpoint and each command line: the
 normalised value and its SHA-256. `compare` lists the cases that differ, with the first difference of each, and exits
@@ -135,9 +135,11 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[s
             yield name, "is missing in the first take"
 
 
-def compare(left: Path, right: Path) -> int:
-    """Print the differing cases of two takes. Return 1 if there are any, 0 if there are none."""
+def compare(left: Path, right: Path, prefix: str = "") -> int:
+    """Print the differing cases of two takes whose names begin with `prefix`. Return 1 if there are any, else 0."""
     documents = read(left), read(right)
+    for document in documents:
+        document["cases"] = {name: case for name, case in document["cases"].items() if name.startswith(prefix)}
     listed = list(differences(*documents))
     for name, text in listed[:MAX_SHOWN]:
         print(f"{name}\n    {text}")
@@ -181,9 +183,10 @@ def main(arguments: list[str] | None = None) -> int:
     comparing = commands.add_parser("compare")
     comparing.add_argument("left", type=Path)
     comparing.add_argument("right", type=Path)
+    comparing.add_argument("--only", default="", metavar="NAME")
     options = parser.parse_args(arguments)
     if options.command == "compare":
-        return compare(options.left, options.right)
+        return compare(options.left, options.right, options.only)
     return take(options.out, options.models, options.only)
 
 
