@@ -17,7 +17,7 @@ from tests.support import fake
 from tests.support.server import HTTP, Live, inproc
 
 from headrace import AsyncLLM, __version__
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.engine.client import InprocClient
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import EngineDeadError, RequestError
@@ -79,7 +79,7 @@ def test_a_callers_id_is_echoed_and_names_nothing(live: Live) -> None:
     body = {"prompt": "x", "max_tokens": 3, "request_id": "same\r\nid", "seed": 1}
     reply = live.post("/v1/completions", body)
     assert reply.json()["id"] == "cmpl-same\r\nid"
-    assert calls.REQUEST_ID.fullmatch(reply.headers["x-request-id"])
+    assert context.REQUEST_ID.fullmatch(reply.headers["x-request-id"])
     assert "same" not in reply.headers["x-request-id"]
     given = live.post("/v1/completions", body, headers={"x-request-id": "trace-7"})
     assert given.headers["x-request-id"] == "trace-7"

@@ -78,7 +78,7 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     from headrace.engine.client import InprocClient
     from headrace.engine.generation import Front
     from headrace.serve.apis.openai.storage import offline_answerer
-    from headrace.serve.app import advised_params, load_text, make_api
+    from headrace.serve.app import advised_params, load_text, served_model
     from headrace.serve.storage.batch_file import answer_file
 
     # Lines beyond the queue's bound wait here, and not in the engine.
@@ -86,11 +86,11 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     name = server.served_model_name or engine.model
-    api = make_api(Front(client, tokenizer), template, server, name, defaults, engine.seed)
+    model = served_model(Front(client, tokenizer), template, server, name, defaults, engine.seed)
     await client.start()
     try:
         with _progress() as show:
-            return await answer_file(source, target, offline_answerer(api), concurrency, show)
+            return await answer_file(source, target, offline_answerer(model), concurrency, show)
     finally:
         await client.close()
 

@@ -14,7 +14,7 @@ import re
 import traceback
 from types import TracebackType
 
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.engine.sink import Sink
 
 NAMES = ("headrace", "uvicorn", "asyncio", "opentelemetry", "py.warnings")
@@ -38,7 +38,7 @@ class Lines(logging.Formatter):
         self._is_open = is_open
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        call_id = calls.current().call_id
+        call_id = context.current().call_id
         return escaped(super().formatMessage(record)) + (f" [{call_id}]" if call_id else "")
 
     def formatException(self, ei: ExcInfo) -> str:
@@ -68,7 +68,7 @@ class Objects(Lines):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        call_id = calls.current().call_id
+        call_id = context.current().call_id
         if call_id:
             made["request_id"] = call_id
         if record.exc_info:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.step import Request
 from headrace.text.outputs import Delta
@@ -26,7 +26,7 @@ class RequestStream:
     def __init__(self, requests: Sequence[Request], abort: Callable[[str], None]) -> None:
         self.requests = list(requests)
         # What the call is known by outside, or else its first request in here.
-        self.call_id = calls.current().call_id or (requests[0].request_id if requests else "")
+        self.call_id = context.current().call_id or (requests[0].request_id if requests else "")
         self._abort = abort
         self._open = set(range(len(requests)))
         self._pending: dict[int, Delta] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.engine.generation import FinishObserver
 from headrace.protocol.errors import HeadraceError
 from headrace.text.outputs import RequestState
@@ -59,7 +59,7 @@ class Tracer:
     def on_finish(self, state: RequestState, reason: str) -> None:
         if self._after is not None:
             self._after.on_finish(state, reason)
-        call, times = calls.current(), state.metrics
+        call, times = context.current(), state.metrics
         # Of monotonic seconds, nanoseconds since 1970.
         shift = time.time() - time.monotonic()
         ended = times.finished_time if times.finished_time is not None else time.monotonic()

@@ -38,12 +38,15 @@ class RequestError(HeadraceError):
             shown = shown[:77] + "..."
         super().__init__(f"{field}: {shown} is not allowed; it must be {bound}")
 
+    def renamed(self, field: str) -> RequestError:
+        """The same error about `field`, another name of what it is about."""
+        return type(self)(field, self.value, self.bound, self.code)
+
 
 class ContextLengthError(RequestError):
     """The prompt, or prompt + max_tokens, does not fit the context or the KV cache (HTTP 400)."""
 
-    def __init__(self, field: str, value: object, bound: str) -> None:
-        super().__init__(field, value, bound, code="context_length_exceeded")
+    code = "context_length_exceeded"
 
 
 class ModelNotFoundError(HeadraceError):

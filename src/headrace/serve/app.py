@@ -41,11 +41,12 @@ from headrace.serve.apis.llama_server import paths as llama_paths
 from headrace.serve.apis.llama_server.service import tokenize as llama_tokenize
 from headrace.serve.apis.ollama import errors as ollama_errors
 from headrace.serve.apis.ollama import paths as ollama_paths
-from headrace.serve.apis.openai.completions import OpenAI
+from headrace.serve.apis.openai import completions as openai_completions
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call import reply_forms, schema
 from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, refusal
 from headrace.serve.gates.calls import CallGate
@@ -100,9 +101,10 @@ def create_app(
     client.observer = metrics
     ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
-    api = make_api(Front(client, tokenizer, tracer or metrics, rates), template, server, model, defaults, seed)
-    storage = Storage(api, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    life = Life(client, server.log_stats_interval, api.warm_up, storage, tracer)
+    front = Front(client, tokenizer, tracer or metrics, rates)
+    served = served_model(front, template, server, model, defaults, seed)
+    storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
+    life = Life(client, server.log_stats_interval, served.warm_up, storage, tracer)
     app = FastAPI(
         title="headrace",
         version=__version__,
@@ -115,10 +117,10 @@ def create_app(
     )
     app.state.life = life
     app.state.client = client
-    _add_api(app, api, audits)
-    anthropic_paths.add_routes(app, api)
-    ollama_paths.add_routes(app, api)
-    llama_paths.add_routes(app, api)
+    _add_api(app, served, audits)
+    anthropic_paths.add_routes(app, served)
+    ollama_paths.add_routes(app, served)
+    llama_paths.add_routes(app, served)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
     openapi.add_routes(app, model, bool(ring))
@@ -145,18 +147,18 @@ def create_app(
     return app
 
 
-def make_api(
+def served_model(
     front: Front,
     template: ChatTemplate | None,
     server: ServerConfig,
     model: str,
     defaults: Mapping[str, Any] | None = None,
     seed: int | None = None,
-) -> OpenAI:
-    """OpenAI's routes without HTTP; for the arguments see `create_app`."""
+) -> ServedModel:
+    """Return what answers calls; for the arguments see `create_app`."""
     parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
     dialect = Dialect.of(template, front.tokenizer, *parsers)
-    return OpenAI(front, model, template, defaults, seed_source(seed), dialect)
+    return ServedModel(front, model, template, defaults, seed_source(seed), dialect)
 
 
 def _methods(app: FastAPI, path: str) -> list[str]:
@@ -165,38 +167,38 @@ def _methods(app: FastAPI, path: str) -> list[str]:
     return sorted({method for route in fit for method in route.methods or ()})
 
 
-def _add_api(app: FastAPI, api: OpenAI, audits: Sequence[dict[str, Any]]) -> None:
+def _add_api(app: FastAPI, model: ServedModel, audits: Sequence[dict[str, Any]]) -> None:
     async def completions(request: Request) -> Any:
         """OpenAI's text completions."""
-        return await routing.deliver(request, await api.completion(await routing.body(request)))
+        return await routing.deliver(request, await openai_completions.complete(model, await routing.body(request)))
 
     async def chat_completions(request: Request) -> Any:
         """OpenAI's chat completions."""
-        return await routing.deliver(request, await api.chat(await routing.body(request)))
+        return await routing.deliver(request, await openai_completions.chat(model, await routing.body(request)))
 
     async def tokenize(request: Request) -> Response:
         """Text, or messages, to token ids."""
         body = await routing.body(request)
         if body.get("content") is not None:
-            return json_response(await llama_tokenize(api, schema.parse(schema.TokenizeRequest, body)))
-        return json_response(await api.tokenize(body))
+            return json_response(await llama_tokenize(model, schema.parse(schema.TokenizeRequest, body)))
+        return json_response(await openai_completions.tokenize(model, body))
 
     async def detokenize(request: Request) -> Response:
         """Token ids to text."""
-        return json_response(await api.detokenize(await routing.body(request)))
+        return json_response(await openai_completions.detokenize(model, await routing.body(request)))
 
     async def models(request: Request) -> Response:
         """The models that are served."""
-        found = api.models()
-        found["data"] = [with_quality(card) for card in found["data"]]
-        return json_response(found)
+        listing = openai_completions.models(model)
+        listing["data"] = [with_quality(card) for card in listing["data"]]
+        return json_response(listing)
 
     async def model_card(request: Request) -> Response:
         """One model."""
-        return json_response(with_quality(api.card(request.path_params["name"])))
+        return json_response(with_quality(openai_completions.model_card(model, request.path_params["name"])))
 
     def with_quality(card: dict[str, Any]) -> dict[str, Any]:
-        measured = audit.of_form(audits, api.front.info)
+        measured = audit.of_form(audits, model.front.info)
         return card if measured is None else card | {"quality": measured}
 
     events = "text/event-stream"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.protocol.errors import HeadraceError, QueueFullError, RequestError
 
 logger = logging.getLogger("headrace.server")
@@ -36,7 +36,7 @@ def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
     else:
         logger.error("a request failed in a way nobody foresaw", exc_info=error)
         status, code, message = 500, "internal_error", "internal error; the server's log has more"
-        call_id = calls.current().call_id
+        call_id = context.current().call_id
         message += f" of the request {call_id}" if call_id else ""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.field if isinstance(error, RequestError) else None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.engine.generation import off_loop
 from headrace.serve.errors import error_response, json_response
 from headrace.serve.gates.limits import parse_json, read_body
@@ -128,6 +128,6 @@ async def deliver(
 def id_header(answer_id: str) -> dict[str, str]:
     """X-Request-Id: the caller's own, for its logs, else the reply's id if that can stand in a header (S-22). Where
     there is neither, `calls` puts what the log calls it."""
-    if calls.current().is_callers or not calls.REQUEST_ID.fullmatch(answer_id):
+    if context.current().is_callers or not context.REQUEST_ID.fullmatch(answer_id):
         return {}
     return {"x-request-id": answer_id}

@@ -1,8 +1,8 @@
 """From a conversation to the one text that a model reads: messages put in order, then the model's chat template.
 
 Every rendering of any template goes through `TemplateRunner.run`, which hands it to a sandboxed process of bounded
-time, memory and output. Templates come from the model or from who runs the server, never from a request. Knows no
-tokens and no engine; called by the server's routes and by the offline `chat`.
+time, memory and output. Templates come from the model or from who runs the server, never from a request. Every API
+gives its messages as `Message`s. Knows no tokens and no engine; called by `serve.call.service` and the offline `chat`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,11 +22,78 @@ from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
 from headrace.text.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
-
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_PARTS = ("text", "input_text", "output_text")
+
+
+class ToolCall(NamedTuple):
+    """A call of an earlier turn. `form` is OpenAI's: id, type, and a function with name and arguments, the latter as
+    an object or as JSON text. `field` names the arguments in the request, for errors."""
+
+    form: dict[str, Any]
+    field: str
+
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: Any, field: str) -> ToolCall:
+        """A call of which no more is known than this."""
+        return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
+
+    def template_form(self) -> dict[str, Any]:
+        """The call with its arguments as an object. Raises `RequestError` for arguments that are not JSON."""
+        function = self.form["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                raise RequestError(self.field, arguments, "a JSON object") from None
+        return {**self.form, "function": {**function, "arguments": arguments}}
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One message of a conversation, checked. `content` is a text, or several that the template puts together; unset
+    and None are two things to a template. `extra` are further fields that templates may read: name, tool_call_id, and
+    whatever else a client sends."""
+
+    role: str
+    content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: Any = None
+    tool_calls: list[ToolCall] = []
+    extra: dict[str, Any] = {}
+
+    def template_form(self, form: sandbox.ContentForm) -> dict[str, Any]:
+        """The message as templates read it; `form` is the one in which this template takes content. Raises
+        `RequestError`."""
+        message: dict[str, Any] = {"role": self.role}
+        if isinstance(self.content, list):
+            texts = self.content
+            message["content"] = "\n".join(texts) if form == "string" else [_part(text) for text in texts]
+        elif isinstance(self.content, str) and form == "parts":
+            message["content"] = [_part(self.content)]
+        elif self.content is not msgspec.UNSET:
+            message["content"] = self.content
+        message |= self.extra
+        if self.tool_calls:
+            message["tool_calls"] = [call.template_form() for call in self.tool_calls]
+        if self.reasoning is not None:
+            # Templates read it under the one name or the other.
+            message = {"thinking": self.reasoning, **message, "reasoning_content": self.reasoning}
+        return message
+
+
+def check_role(role: object, field: str) -> str:
+    """A role that a template may be given. Raises `RequestError`."""
+    if not isinstance(role, str) or not 0 < len(role) <= 64:
+        raise RequestError(field, role, "a string of 1 to 64 characters")
+    return role
+
+
+def read_messages(messages: Sequence[object]) -> list[Message]:
+    """Messages in OpenAI's form, from a request's `messages`. Raises `RequestError`."""
+    bounds.check("messages", messages)
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 class ChatTemplate:
@@ -62,14 +129,14 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Message] | Sequence[Mapping[str, Any]],
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt for `messages` (OpenAI's form), special tokens written out in it.
+        """The prompt for `messages` (or dicts in OpenAI's form), special tokens written out in it.
 
         `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last
         message open, to be gone on with. `kwargs` are further variables for the template. Raises `RequestError` for
@@ -82,7 +149,8 @@ class ChatTemplate:
         if add_generation_prompt and continue_final_message:
             raise RequestError("continue_final_message", True, "false, or add_generation_prompt be false")
         source = self._source_for(bool(tools))
-        chat = [_message(message, f"messages[{i}]", self._form(source)) for i, message in enumerate(messages)]
+        form = self._form(source)
+        chat = [message.template_form(form) for message in _typed(messages)]
         if continue_final_message:
             _mark(chat[-1])
         variables = {
@@ -164,65 +232,60 @@ def _source(chat_template: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _message(message: object, field: str, form: sandbox.ContentForm) -> dict[str, Any]:
-    """One message in the form that templates read."""
+def _typed(messages: Sequence[Message] | Sequence[Mapping[str, Any]]) -> list[Message]:
+    typed = [message for message in messages if isinstance(message, Message)]
+    return typed if len(typed) == len(messages) else read_messages(messages)
+
+
+def _read_message(message: object, field: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or not 0 < len(role) <= 64:
-        raise RequestError(f"{field}.role", role, "a string of 1 to 64 characters")
-    read = dict(message)
-    if read.get("content") is not None:
-        read["content"] = _content(read["content"], f"{field}.content", form)
-    elif role != "assistant" or not any(read.get(key) for key in ("tool_calls", "function_call", *_REASONING)):
+    role = check_role(message.get("role"), f"{field}.role")
+    content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET if "content" not in message else None
+    if message.get("content") is not None:
+        content = _content(message["content"], f"{field}.content")
+    elif role != "assistant" or not any(message.get(key) for key in ("tool_calls", "function_call", *_REASONING)):
         raise RequestError(f"{field}.content", None, "a string or a list of text parts")
-    if read.get("tool_calls"):
-        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{field}.tool_calls")
-    reasoning = next((read[key] for key in _REASONING if read.get(key) is not None), None)
-    if reasoning is not None:
-        # Templates read it under the one name or the other.
-        read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
-    return read
+    calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    extra = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return Message(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
 
 
-def _content(content: object, field: str, form: sandbox.ContentForm) -> str | list[dict[str, Any]]:
+def _content(content: object, field: str) -> str | list[str]:
     if isinstance(content, str):
         bounds.check("text", content, field)
-        return [{"type": "text", "text": content}] if form == "parts" else content
+        return content
     if not isinstance(content, list):
         raise RequestError(field, content, "a string or a list of text parts")
-    parts: list[dict[str, Any]] = []
+    texts: list[str] = []
     for i, part in enumerate(content):
         if isinstance(part, str):
-            part = {"type": "text", "text": part}
+            part = _part(part)
         if not isinstance(part, Mapping):
             raise RequestError(f"{field}[{i}]", part, "an object with type and text")
-        if part.get("type") not in ("text", "input_text", "output_text"):
+        if part.get("type") not in _PARTS:
             raise RequestError(f"{field}[{i}].type", part.get("type"), "text: nothing else is read")
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{field}[{i}].text", part.get("text"), "a string")
-        bounds.check("text", part["text"], f"{field}[{i}].text")
-        parts.append({"type": "text", "text": part["text"]})
-    return "\n".join(part["text"] for part in parts) if form == "string" else parts
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(f"{field}[{i}].text", text, "a string")
+        bounds.check("text", text, f"{field}[{i}].text")
+        texts.append(text)
+    return texts
 
 
-def _tool_calls(calls: object, field: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object: clients send them back as the JSON text that they got."""
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _tool_calls(calls: object, field: str) -> list[ToolCall]:
     if not isinstance(calls, list):
         raise RequestError(field, calls, "a list")
-    read = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{field}[{i}]", call, "an object with a function that has a name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise RequestError(f"{field}[{i}].function.arguments", arguments, "a JSON object") from None
-        read.append({**call, "function": {**function, "arguments": arguments}})
-    return read
+    return [ToolCall(call, f"{field}[{i}].function.arguments") for i, call in enumerate(calls)]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from tests.support.server import Live
 
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.llama_server import request as llama_request
-from headrace.serve.apis.ollama import options as ollama_options
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.ollama import service as ollama_service
 from headrace.serve.call import schema
@@ -101,11 +100,11 @@ def test_options_of_ollama_work_or_are_told(live: Live) -> None:
     body = {"model": "fake", "prompt": "x", "stream": False, "options": options | {"num_predict": 2}}
     told = {line.partition(": ")[0] for line in live.post("/api/generate", body).json()["warnings"]}
     assert told == {f"options.{name}" for name in options}
-    assert not set(ollama_options.Options.__struct_fields__) & set(ollama_service.LOADING)
+    assert not set(ollama_request.Options.__struct_fields__) & set(ollama_service.LOADING)
 
 
 def test_control_a_parameter_that_is_dropped_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.serve.call import parsing
 
-    monkeypatch.setattr(parsing, "add_warning", lambda *_: None)
+    monkeypatch.setattr(parsing.Warnings, "add", lambda *_: None)
     assert verdict(live, "/v1/completions", "stop_regex", "a+") == "dropped"

@@ -13,15 +13,15 @@ import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc, logged
 
-from headrace.engine import calls
-from headrace.engine.calls import Call, answering
+from headrace.engine import context
+from headrace.engine.context import CallContext, answering
 from headrace.engine.logs import Objects, record_of
 from headrace.insight import tracing
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.serve import app
-from headrace.serve.apis.openai import completions
-from headrace.serve.gates.calls import call_of
+from headrace.serve.call import service
+from headrace.serve.gates.calls import context_of
 from headrace.text.tokenizer import Tokenizer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -40,7 +40,7 @@ def test_every_reply_has_an_id(live: Live) -> None:
         mine = rig.call(live, method, path, headers={"x-request-id": "mine:7"}).headers
         assert mine["x-request-id"] == "mine:7", path
         fresh = rig.call(live, method, path).headers["x-request-id"]
-        assert calls.REQUEST_ID.fullmatch(fresh)
+        assert context.REQUEST_ID.fullmatch(fresh)
         seen.add(fresh)
     assert len(seen) == len(rig.routes(live.app))
     # Refused before any route is looked for, too.
@@ -62,7 +62,7 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
     def broken(*args: object, **more: object) -> None:
         raise ValueError(f"in {BODY['prompt']}\n\u2028forged \ud800")
 
-    monkeypatch.setattr(completions.OpenAI, "_params", broken)
+    monkeypatch.setattr(service.ServedModel, "_params", broken)
     reply = live.post("/v1/completions", BODY, headers={"x-request-id": "trace-7"})
     assert reply.json()["error"]["message"].endswith("of the request trace-7")
     logging.getLogger("uvicorn.error").critical("a line of %s\n\x1b[2J\u202e", "uvicorn's")
@@ -90,15 +90,15 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
     ],
 )
 def test_a_callers_trace_is_taken_over_if_it_is_well_formed(headers: list[Any], wanted: dict[str, str]) -> None:
-    assert call_of({"headers": headers, "path": "/"}).trace == wanted
+    assert context_of({"headers": headers, "path": "/"}).trace == wanted
 
 
 def test_outside_of_a_call_there_is_none() -> None:
-    assert calls.current() == Call()
-    with answering(Call("a", True)):
-        assert calls.current().call_id == "a"
-        assert calls.fresh_id() == ""
-    assert calls.current().call_id == ""
+    assert context.current() == CallContext()
+    with answering(CallContext("a", True)):
+        assert context.current().call_id == "a"
+        assert context.fresh_id() == ""
+    assert context.current().call_id == ""
 
 
 def test_a_server_that_can_not_start_says_so_in_the_logs_form(

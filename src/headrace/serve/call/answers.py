@@ -1,7 +1,7 @@
 """Calls that were accepted, as OpenAI tells of them: `Answer`, to be read whole or as a stream of events.
 
-A stream that has begun fails only by the engine's fault. Knows schemas and replies; `serve.apis.openai.completions`
-makes them, `serve.app` does the bytes. Chats have a module of their own, `serve.call.chat_answer`.
+A stream that has begun fails only by the engine's fault. Knows calls and replies; `serve.call.service` makes them,
+`serve.app` does the bytes. Chats have a module of their own, `serve.call.chat_answer`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.engine import calls
+from headrace.engine import context
 from headrace.engine.generation import Front, Generation
 from headrace.serve.call import replies
+from headrace.serve.call.call import Call, TextCall
 from headrace.serve.call.forms import shortfall
-from headrace.serve.call.schema import CompletionRequest, Sampled
 from headrace.text.beams import blocks_of
 from headrace.text.inputs import new_request_id
 from headrace.text.outputs import Piece, RequestState
@@ -39,14 +39,14 @@ class Answer(ABC):
     prefix: str
 
     def __init__(
-        self, generation: Generation, request: Sampled, front: Front, model: str, texts: list[str | None]
+        self, generation: Generation, request: Call, front: Front, model: str, texts: list[str | None]
     ) -> None:
         self.generation = generation
         self.request = request
         self.tokenizer = front.tokenizer
         self.groups = [generation.of_prompt(place) for place in range(len(texts))]
         self.texts = texts
-        self.id = f"{self.prefix}-{request.request_id or calls.fresh_id() or new_request_id()}"
+        self.id = f"{self.prefix}-{request.request_id or context.fresh_id() or new_request_id()}"
         info = front.info
         self._head = {
             "id": self.id,
@@ -75,7 +75,7 @@ class Answer(ABC):
 
     def told(self) -> dict[str, Any]:
         """`warnings`: what of the request was not honoured, if anything."""
-        return {"warnings": self.request.warnings} if self.request.warnings else {}
+        return self.request.warnings.reply()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The reply as events, `[DONE]` last. Raises what the engine failed with: then there is no `[DONE]`."""
@@ -158,7 +158,7 @@ class Answer(ABC):
 class CompletionAnswer(Answer):
     name = chunk_name = "text_completion"
     prefix = "cmpl"
-    request: CompletionRequest
+    request: TextCall
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
+
 from headrace.engine.generation import Front, Generation
 from headrace.serve.call import replies
 from headrace.serve.call.answers import Answer
-from headrace.serve.call.schema import ChatCompletionRequest
+from headrace.serve.call.call import ChatCall
 from headrace.text.outputs import Piece, RequestState
 from headrace.text.parts import Content, ContentParser, Message, MessageParser, Part, Reasoning
 
@@ -23,12 +25,12 @@ class ChatAnswer(Answer):
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     prefix = "chatcmpl"
-    request: ChatCompletionRequest
+    request: ChatCall
 
     def __init__(
         self,
         generation: Generation,
-        request: ChatCompletionRequest,
+        request: ChatCall,
         front: Front,
         model: str,
         texts: list[str | None],
@@ -65,7 +67,7 @@ class ChatAnswer(Answer):
     def _take(self, place: int, text: str) -> list[Part]:
         parser = self._parsers[place]
         parts = parser.feed(text, self.generation.states[place].finish is not None)
-        if self.request.include_reasoning is False:
+        if not self.request.include_reasoning:
             parts = [part for part in parts if not isinstance(part, Reasoning)]
         for part in parts:
             self._messages[place].add(part)
@@ -78,7 +80,7 @@ class ChatAnswer(Answer):
         return self._reply()
 
     def _choice(self, place: int, state: RequestState) -> dict[str, Any]:
-        logprobs = replies.chat_logprobs(self.tokenizer, state.logprobs) if self.request.logprobs else None
+        logprobs = replies.chat_logprobs(self.tokenizer, state.logprobs) if self.request.logprobs is not None else None
         message: dict[str, Any] = {"role": "assistant", "refusal": None}
         message |= {name: value for name, value in self.message(place).items() if value or name == "content"}
         if "reasoning_content" in message:
@@ -96,7 +98,9 @@ class ChatAnswer(Answer):
             first, last = number == 1, number == len(deltas)
             # Tokens are told once, with the first of what they add; that it is over, with the last.
             logprobs = (
-                replies.chat_logprobs(self.tokenizer, piece.logprobs) if self.request.logprobs and first else None
+                replies.chat_logprobs(self.tokenizer, piece.logprobs)
+                if self.request.logprobs is not None and first
+                else None
             )
             ending = self._ending(state, piece.token_ids if first else [])
             ending |= (
@@ -133,3 +137,12 @@ def _delta(part: Part) -> dict[str, Any]:
         return {"tool_calls": [call | {"function": {"arguments": part.arguments}}]}
     function = {"name": part.name, "arguments": part.arguments}
     return {"tool_calls": [call | {"id": part.id, "type": "function", "function": function}]}
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Return a tool call's arguments as an object. Those of a call that was cut off may be none; they stay text."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"_incomplete": text}

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.protocol.constraints import KINDS, StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.serve.call.schema import ChatCompletionRequest, TokenizeRequest
+from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
 from headrace.text.parts import ContentParser, MessageParser
 from headrace.text.reasoning import ReasoningParser
@@ -114,13 +114,12 @@ class Dialect(NamedTuple):
             return made, enforced
         return msgspec.structs.replace(made, prefix=msgspec.json.encode(before).decode()), enforced
 
-    def set_effort(self, request: ChatCompletionRequest | TokenizeRequest, variables: dict[str, Any]) -> None:
-        """Put `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
-        effort = request.reasoning_effort
+    def set_effort(self, call: ChatCall, effort: str, variables: dict[str, Any]) -> None:
+        """Put a call's `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
         if effort not in LEVELS:
             raise RequestError("reasoning_effort", effort, "one of " + ", ".join(LEVELS))
         if not self.efforts:
-            request.warn("reasoning_effort", "ignored: the chat template knows no such thing")
+            call.warn("reasoning_effort", "ignored: the chat template knows no such thing")
         if effort != "none" and "reasoning_effort" in self.efforts:
             variables.setdefault("reasoning_effort", effort)
         for name in self.efforts & {"enable_thinking", "thinking"}:

@@ -1,8 +1,8 @@
-"""The form that a request asks its answer to have, in whichever of the ways there are to say so.
+"""The form that a request asks its answer to have, in any of OpenAI's and vLLM's ways to ask for one.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` become one `StructuredOutputs`, or
-None. Knows no grammar; `grammars` finds out whether the form can be honoured. Called by
-`serve.apis.openai.completions`.
+None. Knows no grammar; `text.grammars` finds out whether the form can be honoured. Called by
+`serve.apis.openai.completions`, and by `serve.call.answers` for what is missing at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Finish
+from headrace.serve.call.call import spelled
 
 GUIDED = {
     "guided_json": "json",
@@ -34,54 +35,46 @@ class Formed(Protocol):
     guided_whitespace_pattern: str | None
 
 
-def form_of(request: Formed) -> tuple[str, StructuredOutputs | None]:
-    """The name of the field that asks for a form, "" if none does, and the form.
+def form_of(request: Formed) -> tuple[StructuredOutputs | None, dict[str, str]]:
+    """Return the form that a request asks for, and the spelling under which errors about it name its field.
 
     Raises `RequestError` for a form that is none, and for two of them.
     """
-    wanted = {name: getattr(request, name) for name in (*GUIDED, "structured_outputs")}
-    asked: dict[str, dict[str, Any]] = {}
+    forms: dict[str, dict[str, Any]] = {}
     for name, kind in GUIDED.items():
-        if wanted[name] not in (None, False):
-            asked[name] = {kind: wanted[name], "whitespace_pattern": request.guided_whitespace_pattern}
-    if wanted["structured_outputs"] is not None:
-        asked["structured_outputs"] = wanted["structured_outputs"]
+        value = getattr(request, name)
+        if value not in (None, False):
+            forms[name] = {kind: value, "whitespace_pattern": request.guided_whitespace_pattern}
+    if request.structured_outputs is not None:
+        forms["structured_outputs"] = request.structured_outputs
     fields = _of_response_format(request.response_format)
     if fields is not None:
-        asked["response_format"] = fields
-    if not asked:
+        forms["response_format"] = fields
+    if not forms:
         if request.guided_whitespace_pattern is not None:
             raise RequestError("guided_whitespace_pattern", request.guided_whitespace_pattern, "beside guided_json")
-        return "", None
-    name, *others = asked
+        return None, {}
+    name, *others = forms
     if others:
         raise RequestError(others[0], getattr(request, others[0]), f"left out: {name} says what form the answer has")
-    try:
-        return name, constraint_of(asked[name])
-    except RequestError as error:
-        raise told_as(error, name) from None
+    spelling = {"structured_outputs": name}
+    with spelled(spelling):
+        return constraint_of(forms[name]), spelling
 
 
-def told_as(error: RequestError, name: str) -> RequestError:
-    """An error of a `StructuredOutputs`, under the name that the client gave it."""
-    if name in ("", "structured_outputs") or not error.field.startswith("structured_outputs"):
-        return error
-    return RequestError(name, error.value, error.bound, error.code)
-
-
-def _of_response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _of_response_format(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
     """The fields of a `StructuredOutputs`; None for plain text."""
-    if given is None:
+    if response_format is None:
         return None
     field = "response_format"
-    match given.get("type"):
+    match response_format.get("type"):
         case "text":
             return None
         case "json_object":
             # llama-server's way to give a schema.
-            return {"json": given["schema"]} if given.get("schema") else {"json_object": True}
+            return {"json": response_format["schema"]} if response_format.get("schema") else {"json_object": True}
         case "json_schema":
-            inner = given.get("json_schema", given)
+            inner = response_format.get("json_schema", response_format)
             if not isinstance(inner, Mapping):
                 raise RequestError(f"{field}.json_schema", inner, "an object with a schema")
             schema = inner.get("schema")
@@ -89,7 +82,7 @@ def _of_response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
                 raise RequestError(f"{field}.json_schema.schema", None, "given")
             return {"json": schema}
         case "structural_tag":
-            return {"structural_tag": msgspec.json.encode(given).decode()}
+            return {"structural_tag": msgspec.json.encode(response_format).decode()}
         case other:
             raise RequestError(f"{field}.type", other, "text, json_object, json_schema or structural_tag")
 

@@ -1,7 +1,7 @@
-"""From a JSON object to a struct: wrong types are refused by name, and what nobody knows is told, not dropped.
+"""From a JSON object to a struct: wrong types are refused by name, and unknown fields end in warnings.
 
-`Body` is the base of every request's struct and carries the warnings that the reply repeats. Knows no field of any
-API; `serve.call.schema` and the modules of the single APIs bring those.
+`Body` is the base of every request's struct and carries the `Warnings` that the reply repeats. Knows no field of any
+API; `serve.call.schema` and the request modules of the APIs define those, and call `convert`.
 """
 
 from __future__ import annotations
@@ -32,56 +32,68 @@ _WORDS = {
 }
 
 
+class Warnings(list[str]):
+    """What of a request is not honoured, one line each, for the reply. The list stays short: beyond `MAX_WARNINGS` its
+    last line counts the rest."""
+
+    num_more = 0
+
+    def add(self, field: str, why: str) -> None:
+        """Append "field: why"."""
+        if len(self) < MAX_WARNINGS:
+            shown = field if len(field) <= _SHOWN else field[: _SHOWN - 3] + "..."
+            self.append(f"{shown}: {why}")
+            return
+        self.num_more += 1
+        self[MAX_WARNINGS:] = [f"{self.num_more} more are not told"]
+
+    def reply(self) -> dict[str, list[str]]:
+        """The field `warnings` of a reply, if there are any."""
+        return {"warnings": self[:]} if self else {}
+
+
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A request's body. `warnings` is no field of it: no client can send them."""
 
     @property
-    def warnings(self) -> list[str]:
-        """What of the request was not honoured, one sentence each; for the reply."""
-        told: list[str] = self.__dict__.setdefault("warnings", [])
-        return told
+    def warnings(self) -> Warnings:
+        """What of the request is not honoured, for the reply."""
+        warnings: Warnings = self.__dict__.setdefault("warnings", Warnings())
+        return warnings
 
     def warn(self, field: str, why: str) -> None:
-        """Note that `field` was given and does nothing. Beyond `MAX_WARNINGS` the last line counts the rest."""
-        add_warning(self.warnings, field, why)
+        """Note that `field` is given and does nothing."""
+        self.warnings.add(field, why)
 
 
 T = TypeVar("T", bound=Body)
 
 
-def add_warning(warnings: list[str], field: str, why: str) -> None:
-    """Append "field: why" to a list that stays short."""
-    shown = field if len(field) <= _SHOWN else field[: _SHOWN - 3] + "..."
-    if len(warnings) < MAX_WARNINGS:
-        warnings.append(f"{shown}: {why}")
-        return
-    told = re.match(r"(\d+) more", warnings[-1])
-    if told:
-        warnings[-1] = f"{int(told[1]) + 1} more are not told"
-    else:
-        warnings.append("1 more are not told")
+def convert(
+    kind: type[T],
+    body: dict[str, Any],
+    ignored: Mapping[str, str] | None = None,
+    warnings: Warnings | None = None,
+) -> T:
+    """Return `body` as a `kind`; fields that no struct has, at any depth, are left out and end in `warnings`.
 
-
-def convert(kind: type[T], body: dict[str, Any], ignored: Mapping[str, str] | None = None) -> T:
-    """`body` as a `kind`; fields that no struct knows, at any depth, are left out and end in `warnings`.
-
-    `ignored` are fields of the API that do nothing here, each with the reason. Raises `RequestError` naming the
-    field, its value and what is allowed.
+    `ignored` are fields of the API that do nothing here, each with the reason; `warnings` are those that the request
+    has already. Raises `RequestError` naming the field, its value and what is allowed.
     """
-    warnings: list[str] = []
+    warnings = Warnings() if warnings is None else warnings
     for name, why in (ignored or {}).items():
         if body.get(name) is not None:
-            add_warning(warnings, name, f"ignored: {why}")
+            warnings.add(name, f"ignored: {why}")
     known = _known(kind, {name: value for name, value in body.items() if name not in (ignored or {})}, "", warnings)
     try:
         # Keys of JSON objects are strings, those of logit_bias too.
-        made = msgspec.convert(known, kind, str_keys=True)
+        request = msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _mistake(str(error), body) from error
     except OverflowError as error:
         raise RequestError("body", "an integer too large for a double", "finite numbers") from error
-    made.warnings.extend(warnings)
-    return made
+    request.__dict__["warnings"] = warnings
+    return request
 
 
 @functools.cache
@@ -100,7 +112,7 @@ def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
 
 
 def _pick(structs: tuple[type[msgspec.Struct], ...], value: dict[str, Any]) -> type[msgspec.Struct] | None:
-    """Which of the structs an object is; None if its tag says none of them, which is then refused."""
+    """Return the struct that an object is; None if its tag names none of them, which is then refused."""
     for struct in structs:
         config = struct.__struct_config__
         if config.tag_field is None or value.get(config.tag_field) == config.tag:
@@ -108,32 +120,32 @@ def _pick(structs: tuple[type[msgspec.Struct], ...], value: dict[str, Any]) -> t
     return None
 
 
-def _known(kind: type[msgspec.Struct], body: dict[str, Any], path: str, warnings: list[str]) -> dict[str, Any]:
+def _known(kind: type[msgspec.Struct], body: dict[str, Any], path: str, warnings: Warnings) -> dict[str, Any]:
     fields = _fields(kind)
     tag = kind.__struct_config__.tag_field
-    made = {}
+    known = {}
     for name, value in body.items():
         if name not in fields and name != tag:
             near = difflib.get_close_matches(name, fields, 1, 0.8) if len(warnings) < MAX_WARNINGS else []
             hint = f"; did you mean {path}{near[0]}?" if near else ""
-            add_warning(warnings, path + name, "unknown, and ignored" + hint)
+            warnings.add(path + name, "unknown, and ignored" + hint)
             continue
         structs = fields.get(name, ())
         if structs and isinstance(value, list):
             value = [_inner(structs, item, f"{path}{name}[{index}].", warnings) for index, item in enumerate(value)]
         elif structs:
             value = _inner(structs, value, f"{path}{name}.", warnings)
-        made[name] = value
-    return made
+        known[name] = value
+    return known
 
 
-def _inner(structs: tuple[type[msgspec.Struct], ...], value: Any, path: str, warnings: list[str]) -> Any:
+def _inner(structs: tuple[type[msgspec.Struct], ...], value: Any, path: str, warnings: Warnings) -> Any:
     kind = _pick(structs, value) if isinstance(value, dict) else None
     return value if kind is None else _known(kind, value, path, warnings)
 
 
 def _mistake(message: str, body: dict[str, Any]) -> RequestError:
-    """msgspec's complaint, told as field, value and what is allowed."""
+    """Return msgspec's complaint as an error that names field, value and what is allowed."""
     unknown = re.search(r"unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", message, re.DOTALL)
     if unknown:
         path = ".".join(part for part in (unknown[2], unknown[1]) if part)
@@ -164,9 +176,3 @@ def _at(body: Any, path: str) -> Any:
         else:
             return None
     return body
-
-
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """`error` with its field under the name that it has in the API that the client speaks."""
-    name = names.get(error.field)
-    return error if name is None else RequestError(name, error.value, error.bound, error.code)

@@ -1,14 +1,13 @@
-"""The bodies of OpenAI's POST routes, as structs, and how a JSON object becomes one: every field is known or told.
+"""The bodies of OpenAI's POST routes, as structs, and how a JSON object becomes one.
 
 Names are OpenAI's, and vLLM's for what OpenAI has not. A field without which the answer would be another
 (`UNSUPPORTED`) is accepted with its neutral value and refused with any other; one that changes no answer (`IGNORED`)
-and one that nobody knows are told in the reply's `warnings`. Ranges are not here but in `headrace.protocol.bounds`.
-Knows no HTTP; `serve.apis.openai.completions` is the caller.
+and one that is unknown end in the reply's `warnings`. Ranges are not here but in `headrace.protocol.bounds`.
+Knows no HTTP; `serve.apis.openai` is the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +15,7 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve.call.forms import form_of
-from headrace.serve.call.parsing import Body, add_warning, convert
+from headrace.serve.call.parsing import Body, Warnings, convert
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -197,49 +195,41 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
-PASSED_ON = frozenset(SamplingParams.__struct_fields__) & frozenset(Sampled.__struct_fields__)
+# Of these the form of the answer is left out, which has more ways to be said.
+PASSED_ON = (frozenset(SamplingParams.__struct_fields__) & frozenset(Sampled.__struct_fields__)) - {
+    "structured_outputs"
+}
 
 T = TypeVar("T", bound=Body)
 
 
 def parse(kind: type[T], body: dict[str, Any]) -> T:
-    """`body` as a `kind`. Raises `RequestError` naming the field, its value and what is allowed."""
-    told: list[str] = []
-    body = {name: value for name, value in body.items() if not _neutral(name, value, kind, told)}
-    made = convert(kind, body)
-    made.warnings[:0] = told
+    """Return `body` as a `kind`. Raises `RequestError` naming the field, its value and what is allowed."""
+    warnings = Warnings()
+    known = {name: value for name, value in body.items() if not _neutral(name, value, kind, warnings)}
+    request = convert(kind, known, warnings=warnings)
     for name in CHECKED_HERE:
-        value = getattr(made, name, None)
+        value = getattr(request, name, None)
         if value is not None:
             bounds.check(ROWS.get(name, name), value, name)
     for name in SIZES_CHECKED_HERE:
-        value = getattr(made, name, None)
+        value = getattr(request, name, None)
         if value is not None:
             bounds.check(name, value)
-    return made
+    return request
 
 
-def sampling_params(request: Sampled, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-    """The parameters of a request; what it does not give is taken from `defaults`, the model's own.
+def _neutral(name: str, value: Any, kind: type[Body], warnings: Warnings) -> bool:
+    """Whether a field may be passed over; adds to `warnings` if its value asks for something.
 
-    `more` overrides both. Raises `RequestError`.
-    """
-    given = {name: getattr(request, name) for name in PASSED_ON if getattr(request, name) is not None}
-    _, given["structured_outputs"] = form_of(request)
-    return SamplingParams(**{**defaults, **given, **more})
-
-
-def _neutral(name: str, value: Any, kind: type[Body], told: list[str]) -> bool:
-    """Whether a field may be passed over, telling in `told` if it asked for something.
-
-    Raises `RequestError` if passing it over would give another answer than was asked for.
+    Raises `RequestError` if passing it over would change the answer.
     """
     if not issubclass(kind, Sampled) or name in kind.__struct_fields__:
         return False
     if name in IGNORED:
         neutral, why = IGNORED[name]
         if value is not None and not _among(value, neutral):
-            add_warning(told, name, f"ignored: {why}")
+            warnings.add(name, f"ignored: {why}")
         return True
     if name not in UNSUPPORTED:
         return False

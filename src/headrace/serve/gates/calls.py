@@ -1,4 +1,4 @@
-"""`CallGate`, the outermost ASGI middleware: gives each call its `Call` and puts its X-Request-Id on the reply.
+"""`CallGate`, the outermost ASGI middleware: gives each call its `CallContext` and puts its X-Request-Id on the reply.
 
 It takes the caller's X-Request-Id if that can stand in a header (S-22), or draws one. Knows no routes and no requests.
 """
@@ -9,7 +9,7 @@ import re
 import uuid
 from typing import Any
 
-from headrace.engine.calls import REQUEST_ID, Call, answering
+from headrace.engine.context import REQUEST_ID, CallContext, answering
 from headrace.serve.gates.limits import Scope
 
 HEADER = b"x-request-id"
@@ -18,7 +18,7 @@ _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
 
 
 class CallGate:
-    """Gives every call its `Call`, and every reply its X-Request-Id."""
+    """Gives every call its `CallContext`, and every reply its X-Request-Id."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -27,31 +27,32 @@ class CallGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = call_of(scope)
+        context = context_of(scope)
 
         async def sending(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
                 if all(name != HEADER for name, _ in headers):
-                    message["headers"] = [*headers, (HEADER, call.call_id.encode())]
+                    message["headers"] = [*headers, (HEADER, context.call_id.encode())]
             await send(message)
 
-        with answering(call):
+        with answering(context):
             await self._app(scope, receive, sending)
 
 
-def call_of(scope: Scope) -> Call:
-    """The call that an ASGI scope describes. A header that is malformed or given twice is as if it were not there."""
-    found: dict[bytes, list[str]] = {}
+def context_of(scope: Scope) -> CallContext:
+    """Return the context of the call that an ASGI scope describes. A header that is malformed or given twice is left
+    out."""
+    headers: dict[bytes, list[str]] = {}
     for name, value in scope["headers"]:
         if name in (HEADER, b"traceparent", b"tracestate"):
-            found.setdefault(name, []).append(value.decode("latin-1"))
-    given = [text for text in found.get(HEADER, ()) if REQUEST_ID.fullmatch(text)]
-    parents = [text for text in found.get(b"traceparent", ()) if _TRACEPARENT.fullmatch(text)]
+            headers.setdefault(name, []).append(value.decode("latin-1"))
+    ids = [text for text in headers.get(HEADER, ()) if REQUEST_ID.fullmatch(text)]
+    parents = [text for text in headers.get(b"traceparent", ()) if _TRACEPARENT.fullmatch(text)]
     trace = {}
-    if len(parents) == 1 and len(found[b"traceparent"]) == 1:
+    if len(parents) == 1 and len(headers[b"traceparent"]) == 1:
         trace["traceparent"] = parents[0]
-        states = ",".join(found.get(b"tracestate", ()))
+        states = ",".join(headers.get(b"tracestate", ()))
         if _TRACESTATE.fullmatch(states):
             trace["tracestate"] = states
-    return Call(given[0] if given else str(uuid.uuid4()), bool(given), scope["path"], trace)
+    return CallContext(ids[0] if ids else str(uuid.uuid4()), bool(ids), scope["path"], trace)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from headrace.protocol import bounds
@@ -14,40 +16,66 @@ _NAME = re.compile(r"[\w.:/-]{1,256}")
 Mode = Literal["none", "auto", "required"]
 
 
+class ToolFields(NamedTuple):
+    """What an API calls the fields of a tool, and the name in `tool_choice`; for errors. The defaults are those of
+    OpenAI's chat completions."""
+
+    name: str = "function.name"
+    description: str = "function.description"
+    strict: str = "function.strict"
+    parameters: str = "function.parameters"
+    chosen: str = "tool_choice.function.name"
+
+
 class ToolUse(NamedTuple):
     """`tools` as the template is to show them, and the schemas of their parameters by name. With `mode` "required" the
-    answer is one call or more, of one of `schemas`; without `parallel` it is one at most."""
+    answer is one call or more, of one of `schemas`; without `parallel` it is one at most. `names` are the names of the
+    schemas in the request, by tool: `tools[2].function.parameters`."""
 
     tools: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
     mode: Mode
     parallel: bool
+    names: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
-    def of(cls, tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool) -> ToolUse:
-        """Raises `RequestError`."""
+    def of(
+        cls,
+        tools: list[dict[str, Any]] | None,
+        choice: str | dict[str, Any] | None,
+        parallel: bool,
+        fields: ToolFields = ToolFields(),
+        allowed: Container[object] | None = None,
+    ) -> ToolUse:
+        """Tools in OpenAI's form, checked. `allowed`: names of tools; the others are left out. Raises `RequestError`,
+        which speaks of `fields`."""
         bounds.check("tools", tools or [])
-        read = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or [])]
+        read = [_tool(tool, f"tools[{place}]", fields) for place, tool in enumerate(tools or [])]
         schemas: dict[str, dict[str, Any]] = {}
+        names: dict[str, str] = {}
         for place, tool in enumerate(read):
             name = tool["function"]["name"]
             if name in schemas:
-                raise RequestError(f"tools[{place}].function.name", name, "a name that no other tool has")
+                raise RequestError(f"tools[{place}].{fields.name}", name, "a name that no other tool has")
             schemas[name] = tool["function"]["parameters"]
-        mode, named = _choice(choice, schemas)
+            names[name] = f"tools[{place}].{fields.parameters}"
+        if allowed is not None:
+            read = [tool for tool in read if tool["function"]["name"] in allowed]
+            schemas = {name: schema for name, schema in schemas.items() if name in allowed}
+        mode, chosen = _choice(choice, schemas, fields)
         if mode == "required" and not schemas:
             raise RequestError("tools", [], "given, for tool_choice asks for a call")
-        if named is not None and mode == "required":
-            schemas = {name: schemas[name] for name in named}
+        if chosen is not None and mode == "required":
+            schemas = {name: schemas[name] for name in chosen}
         if mode == "none":
             return cls([], {}, mode, parallel)
         if isinstance(choice, dict) and "allowed_tools" in choice:
-            read = [tool for tool in read if named is None or tool["function"]["name"] in named]
+            read = [tool for tool in read if chosen is None or tool["function"]["name"] in chosen]
         single = isinstance(choice, dict) and choice.get("type") == "function"
-        return cls(read, schemas, mode, parallel and not single)
+        return cls(read, schemas, mode, parallel and not single, names)
 
 
-def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], field: str, fields: ToolFields) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise RequestError(f"{field}.type", tool.get("type"), "function: there are no other tools here")
     function = tool.get("function")
@@ -55,24 +83,26 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
         raise RequestError(f"{field}.function", function, "an object with name, description and parameters")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(f"{field}.function.name", name, "1 to 256 letters, digits or any of _ . : / -")
+        raise RequestError(f"{field}.{fields.name}", name, "1 to 256 letters, digits or any of _ . : / -")
     if not isinstance(function.get("description", ""), str | None):
-        raise RequestError(f"{field}.function.description", function["description"], "a string")
+        raise RequestError(f"{field}.{fields.description}", function["description"], "a string")
     if not isinstance(function.get("strict", False), bool | None):
-        raise RequestError(f"{field}.function.strict", function["strict"], "true or false")
+        raise RequestError(f"{field}.{fields.strict}", function["strict"], "true or false")
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise RequestError(f"{field}.function.parameters", parameters, "a JSON schema: an object")
+        raise RequestError(f"{field}.{fields.parameters}", parameters, "a JSON schema: an object")
     if parameters.get("type", "object") != "object":
-        raise RequestError(f"{field}.function.parameters.type", parameters["type"], "object: arguments have names")
+        raise RequestError(f"{field}.{fields.parameters}.type", parameters["type"], "object: arguments have names")
     if not isinstance(parameters.get("properties", {}), dict):
-        raise RequestError(f"{field}.function.parameters.properties", parameters["properties"], "an object")
+        raise RequestError(f"{field}.{fields.parameters}.properties", parameters["properties"], "an object")
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _choice(choice: str | dict[str, Any] | None, schemas: dict[str, dict[str, Any]]) -> tuple[Mode, list[str] | None]:
+def _choice(
+    choice: str | dict[str, Any] | None, schemas: dict[str, dict[str, Any]], fields: ToolFields
+) -> tuple[Mode, list[str] | None]:
     """The mode, and the tools that are chosen from, if not all."""
     match choice:
         case None:
@@ -80,7 +110,7 @@ def _choice(choice: str | dict[str, Any] | None, schemas: dict[str, dict[str, An
         case "none" | "auto" | "required":
             return choice if schemas or choice == "required" else "none", None
         case {"type": "function", "function": {"name": str(name)}}:
-            return "required", [_known(name, schemas, "tool_choice.function.name")]
+            return "required", [_known(name, schemas, fields.chosen)]
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
             names = []
             for place, tool in enumerate(tools):

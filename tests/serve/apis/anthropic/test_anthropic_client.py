@@ -16,7 +16,7 @@ from tests.support.server import HTTP, Live, brittle, inproc
 from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.anthropic.reply import MessagesAnswer
 from headrace.serve.apis.anthropic.request import MessagesRequest
-from headrace.serve.call.parsing import convert
+from headrace.serve.call.parsing import Warnings, convert
 from headrace.text.parts import Content, Part, Reasoning, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
@@ -265,7 +265,7 @@ class Scripted:
         )
         self.id = "chatcmpl-1"
         self.generation = SimpleNamespace(states=[state])
-        self.request = SimpleNamespace(warnings=[])
+        self.request = SimpleNamespace(warnings=Warnings())
         self._parts = parts
 
     async def parts(self) -> AsyncIterator[tuple[int, list[Part]]]:

@@ -17,9 +17,10 @@ from tests.support import fake
 from tests.support.server import HTTP, Live, child, inproc
 
 from headrace.protocol.config import ServerConfig
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.apis.openai.responses_events import Output
-from headrace.serve.apis.openai.responses_input import chat_body, input_items, messages_of, read
+from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.text.parts import Content, Reasoning, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
@@ -206,7 +207,7 @@ def test_S_08_an_id_is_never_a_path(live: Live, path: str) -> None:
 
 def test_truncation_auto_drops_the_oldest(client: openai.OpenAI) -> None:
     items: ResponseInputParam = [{"role": "user", "content": f"{i}" * 300} for i in range(12)]
-    with pytest.raises(openai.BadRequestError, match="prompt"):
+    with pytest.raises(openai.BadRequestError, match="input: "):
         client.responses.create(model="fake", input=items, max_output_tokens=4)
     made = client.responses.create(model="fake", input=items, max_output_tokens=4, truncation="auto")
     assert made.usage is not None
@@ -279,7 +280,8 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Rain."}]},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
-    messages = messages_of("You help.", items)
+    named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
+    messages = [message.template_form("string") for message in messages_of("You help.", named)]
     assert messages[0] == {"role": "system", "content": "You help.\n\nBe brief."}
     assert messages[1] == {"role": "user", "content": "Weather?"}
     assert messages[2]["reasoning_content"] == "Ask."
@@ -289,10 +291,10 @@ def test_items_become_messages() -> None:
     assert messages[5:] == [{"role": "assistant", "content": "Rain."}, {"role": "assistant", "content": "No."}]
 
 
-def test_fields_become_a_chat_s() -> None:
+def test_fields_become_a_call_s() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
     other = {"type": "function", "name": "g", "parameters": {"type": "object"}}
-    request, more = read(
+    request, shared = read(
         {
             "input": "x", "tools": [tool, other], "max_output_tokens": 9, "top_k": 3, "min_p": 0.1,
             "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
@@ -300,21 +302,18 @@ def test_fields_become_a_chat_s() -> None:
             "reasoning": {"effort": "low"},
         }
     )  # fmt: skip
-    assert more == {"top_k": 3, "min_p": 0.1}
-    body = chat_body(request, input_items(request, "1"), more)
-    assert body["tools"] == [
+    call = chat_call(request, shared)
+    assert call.tools.tools == [
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     ]
-    assert body["tool_choice"] == "required"
-    assert body["max_completion_tokens"] == 9
-    assert body["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}, "strict": True}
-    assert body["reasoning_effort"] == "low"
-    assert body["top_k"] == 3
-    assert body["messages"] == [{"role": "user", "content": "x"}]
-    named, _ = read({"input": "x", "tools": [tool], "tool_choice": {"type": "function", "name": "f"}})
-    assert chat_body(named, [], {})["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert (call.tools.mode, list(call.tools.schemas)) == ("required", ["f"])
+    assert call.sampling == {"max_tokens": 9, "top_k": 3, "min_p": 0.1}
+    assert call.form == StructuredOutputs(json={"type": "object"})
+    assert call.reasoning_effort == "low"
+    chosen = chat_call(*read({"input": "x", "tools": [tool, other], "tool_choice": {"type": "function", "name": "f"}}))
+    assert (chosen.tools.mode, list(chosen.tools.schemas), chosen.tools.parallel) == ("required", ["f"], False)
     with pytest.raises(RequestError, match="tool_choice"):
-        chat_body(read({"input": "x", "tools": [tool], "tool_choice": {"type": "mcp"}})[0], [], {})
+        chat_call(*read({"input": "x", "tools": [tool], "tool_choice": {"type": "mcp"}}))
 
 
 def test_a_broken_engine_is_told_as_an_event(tokenizer: Tokenizer) -> None:

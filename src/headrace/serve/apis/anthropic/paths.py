@@ -7,41 +7,33 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.anthropic.errors import failure, refuse
 from headrace.serve.apis.anthropic.reply import MessagesAnswer, event
-from headrace.serve.apis.anthropic.request import IGNORED, NAMES, CountTokensRequest, MessagesRequest, chat_body
-from headrace.serve.apis.openai.completions import OpenAI
-from headrace.serve.call.parsing import convert, renamed
+from headrace.serve.apis.anthropic.request import IGNORED, CountTokensRequest, MessagesRequest, chat_call
+from headrace.serve.call.parsing import convert
 from headrace.serve.call.reply_forms import MessageReply, TokenCount
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 
 
-def add_routes(app: FastAPI, api: OpenAI) -> None:
+def add_routes(app: FastAPI, model: ServedModel) -> None:
     """Add `/v1/messages` and `/v1/messages/count_tokens`."""
 
     async def messages(request: Request) -> Any:
         """Anthropic's Messages."""
-        asked = convert(MessagesRequest, await routing.body(request), IGNORED)
-        try:
-            answer = await api.chat(chat_body(asked))
-        except RequestError as error:
-            raise renamed(error, NAMES) from error
-        made = MessagesAnswer(answer, asked, api.front.info.block_size)
-        headers = {"request-id": made.id}
-        return await routing.deliver(request, made, failure=lambda error: event(failure(error)), headers=headers)
+        body = convert(MessagesRequest, await routing.body(request), IGNORED)
+        answer = MessagesAnswer(await model.chat(chat_call(body)), body, model.front.info.block_size)
+        headers = {"request-id": answer.id}
+        return await routing.deliver(request, answer, failure=lambda error: event(failure(error)), headers=headers)
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens a message's prompt has."""
-        asked = convert(CountTokensRequest, await routing.body(request), IGNORED)
-        try:
-            _, token_ids = await api.chat_prompt(chat_body(asked))
-        except RequestError as error:
-            raise renamed(error, NAMES) from error
-        return json_response(
-            {"input_tokens": len(token_ids)} | ({"warnings": asked.warnings} if asked.warnings else {})
-        )
+        body = convert(CountTokensRequest, await routing.body(request), IGNORED)
+        call = chat_call(body)
+        warnings = body.warnings.reply()
+        _, token_ids = await model.chat_prompt(call)
+        return json_response({"input_tokens": len(token_ids)} | warnings)
 
     routing.post(
         app, "/v1/messages", messages, refuse, takes=MessagesRequest, gives=MessageReply, streams="text/event-stream"

@@ -7,10 +7,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.serve.apis.anthropic.request import NAMES, MessagesRequest, marks_cache
-from headrace.serve.call.chat_answer import ChatAnswer
-from headrace.serve.call.parsing import add_warning
-from headrace.serve.call.translation import arguments_object
+from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
+from headrace.serve.call.chat_answer import ChatAnswer, arguments_object
 from headrace.text.parts import Content, Part, Reasoning
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -82,11 +80,7 @@ class MessagesAnswer:
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._request.model}
-        warnings = [*self._request.warnings]
-        for told in self._answer.request.warnings:
-            field, _, why = told.partition(": ")
-            add_warning(warnings, NAMES.get(field, field), why)
-        return head | {"content": content} | ({"warnings": warnings} if warnings else {})
+        return head | {"content": content} | self._answer.request.warnings.reply()
 
     def _ending(self) -> dict[str, Any]:
         finish = self._state.finish

@@ -1,16 +1,22 @@
-"""The bodies of Anthropic's requests, and how they become a chat.
+"""The bodies of Anthropic's requests, and the `ChatCall` that each becomes.
 
-What the API has and headrace has not is refused or listed in `warnings`.
+What the API has and headrace has not is refused or listed in `warnings`. Called by the routes in `paths`; knows no
+HTTP.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
+from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body
+from headrace.text.templates import Message, ToolCall
+from headrace.text.tools.choice import ToolFields, ToolUse
 
 IGNORED = {
     "service_tier": "there is one tier",
@@ -19,17 +25,20 @@ IGNORED = {
     "container": "there are no containers",
     "diagnostics": "usage tells what the cache had",
 }
-# What OpenAI's chat calls otherwise, for the errors of the parts below.
-NAMES = {
+# The engine's fields, and those of this API that set them.
+SPELLING = {
     "stop": "stop_sequences",
     "thinking_token_budget": "thinking.budget_tokens",
-    "response_format": "output_config",
+    "structured_outputs": "output_config",
     "reasoning_effort": "output_config.effort",
+    "prompt": "messages",
 }
+TOOL_FIELDS = ToolFields("name", "description", "strict", "input_schema", "tool_choice.name")
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    # A mark for a cache that must be asked; headrace's caches every prompt.
+    # A mark for a cache that caches on demand; headrace's caches every prompt.
     cache_control: dict[str, Any] | None = None
 
 
@@ -73,7 +82,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
 Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -116,7 +125,7 @@ class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Message]
+    messages: list[Turn]
     # Images are refused; as one of two kinds a block must say which it is.
     system: str | list[TextBlock | ImageBlock] | None = None
     tools: list[Tool] | None = None
@@ -138,112 +147,105 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     metadata: Metadata | None = None
 
 
-def chat_body(request: CountTokensRequest) -> dict[str, Any]:
-    """The chat of OpenAI's that a request asks for. Raises `RequestError`; may add to the request's warnings."""
-    messages = [{"role": "system", "content": _system(request.system)}] if request.system else []
-    for index, message in enumerate(request.messages):
-        messages += _messages(message, f"messages[{index}]", request)
-    body: dict[str, Any] = {"model": request.model, "messages": messages}
-    if request.messages and request.messages[-1].role == "assistant":
-        # A prefill: the answer goes on from the client's own beginning of it.
-        body |= {"continue_final_message": True, "add_generation_prompt": False}
-    if request.tools:
-        body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
-    if request.tool_choice is not None:
-        body |= _tool_choice(request.tool_choice)
-    thinking = request.thinking
-    if thinking is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
-        if thinking.type == "enabled" and thinking.budget_tokens is None:
+def chat_call(request: CountTokensRequest) -> ChatCall:
+    """Return the chat that a request asks for. Raises `RequestError`; may add to the request's warnings."""
+    messages = [Message(role="system", content=_system(request.system))] if request.system else []
+    for index, turn in enumerate(request.messages):
+        messages += _messages(turn, f"messages[{index}]", request)
+    sampling: dict[str, Any] = {}
+    thinking, output = request.thinking, request.output_config
+    if thinking is not None and thinking.type == "enabled":
+        if thinking.budget_tokens is None:
             raise RequestError("thinking.budget_tokens", None, "given with type enabled")
-        if thinking.type == "enabled":
-            body["thinking_token_budget"] = thinking.budget_tokens
-    if request.output_config is not None and request.output_config.format is not None:
-        schema = {"name": "output", "schema": request.output_config.format.schema, "strict": True}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if request.output_config is not None and request.output_config.effort is not None:
-        effort = request.output_config.effort
-        body["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        sampling["thinking_token_budget"] = thinking.budget_tokens
+    form = effort = None
+    if output is not None and output.format is not None:
+        with spelled(SPELLING):
+            form = StructuredOutputs(json=output.format.schema)
+    if output is not None and output.effort is not None:
+        effort = "xhigh" if output.effort == "max" else output.effort
     if isinstance(request, MessagesRequest):
-        names = {"max_tokens": "max_tokens", "stop_sequences": "stop", "stream": "stream"}
-        names |= {name: name for name in ("temperature", "top_p", "top_k")}
-        for theirs, ours in names.items():
-            if getattr(request, theirs) is not None:
-                body[ours] = getattr(request, theirs)
-        if request.metadata is not None and request.metadata.user_id is not None:
-            body["user"] = request.metadata.user_id
-    return body
+        values = {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        values["stop"] = request.stop_sequences
+        sampling |= {name: value for name, value in values.items() if value is not None}
+    return ChatCall(
+        model=request.model,
+        messages=messages,
+        tools=_tool_use(request),
+        sampling=sampling,
+        form=form,
+        reasoning_effort=effort,
+        template_variables={} if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+        # A prefill: the answer goes on from the client's own beginning of it.
+        continue_final_message=bool(request.messages) and request.messages[-1].role == "assistant",
+        stream=isinstance(request, MessagesRequest) and bool(request.stream),
+        warnings=request.warnings,
+        spelling=SPELLING,
+    )
 
 
-def _messages(message: Message, field: str, request: CountTokensRequest) -> list[dict[str, Any]]:
-    """One turn as OpenAI's messages: results of tools are messages of their own there."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    made: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
-    calls: list[dict[str, Any]] = []
+def _messages(turn: Turn, field: str, request: CountTokensRequest) -> list[Message]:
+    """Return one turn as messages: to templates, results of tools are messages of their own."""
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    messages: list[Message] = []
+    texts: list[str] = []
+    calls: list[ToolCall] = []
     reasoning = ""
-    for index, block in enumerate(message.content):
+    for index, block in enumerate(turn.content):
         where = f"{field}.content[{index}]"
         if isinstance(block, TextBlock):
-            texts.append(block)
+            texts.append(block.text)
         elif isinstance(block, ToolResultBlock):
-            if message.role != "user":
+            if turn.role != "user":
                 raise RequestError(f"{where}.type", "tool_result", "in a message of the user's")
-            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, where)})
+            extra = {"tool_call_id": block.tool_use_id}
+            messages.append(Message(role="tool", content=_result(block, where), extra=extra))
         elif isinstance(block, ImageBlock | DocumentBlock):
             raise _no_text(where, block)
-        elif message.role != "assistant":
+        elif turn.role != "assistant":
             raise RequestError(f"{where}.type", _tag(block), "in a message of the assistant's")
         elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append(ToolCall.of(block.id, block.name, block.input, f"{where}.input"))
         elif isinstance(block, ThinkingBlock):
             reasoning += block.thinking
         else:
             request.warn(where, "ignored: redacted thinking of another server can not be read here")
     if not texts and not calls and not reasoning:
-        if not made and message.role == "assistant":
+        if not messages and turn.role == "assistant":
             raise RequestError(f"{field}.content", [], "at least one block that can be read")
-        return made or [{"role": message.role, "content": ""}]
-    turn: dict[str, Any] = {"role": message.role, "content": _text(texts) if texts else None}
-    turn |= {"tool_calls": calls} if calls else {}
-    turn |= {"reasoning_content": reasoning} if reasoning else {}
-    return [*made, turn]
+        return messages or [Message(role=turn.role, content="")]
+    content = _text(texts) if texts else None
+    return [*messages, Message(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls)]
 
 
-def _text(content: str | list[TextBlock]) -> str | list[dict[str, Any]]:
-    """Text, or texts as parts, which the model's template puts together."""
-    if isinstance(content, str):
-        return content
-    if len(content) == 1:
-        return content[0].text
-    return [{"type": "text", "text": block.text} for block in content]
+def _text(texts: list[str]) -> str | list[str]:
+    """One text, or several, which the model's template puts together."""
+    return texts[0] if len(texts) == 1 else texts
 
 
-def _system(content: str | list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    for index, block in enumerate(content):
-        if not isinstance(block, TextBlock):
-            raise _no_text(f"system[{index}]", block)
-    return _text([block for block in content if isinstance(block, TextBlock)])
+def _system(content: str | list[TextBlock | ImageBlock]) -> str | list[str]:
+    return content if isinstance(content, str) else _text(_texts(content, "system"))
 
 
-def _result(block: ToolResultBlock, field: str) -> str | list[dict[str, Any]]:
+def _result(block: ToolResultBlock, field: str) -> str | list[str]:
     """What a tool gave; that it failed is said in words, for chat templates have no mark for it."""
     content = block.content or ""
     failed = "Error: " if block.is_error else ""
     if isinstance(content, str):
         return failed + content
-    for index, inner in enumerate(content):
-        if not isinstance(inner, TextBlock):
-            raise _no_text(f"{field}.content[{index}]", inner)
-    texts = [inner for inner in content if isinstance(inner, TextBlock)]
-    parts = [{"type": "text", "text": inner.text} for inner in texts]
-    if failed:
-        parts.insert(0, {"type": "text", "text": failed})
-    return parts or failed
+    texts = _texts(content, f"{field}.content")
+    return [failed, *texts] if failed else texts
+
+
+def _texts(blocks: Sequence[Block], field: str) -> list[str]:
+    """The texts of blocks that must be nothing else. Raises `RequestError`."""
+    texts = []
+    for index, block in enumerate(blocks):
+        if not isinstance(block, TextBlock):
+            raise _no_text(f"{field}[{index}]", block)
+        texts.append(block.text)
+    return texts
 
 
 def _tag(block: msgspec.Struct) -> str:
@@ -252,6 +254,18 @@ def _tag(block: msgspec.Struct) -> str:
 
 def _no_text(field: str, block: msgspec.Struct) -> RequestError:
     return RequestError(f"{field}.type", _tag(block), "text: the models served here read nothing else")
+
+
+def _tool_use(request: CountTokensRequest) -> ToolUse:
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or [])]
+    wish, choice, parallel = request.tool_choice, None, True
+    if wish is not None:
+        if wish.type == "tool" and wish.name is None:
+            raise RequestError("tool_choice.name", None, "given with type tool")
+        named = {"type": "function", "function": {"name": wish.name}}
+        choice = named if wish.type == "tool" else TOOL_CHOICES[wish.type]
+        parallel = not wish.disable_parallel_tool_use
+    return ToolUse.of(tools, choice, parallel, TOOL_FIELDS)
 
 
 def _tool(tool: Tool, field: str) -> dict[str, Any]:
@@ -263,19 +277,6 @@ def _tool(tool: Tool, field: str) -> dict[str, Any]:
     function |= {} if tool.description is None else {"description": tool.description}
     function |= {} if tool.strict is None else {"strict": tool.strict}
     return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
-    body: dict[str, Any] = {}
-    if choice.type == "tool":
-        if choice.name is None:
-            raise RequestError("tool_choice.name", None, "given with type tool")
-        body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    else:
-        body["tool_choice"] = {"auto": "auto", "any": "required", "none": "none"}[choice.type]
-    if choice.disable_parallel_tool_use is not None:
-        body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return body
 
 
 def marks_cache(request: CountTokensRequest) -> bool:

@@ -11,15 +11,15 @@ from headrace.serve import routing
 from headrace.serve.apis.llama_server.errors import UnservedError, refuse
 from headrace.serve.apis.llama_server.request import EmbeddingRequest, LlamaCompletionRequest, TemplateRequest
 from headrace.serve.apis.llama_server.service import LlamaServer
-from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.call import reply_forms
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 from headrace.serve.gates.streams import until_gone
 
 
-def add_routes(app: FastAPI, api: OpenAI) -> None:
+def add_routes(app: FastAPI, model: ServedModel) -> None:
     """Add llama-server's own routes."""
-    llama = LlamaServer(api)
+    llama = LlamaServer(model)
 
     async def completion(request: Request) -> Any:
         """llama-server's completion."""

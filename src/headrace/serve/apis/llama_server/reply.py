@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
-from headrace.serve.call import replies, translation
+from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
+from headrace.serve.call import llama_options, replies
 from headrace.serve.call.answers import CompletionAnswer, event
-from headrace.serve.call.parsing import Body
 from headrace.text.outputs import RequestState
-
-
-class Asked(Protocol):
-    """The fields of a request that shape its reply."""
-
-    stream: bool | None
-    n_probs: int | None
-    return_tokens: bool | None
-    timings_per_token: bool | None
-    response_fields: list[str] | None
 
 
 class Results:
     """A call's results. Read them once, by `whole` or by `events`.
 
     Args:
-        many: several prompts were asked for, so that the reply is a list.
+        many: the request has several prompts, so that the reply is a list.
     """
 
-    def __init__(self, answer: CompletionAnswer, asked: Any, model: str, many: bool) -> None:
+    def __init__(self, answer: CompletionAnswer, request: LlamaCompletionRequest, model: str, many: bool) -> None:
         self._answer = answer
-        self._asked: Asked = asked
-        self._body: Body = asked
+        self._request = request
         self._model = model
         self._many = many
         self._told = [0] * len(answer.generation.states)
         self.id = answer.id
-        self.stream = bool(asked.stream)
+        self.stream = bool(request.stream)
 
     def close(self) -> None:
         self._answer.close()
@@ -53,21 +42,21 @@ class Results:
         results = []
         for place, state in enumerate(generation.states):
             result = self._result(place, state) | {"content": state.text}
-            result["tokens"] = list(state.token_ids) if self._asked.return_tokens else []
+            result["tokens"] = list(state.token_ids) if self._request.return_tokens else []
             results.append(self._chosen(result | self._probabilities(place, state)))
         return results if self._many else results[0]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Parts of the results, the last one of each with "stop": true. Raises what the engine failed with."""
         generation = self._answer.generation
-        warned = translation.warnings(self._body, self._answer)
+        warned = self._answer.request.warnings.reply()
         async with generation:
             async for pieces in generation:
                 for place, piece in pieces:
                     state = generation.states[place]
                     part = {"index": place, "content": piece.text, "tokens": list(piece.token_ids)}
                     part |= {"stop": False, "id_slot": -1} | self._counts(state) | self._probabilities(place, state)
-                    if self._asked.timings_per_token:
+                    if self._request.timings_per_token:
                         part["timings"] = replies.timings([[state]])
                     if piece.token_ids or piece.text:
                         yield event(part | warned)
@@ -105,11 +94,11 @@ class Results:
             "stopping_word": word,
             "tokens_cached": len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
             "timings": replies.timings([[state]]),
-        } | (translation.warnings(self._body, self._answer) if not self.stream else {})
+        } | (self._answer.request.warnings.reply() if not self.stream else {})
 
     def _probabilities(self, place: int, state: RequestState) -> dict[str, Any]:
         """Those of the tokens that came since this was last asked."""
-        if not self._asked.n_probs:
+        if not self._request.n_probs:
             return {}
         entries = state.logprobs[self._told[place] :]
         self._told[place] = len(state.logprobs)
@@ -127,10 +116,10 @@ class Results:
 
     def _chosen(self, result: dict[str, Any]) -> dict[str, Any]:
         """The fields that `response_fields` names, "a/b" for b within a; all, if it is not given."""
-        if self._asked.response_fields is None:
+        if self._request.response_fields is None:
             return result
         made: dict[str, Any] = {}
-        for path in self._asked.response_fields:
+        for path in self._request.response_fields:
             value: Any = result
             names = path.split("/")
             for name in names:
@@ -143,7 +132,7 @@ class Results:
 def settings(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters under llama-server's names."""
     stop: Sequence[str] = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    same = (name for name in translation.SAME if name not in ("stop", "samplers", "repeat_last_n"))
+    same = (name for name in llama_options.SAME if name not in ("stop", "samplers", "repeat_last_n"))
     values = {name: getattr(params, name) for name in same}
     finite = {name: value for name, value in values.items() if not isinstance(value, float) or math.isfinite(value)}
     return finite | {

@@ -22,9 +22,8 @@ IGNORED = {
     "backend_sampling": "sampling is where it is",
     "penalize_nl": "penalties know no newline",
 }
-# What forms an answer, under either name of this server's.
-FORMS = {"structured_outputs.grammar": "grammar", "structured_outputs.json": "json_schema"}
 MAX_PIECES = 64
+MAX_PROMPTS = 256
 
 
 class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -97,6 +96,6 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
     embd_normalize: int | None = None
 
 
-def _are_many(prompt: str | list[Any]) -> bool:
+def are_many(prompt: str | list[Any]) -> bool:
     """A list is one prompt if it has a token id in it, and else a list of prompts."""
     return isinstance(prompt, list) and not any(isinstance(piece, int) for piece in prompt)

@@ -6,110 +6,122 @@ wherever it runs, so `/slots` shows places and no request can name one.
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
-import msgspec
-
 from headrace import __version__
+from headrace.protocol import bounds
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve.apis.llama_server.errors import NoSlotError
 from headrace.serve.apis.llama_server.reply import Results, settings
 from headrace.serve.apis.llama_server.request import (
-    FORMS,
     IGNORED,
     MAX_PIECES,
+    MAX_PROMPTS,
     EmbeddingRequest,
     LlamaCompletionRequest,
     TemplateRequest,
-    _are_many,
+    are_many,
 )
-from headrace.serve.apis.openai.completions import OpenAI
-from headrace.serve.apis.openai.embeddings import Embeddings
-from headrace.serve.call import translation
+from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.embedding import vectors
+from headrace.serve.call.llama_options import sampling_of, spelling_of
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.schema import TokenizeRequest
+from headrace.serve.call.service import ServedModel
+from headrace.text.templates import read_messages
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools.choice import ToolUse
+
+TOKEN_ID = re.compile("-?[0-9]{1,20}")
 
 
 class LlamaServer:
     """The routes without HTTP."""
 
-    def __init__(self, api: OpenAI) -> None:
-        self.api = api
-        self.embeddings = Embeddings(api)
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
 
     async def completion(self, body: dict[str, Any]) -> Results:
         """POST /completion."""
-        asked = convert(LlamaCompletionRequest, body, IGNORED)
-        prompts = await self._prompts(asked.prompt)
-        made = {"model": asked.model, "stream": bool(asked.stream)} | translation.sampling(asked)
-        if asked.max_tokens is not None and asked.n_predict is None:
-            made["max_tokens"] = asked.max_tokens
-        # Without a length an answer may fill the context; at least one, so that a prompt without room is told so.
-        room = self.api.front.info.max_model_len - max(len(token_ids) for token_ids in prompts)
-        made.setdefault("max_tokens", max(room, 1))
-        if asked.n_probs:
-            made["logprobs"] = asked.n_probs
-        if asked.post_sampling_probs:
-            asked.warn("post_sampling_probs", "ignored: probabilities are the model's, before samplers")
-        if asked.cache_prompt is False:
-            made["cache_salt"] = secrets.token_hex(16)
-        if asked.logit_bias is not None:
-            made["logit_bias"] = await self._logit_bias(asked.logit_bias)
-        if asked.grammar and asked.json_schema is not None:
+        request = convert(LlamaCompletionRequest, body, IGNORED)
+        answer = await self.model.complete(await self._call(request))
+        return Results(answer, request, self.model.name, many=are_many(request.prompt))
+
+    async def _call(self, request: LlamaCompletionRequest) -> TextCall:
+        prompts = await self._prompts(request.prompt)
+        sampling = sampling_of(request)
+        spelling = spelling_of()
+        if request.n_predict is not None:
+            spelling["max_tokens"] = "n_predict"
+        elif request.max_tokens is not None:
+            sampling["max_tokens"] = request.max_tokens
+        if request.n_probs:
+            sampling["logprobs"] = request.n_probs
+            spelling["logprobs"] = "n_probs"
+        if request.post_sampling_probs:
+            request.warn("post_sampling_probs", "ignored: probabilities are the model's, before samplers")
+        if request.logit_bias is not None:
+            sampling["logit_bias"] = await self._logit_bias(request.logit_bias)
+        if request.grammar and request.json_schema is not None:
             raise RequestError("grammar", "given", "left out when there is a json_schema")
-        if asked.grammar:
-            made["structured_outputs"] = {"grammar": asked.grammar}
-        elif asked.json_schema is not None:
-            made["structured_outputs"] = {"json": asked.json_schema}
-        form = "grammar" if asked.grammar else "json_schema"
-        names = FORMS | {"structured_outputs": form, "logprobs": "n_probs"}
-        if asked.n_predict is not None:
-            names["max_tokens"] = "n_predict"
-        with translation.told_as(names):
-            answer = await self.api.completion(made | {"prompt": prompts})
-        return Results(answer, asked, self.api.model, many=_are_many(asked.prompt))
+        form = None
+        spelling["structured_outputs"] = "grammar" if request.grammar else "json_schema"
+        with spelled(spelling):
+            if request.grammar:
+                form = StructuredOutputs(grammar=request.grammar)
+            elif request.json_schema is not None:
+                form = StructuredOutputs(json=request.json_schema)
+        return TextCall(
+            model=request.model,
+            prompts=list(prompts),
+            # Without a length an answer may fill the context.
+            fills_context=True,
+            sampling=sampling,
+            form=form,
+            stream=bool(request.stream),
+            cache_salt=secrets.token_hex(16) if request.cache_prompt is False else "",
+            warnings=request.warnings,
+            spelling=spelling,
+        )
 
     async def _prompts(self, prompt: str | list[Any], field: str = "prompt") -> list[list[int]]:
-        given = prompt if _are_many(prompt) else [prompt]
-        if not given or len(given) > 256:
-            raise RequestError(field, len(given), "1 to 256 prompts")
+        prompts = prompt if are_many(prompt) else [prompt]
+        if not prompts or len(prompts) > MAX_PROMPTS:
+            raise RequestError(field, len(prompts), f"1 to {MAX_PROMPTS} prompts")
         return [
-            await self._ids(each, f"{field}[{index}]" if given is prompt else field) for index, each in enumerate(given)
+            await self._ids(each, f"{field}[{index}]" if prompts is prompt else field)
+            for index, each in enumerate(prompts)
         ]
 
     async def _ids(self, prompt: Any, field: str) -> list[int]:
         """One prompt: a text, or a list of token ids and texts mixed."""
         if isinstance(prompt, str):
-            return await self._encode(prompt, True)
+            return await self.model.encode(prompt, True, field)
         if not isinstance(prompt, list) or not prompt:
             raise RequestError(field, prompt, "a text, or a list of token ids and texts")
         if sum(isinstance(piece, str) for piece in prompt) > MAX_PIECES:
             raise RequestError(field, len(prompt), f"at most {MAX_PIECES} texts between token ids")
-        made: list[int] = []
+        token_ids: list[int] = []
         for index, piece in enumerate(prompt):
             if isinstance(piece, str):
                 # Only the first begins a text.
-                made += await self._encode(piece, index == 0)
+                token_ids += await self.model.encode(piece, index == 0, f"{field}[{index}]")
             elif isinstance(piece, int) and not isinstance(piece, bool):
-                made.append(piece)
+                token_ids.append(piece)
             else:
                 raise RequestError(f"{field}[{index}]", piece, "a token id or a text")
-        return made
+        return token_ids
 
-    async def _encode(self, text: str, add_special: bool) -> list[int]:
-        told = await self.api.tokenize({"prompt": text, "add_special_tokens": add_special})
-        tokens: list[int] = told["tokens"]
-        return tokens
-
-    async def _logit_bias(self, given: list[list[Any]] | dict[str, Any]) -> dict[str, float]:
+    async def _logit_bias(self, biases: list[list[Any]] | dict[str, Any]) -> dict[int, float]:
         """By token id or by text, whose tokens all get the bias; false forbids a token."""
-        pairs = list(given.items()) if isinstance(given, dict) else given
+        pairs = list(biases.items()) if isinstance(biases, dict) else biases
         if len(pairs) > 1024:
             raise RequestError("logit_bias", len(pairs), "a length from 0 to 1024")
-        made: dict[str, float] = {}
+        by_id: dict[int, float] = {}
         for index, pair in enumerate(pairs):
             if len(pair) != 2 or not isinstance(pair[0], (int, str)) or isinstance(pair[0], bool):
                 raise RequestError(f"logit_bias[{index}]", pair, "a token id or a text, and a number or false")
@@ -118,38 +130,47 @@ class LlamaServer:
                 bias = -100.0
             if isinstance(bias, bool) or not isinstance(bias, (int, float)):
                 raise RequestError(f"logit_bias[{index}]", bias, "a number, or false")
-            if isinstance(token, int) or token.lstrip("-").isdigit():
-                made[str(token)] = bias
-            else:
-                made |= {str(token_id): bias for token_id in await self._encode(token, False)}
-        return made
+            bounds.check("logit_bias_value", bias, "logit_bias")
+            is_id = isinstance(token, int) or TOKEN_ID.fullmatch(token)
+            token_ids = [int(token)] if is_id else await self.model.encode(token, False, f"logit_bias[{index}]")
+            by_id |= dict.fromkeys(token_ids, float(bias))
+        return by_id
 
     async def apply_template(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /apply-template: what a chat would give the model."""
-        asked = convert(TemplateRequest, body)
-        text, _ = await self.api.chat_prompt(msgspec.structs.asdict(asked))
-        return {"prompt": text} | translation.warnings(asked)
+        request = convert(TemplateRequest, body)
+        call = ChatCall(
+            model=request.model,
+            messages=read_messages(request.messages),
+            tools=ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False),
+            reasoning_effort=request.reasoning_effort,
+            template_variables=request.chat_template_kwargs or {},
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+        )
+        text, _ = await self.model.chat_prompt(call)
+        return {"prompt": text} | request.warnings.reply()
 
     async def embedding(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """POST /embedding. The reply is a list, which has no place for warnings."""
-        asked = convert(EmbeddingRequest, body)
-        self.api.check_model(asked.model)
-        if asked.embd_normalize not in (None, -1, 2):
-            raise RequestError("embd_normalize", asked.embd_normalize, "2 (length 1) or -1 (as they are)")
-        prompts = await self._prompts(asked.content, "content")
-        with translation.told_as({"prompt": "content"}):
-            found = await self.embeddings.vectors(prompts, normalize=asked.embd_normalize != -1, field="content")
-        return [{"index": index, "embedding": [row]} for index, row in enumerate(found.rows)]
+        request = convert(EmbeddingRequest, body)
+        self.model.check_model(request.model)
+        if request.embd_normalize not in (None, -1, 2):
+            raise RequestError("embd_normalize", request.embd_normalize, "2 (length 1) or -1 (as they are)")
+        prompts = await self._prompts(request.content, "content")
+        with spelled({"prompt": "content"}):
+            embedded = await vectors(self.model.front, prompts, normalize=request.embd_normalize != -1, field="content")
+        return [{"index": index, "embedding": [row]} for index, row in enumerate(embedded.rows)]
 
     def props(self) -> dict[str, Any]:
         """GET /props."""
-        info, tokenizer = self.api.front.info, self.api.front.tokenizer
+        info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
-        params = SamplingParams(**{"max_tokens": None, **self.api.defaults})
+        params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
         return {
-            "default_generation_settings": {"n_ctx": info.max_model_len, "params": settings(params)},
+            "default_generation_settings": {"n_ctx": self.model.max_context, "params": settings(params)},
             "total_slots": info.max_num_seqs,
-            "model_alias": self.api.model,
+            "model_alias": self.model.name,
             "model_path": info.model,
             "modalities": {"vision": False, "audio": False},
             "chat_template": (tokenizer.chat_template if tokenizer is not None else None) or "",
@@ -161,27 +182,28 @@ class LlamaServer:
 
     def slots(self, fail_on_no_slot: bool) -> list[dict[str, Any]]:
         """GET /slots: the places of the batch, the taken ones first. Raises `NoSlotError` if it is asked to."""
-        client, info = self.api.front.client, self.api.front.info
+        client, info = self.model.front.client, self.model.front.info
         num_busy = min(client.stats.num_running, info.max_num_seqs)
         if fail_on_no_slot and num_busy == info.max_num_seqs:
             raise NoSlotError("no slot is available")
         return [
-            {"id": place, "n_ctx": info.max_model_len, "speculative": False, "is_processing": place < num_busy}
+            {"id": place, "n_ctx": self.model.max_context, "speculative": False, "is_processing": place < num_busy}
             for place in range(info.max_num_seqs)
         ]
 
 
-async def tokenize(api: OpenAI, asked: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
     """POST /tokenize as llama-server has it: `content` to token ids, with their texts if `with_pieces`."""
-    text = {"model": asked.model, "prompt": asked.content, "add_special_tokens": bool(asked.add_special)}
-    with translation.told_as({"prompt": "content"}):
-        reply = await api.tokenize(text)
-    if asked.parse_special is False:
-        asked.warn("parse_special", "ignored: special tokens in a text are always read as such")
-    tokenizer = api.front.tokenizer
-    if asked.with_pieces and tokenizer is not None:
-        reply["tokens"] = [{"id": token_id, "piece": _piece(tokenizer, token_id)} for token_id in reply["tokens"]]
-    return reply | translation.warnings(asked)
+    model.check_model(request.model)
+    with spelled({"prompt": "content"}):
+        token_ids = await model.encode(request.content or "", bool(request.add_special))
+    if request.parse_special is False:
+        request.warn("parse_special", "ignored: special tokens in a text are always read as such")
+    tokens: list[Any] = token_ids
+    if request.with_pieces:
+        tokens = [{"id": token_id, "piece": _piece(model.tokenizer, token_id)} for token_id in token_ids]
+    reply = {"count": len(token_ids), "max_model_len": model.max_context, "tokens": tokens}
+    return reply | request.warnings.reply()
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:

@@ -13,21 +13,21 @@ from headrace.serve.apis.ollama.errors import failure, refuse
 from headrace.serve.apis.ollama.reply import Lines, line
 from headrace.serve.apis.ollama.request import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
 from headrace.serve.apis.ollama.service import NDJSON, Ollama, UnservedError
-from headrace.serve.apis.openai.completions import OpenAI
-from headrace.serve.call import reply_forms, translation
+from headrace.serve.call import reply_forms
 from headrace.serve.call.parsing import convert
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 from headrace.serve.gates.streams import until_gone
 
 
-def add_routes(app: FastAPI, api: OpenAI) -> None:
+def add_routes(app: FastAPI, model: ServedModel) -> None:
     """Add `/` and `/api/...`."""
-    ollama = Ollama(api)
+    ollama = Ollama(model)
 
-    async def send(request: Request, made: Lines | dict[str, Any]) -> Any:
-        if isinstance(made, dict):
-            return json_response(made)
-        return await routing.deliver(request, made, NDJSON, lambda error: line(failure(error)))
+    async def send(request: Request, answer: Lines | dict[str, Any]) -> Any:
+        if isinstance(answer, dict):
+            return json_response(answer)
+        return await routing.deliver(request, answer, NDJSON, lambda error: line(failure(error)))
 
     async def root(request: Request) -> Response:
         """Something answers here."""
@@ -69,10 +69,10 @@ def add_routes(app: FastAPI, api: OpenAI) -> None:
 
     async def pull(request: Request) -> Response:
         """Nothing to do for the model that is served; others can not be had."""
-        asked = convert(ShowRequest, await routing.body(request))
-        ollama.known(asked)
-        done = {"status": "success"} | translation.warnings(asked)
-        return json_response(done) if asked.stream is False else Response(line(done), media_type=NDJSON)
+        body = convert(ShowRequest, await routing.body(request))
+        ollama.check_name(body)
+        done = {"status": "success"} | body.warnings.reply()
+        return json_response(done) if body.stream is False else Response(line(done), media_type=NDJSON)
 
     async def unserved(request: Request) -> Response:
         """Not done by this server, whose one model is named when it starts."""

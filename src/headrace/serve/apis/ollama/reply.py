@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from headrace.serve.apis.ollama.options import Asked
-from headrace.serve.call import replies, translation
+from headrace.serve.apis.ollama.request import GenerationRequest
+from headrace.serve.call import replies
 from headrace.serve.call.answers import Answer
-from headrace.text.parts import Content, Reasoning, ToolCall
+from headrace.serve.call.chat_answer import ChatAnswer, arguments_object
+from headrace.text.parts import Content, Part, Reasoning, ToolCall
 
 
 class Lines:
@@ -22,16 +23,16 @@ class Lines:
         ids: whether to give the token ids of prompt and answer back, as the `context` of a next call.
     """
 
-    def __init__(self, answer: Answer, asked: Asked, chat: bool, ids: bool) -> None:
+    def __init__(self, answer: Answer, request: GenerationRequest, chat: bool, ids: bool) -> None:
         self._answer = answer
-        self._asked = asked
+        self._request = request
         self._chat = chat
         self._ids = ids
         self._state = answer.generation.states[0]
         self._num_told = 0
         self.id = answer.id
-        # Unlike everybody else's, streams are what one gets without asking.
-        self.stream = asked.stream is not False
+        # Unlike in other APIs, a stream is the default.
+        self.stream = request.stream is not False
 
     def close(self) -> None:
         self._answer.close()
@@ -40,7 +41,7 @@ class Lines:
         """One object. Raises what the engine failed with."""
         content = thinking = ""
         calls = Calls()
-        async for parts in translation.parts_of(self._answer):
+        async for parts in _parts(self._answer):
             content += "".join(part.text for part in parts if isinstance(part, Content))
             thinking += "".join(part.text for part in parts if isinstance(part, Reasoning))
             calls.take([part for part in parts if isinstance(part, ToolCall)])
@@ -51,7 +52,7 @@ class Lines:
         """Lines of JSON, the last one with "done": true. Raises what the engine failed with."""
         calls = Calls()
         warned = self._warnings()
-        async for parts in translation.parts_of(self._answer):
+        async for parts in _parts(self._answer):
             content = "".join(part.text for part in parts if isinstance(part, Content))
             thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
             calls.take([part for part in parts if isinstance(part, ToolCall)])
@@ -65,10 +66,10 @@ class Lines:
         yield line(self._head() | warned | self._said("", "", []) | self._ending())
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._asked.model, "created_at": now()}
+        return {"model": self._request.model, "created_at": now()}
 
-    def _warnings(self) -> dict[str, Any]:
-        return translation.warnings(self._asked, self._answer)
+    def _warnings(self) -> dict[str, list[str]]:
+        return self._answer.request.warnings.reply()
 
     def _said(self, content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         more = {"thinking": thinking} if thinking else {}
@@ -79,7 +80,7 @@ class Lines:
 
     def _logprobs(self) -> dict[str, Any]:
         """Those of the tokens that came since this was last asked."""
-        if not self._asked.logprobs:
+        if not self._request.logprobs:
             return {}
         entries = self._state.logprobs[self._num_told :]
         self._num_told = len(self._state.logprobs)
@@ -128,11 +129,23 @@ class Calls:
         for call in ready:
             function = {
                 "name": call.name,
-                "arguments": translation.arguments_object(call.arguments),
+                "arguments": arguments_object(call.arguments),
                 "index": call.index,
             }
             made.append({"id": call.id, "function": function})
         return made
+
+
+async def _parts(answer: Answer) -> AsyncIterator[list[Part]]:
+    """The parts of the call's one answer; those of a text completion are all content."""
+    if isinstance(answer, ChatAnswer):
+        async for _, parts in answer.parts():
+            yield parts
+        return
+    async with answer.generation:
+        async for pieces in answer.generation:
+            for _, piece in pieces:
+                yield [Content(piece.text)] if piece.text else []
 
 
 def _ns(seconds: float | None) -> int:

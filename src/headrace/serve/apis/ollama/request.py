@@ -1,14 +1,49 @@
-"""The bodies of Ollama's requests."""
+"""The bodies of Ollama's requests, and the messages of a chat."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.protocol.errors import RequestError
-from headrace.serve.apis.ollama.options import Asked
 from headrace.serve.call.parsing import Body
+from headrace.text.templates import Message, ToolCall, check_role
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What shapes an answer. Others are known and end in warnings."""
+
+    num_predict: int | None = None
+    num_ctx: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_last_n: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    tfs_z: float | None = None
+    penalize_newline: bool | None = None
+
+
+class GenerationRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """What chat and generate have in common."""
+
+    model: str
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -18,30 +53,30 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class FunctionCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     function: Function
     id: str | None = None
     type: str | None = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[FunctionCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class ChatRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /api/chat."""
 
-    messages: list[Message] | None = None
+    messages: list[Turn] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class GenerateRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+class GenerateRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /api/generate."""
 
     prompt: str | None = None
@@ -73,23 +108,24 @@ class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
 
 
-def chat_message(message: Message, field: str) -> dict[str, Any]:
-    if message.images:
+def message_of(turn: Turn, field: str) -> Message:
+    """Return a turn, which errors call `field`, as a message. Raises `RequestError`."""
+    if turn.images:
         raise RequestError(f"{field}.images", "images", "left out: the models served here read text")
-    made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    if message.thinking:
-        made["reasoning_content"] = message.thinking
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {
-                "id": call.id or f"call_{index}",
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for index, call in enumerate(message.tool_calls)
-        ]
-    if message.tool_name:
-        made["name"] = message.tool_name
-    if message.tool_call_id:
-        made["tool_call_id"] = message.tool_call_id
-    return made
+    calls = [
+        ToolCall.of(
+            call.id or f"call_{index}",
+            call.function.name,
+            call.function.arguments,
+            f"{field}.tool_calls[{index}].function.arguments",
+        )
+        for index, call in enumerate(turn.tool_calls or [])
+    ]
+    extra = {"name": turn.tool_name, "tool_call_id": turn.tool_call_id}
+    return Message(
+        role=check_role(turn.role, f"{field}.role"),
+        content=turn.content or "",
+        reasoning=turn.thinking or None,
+        tool_calls=calls,
+        extra={name: value for name, value in extra.items() if value},
+    )

@@ -8,18 +8,31 @@ from __future__ import annotations
 import hashlib
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from headrace.protocol import bounds
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve.apis.ollama.options import Asked, Options
 from headrace.serve.apis.ollama.reply import Lines, now
-from headrace.serve.apis.ollama.request import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest, chat_message
-from headrace.serve.apis.openai.completions import OpenAI
-from headrace.serve.apis.openai.embeddings import Embeddings
-from headrace.serve.call import translation
-from headrace.serve.call.parsing import convert
+from headrace.serve.apis.ollama.request import (
+    ChatRequest,
+    EmbedRequest,
+    GenerateRequest,
+    GenerationRequest,
+    Options,
+    ShowRequest,
+    message_of,
+)
+from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.embedding import vectors
+from headrace.serve.call.llama_options import sampling_of, spelling_of
+from headrace.serve.call.parsing import Warnings, convert
+from headrace.serve.call.service import ServedModel
+from headrace.text.templates import Message
+from headrace.text.tools.choice import ToolUse
 
 NDJSON = "application/x-ndjson"
 STAYS = "the model is loaded as long as the server runs"
@@ -30,12 +43,22 @@ IGNORED = {
     "shift": "an answer ends where the context does",
 }
 LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
-NAMES = {"max_tokens": "options.num_predict", "response_format": "format"}
+# The engine's fields, and those of Ollama's requests that set them.
+SPELLING = spelling_of("options.") | {
+    "max_tokens": "options.num_predict",
+    "structured_outputs": "format",
+    "reasoning_effort": "think",
+    "logprobs": "top_logprobs",
+    "tool_choice": "tools",
+}
 # Set when a server starts, not by a request.
 LOADING = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
     "use_mlock", "num_thread", "num_keep",
 )  # fmt: skip
+
+
+T = TypeVar("T", bound=GenerationRequest)
 
 
 class UnservedError(HeadraceError):
@@ -48,72 +71,74 @@ class UnservedError(HeadraceError):
 class Ollama:
     """The routes without HTTP."""
 
-    def __init__(self, api: OpenAI) -> None:
-        self.api = api
-        self.embeddings = Embeddings(api)
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
 
     async def chat(self, body: dict[str, Any]) -> Lines | dict[str, Any]:
         """POST /api/chat; without messages, as Ollama's clients load a model, a dict that says that it is loaded."""
-        asked = self._asked(ChatRequest, body)
-        if not asked.messages:
-            return self._loaded(asked, {"message": {"role": "assistant", "content": ""}})
-        messages = [chat_message(message, f"messages[{index}]") for index, message in enumerate(asked.messages)]
-        made = self._common(asked) | {"messages": messages}
-        if asked.tools:
-            made["tools"] = asked.tools
-        with translation.told_as(NAMES, "options."):
-            return Lines(await self.api.chat(made), asked, chat=True, ids=False)
+        request = self._read(ChatRequest, body)
+        if not request.messages:
+            return self._loaded(request, {"message": {"role": "assistant", "content": ""}})
+        messages = [message_of(turn, f"messages[{index}]") for index, turn in enumerate(request.messages)]
+        call = ChatCall(
+            **self._fields(request),
+            **_template_fields(request),
+            messages=messages,
+            tools=ToolUse.of(request.tools, None, True),
+            spelling=SPELLING | {"prompt": "messages"},
+        )
+        return Lines(await self.model.chat(call), request, chat=True, ids=False)
 
     async def generate(self, body: dict[str, Any]) -> Lines | dict[str, Any]:
         """POST /api/generate; without a prompt, as Ollama's clients load a model, a dict that says so."""
-        asked = self._asked(GenerateRequest, body)
-        if asked.images:
+        request = self._read(GenerateRequest, body)
+        if request.images:
             raise RequestError("images", "images", "left out: the models served here read text")
-        if asked.suffix:
-            raise RequestError("suffix", asked.suffix, "left out: headrace does not support it yet")
-        if not asked.prompt:
-            return self._loaded(asked, {"response": ""})
-        made = self._common(asked)
-        system = [{"role": "system", "content": asked.system}] if asked.system else []
-        messages = [*system, {"role": "user", "content": asked.prompt}]
-        with translation.told_as(NAMES, "options."):
-            if not asked.raw and not asked.context:
-                return Lines(await self.api.chat(made | {"messages": messages}), asked, chat=False, ids=True)
-            if asked.raw:
-                given = (await self.api.tokenize({"prompt": asked.prompt}))["tokens"]
-            else:
-                shape = {name: made.get(name) for name in ("chat_template_kwargs", "reasoning_effort")}
-                _, given = await self.api.chat_prompt({"messages": messages} | shape)
-            prompt = [*(asked.context or []), *given]
-            for name in ("chat_template_kwargs", "reasoning_effort"):
-                made.pop(name, None)
-            made["logprobs"] = made.pop("top_logprobs", 0) if made.get("logprobs") else None
-            # At least one, so that a prompt without room is told to be too long.
-            made.setdefault("max_tokens", max(self.api.front.info.max_model_len - len(prompt), 1))
-            return Lines(await self.api.completion(made | {"prompt": prompt}), asked, chat=False, ids=not asked.raw)
+        if request.suffix:
+            raise RequestError("suffix", request.suffix, "left out: headrace does not support it yet")
+        if not request.prompt:
+            return self._loaded(request, {"response": ""})
+        fields = self._fields(request) | {"spelling": SPELLING | {"messages": "prompt"}}
+        messages = [Message(role="system", content=request.system)] if request.system else []
+        chat = ChatCall(
+            **fields, **_template_fields(request), messages=[*messages, Message(role="user", content=request.prompt)]
+        )
+        if not request.raw and not request.context:
+            return Lines(await self.model.chat(chat), request, chat=False, ids=True)
+        if request.raw:
+            token_ids = await self.model.encode(request.prompt, True)
+        else:
+            # What the template does not honour is no warning of this call, whose prompt is token ids.
+            _, token_ids = await self.model.chat_prompt(msgspec.structs.replace(chat, warnings=Warnings()))
+        call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
+        return Lines(await self.model.complete(call), request, chat=False, ids=not request.raw)
 
     async def embed(self, body: dict[str, Any], older: bool) -> dict[str, Any]:
         """POST /api/embed: vectors of length 1. `older`: /api/embeddings, whose one vector has any length."""
         begun = time.monotonic()
-        asked = convert(EmbedRequest, body, {"keep_alive": STAYS})
-        self.api.card(self._name(asked.model))
-        if asked.options:
-            asked.warn("options", "ignored: none of them changes a vector")
+        request = convert(EmbedRequest, body, {"keep_alive": STAYS})
+        self.model.check_model(self._name(request.model))
+        if request.options:
+            request.warn("options", "ignored: none of them changes a vector")
         field = "prompt" if older else "input"
-        given = getattr(asked, field)
-        if given is None:
+        value = getattr(request, field)
+        if value is None:
             raise RequestError(field, None, "a text" if older else "a text, or a list of texts")
-        texts = [given] if isinstance(given, str) else given
-        kept = None if asked.truncate is False else -1
-        with translation.told_as({"prompt": field}):
-            found = await self.embeddings.vectors(
-                texts, dimensions=asked.dimensions, normalize=not older, field=field, truncate_prompt_tokens=kept
+        with spelled({"prompt": field}):
+            embedded = await vectors(
+                self.model.front,
+                [value] if isinstance(value, str) else value,
+                dimensions=request.dimensions,
+                normalize=not older,
+                field=field,
+                truncate_prompt_tokens=None if request.truncate is False else -1,
             )
-        told = translation.warnings(asked)
+        warnings = request.warnings.reply()
         if older:
-            return {"embedding": found.rows[0]} | told
+            return {"embedding": embedded.rows[0]} | warnings
         times = {"total_duration": int((time.monotonic() - begun) * 1e9), "load_duration": 0}
-        return {"model": asked.model, "embeddings": found.rows, "prompt_eval_count": found.num_tokens} | times | told
+        head = {"model": request.model, "embeddings": embedded.rows, "prompt_eval_count": embedded.num_tokens}
+        return head | times | warnings
 
     def tags(self) -> dict[str, Any]:
         """GET /api/tags."""
@@ -122,14 +147,14 @@ class Ollama:
     def ps(self) -> dict[str, Any]:
         """GET /api/ps. The model never expires; the date is one that no client takes for the past."""
         more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
-        return {"models": [self._card() | more | {"context_length": self.api.front.info.max_model_len}]}
+        return {"models": [self._card() | more | {"context_length": self.model.max_context}]}
 
     def show(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /api/show."""
-        asked = convert(ShowRequest, body)
-        self.known(asked)
-        info, card = self.api.front.info, self._card()
-        tokenizer = self.api.front.tokenizer
+        request = convert(ShowRequest, body)
+        self.check_name(request)
+        info, card = self.model.front.info, self._card()
+        tokenizer = self.model.front.tokenizer
         template = (tokenizer.chat_template if tokenizer is not None else None) or ""
         family = card["details"]["family"]
         abilities = [
@@ -137,29 +162,28 @@ class Ollama:
             ("thinking", "<think>" in template or "enable_thinking" in template),
         ]
         return {
-            "modelfile": f"FROM {self.api.model}\n",
-            "parameters": "\n".join(f"{name} {value}" for name, value in self.api.defaults.items()),
+            "modelfile": f"FROM {self.model.name}\n",
+            "parameters": "\n".join(f"{name} {value}" for name, value in self.model.defaults.items()),
             "template": template,
             "details": card["details"],
             "model_info": {
                 "general.architecture": family,
-                f"{family}.context_length": info.max_model_len,
+                f"{family}.context_length": self.model.max_context,
                 f"{family}.vocab_size": info.vocab_size,
             },
             "capabilities": ["completion", *(name for name, has in abilities if has)],
             "modified_at": card["modified_at"],
-        } | translation.warnings(asked)
+        } | request.warnings.reply()
 
-    def known(self, asked: ShowRequest) -> str:
-        """The model that is asked for. Raises `RequestError` or `ModelNotFoundError`."""
-        name = asked.model or asked.name
+    def check_name(self, request: ShowRequest) -> None:
+        """Raises `RequestError` for a request that names no model, and `ModelNotFoundError` for one not served."""
+        name = request.model or request.name
         if not name:
             raise RequestError("model", name, "the name of a model")
-        self.api.card(self._name(name))
-        return name
+        self.model.check_model(self._name(name))
 
     def _card(self) -> dict[str, Any]:
-        api, info = self.api, self.api.front.info
+        model, info = self.model, self.model.front.info
         family = info.model.rstrip("/").rpartition("/")[2] or info.model
         details = {
             "parent_model": "",
@@ -170,67 +194,77 @@ class Ollama:
             "quantization_level": info.quantization or info.dtype,
         }
         return {
-            "name": api.model,
-            "model": api.model,
-            "modified_at": datetime.fromtimestamp(api.created, UTC).isoformat().replace("+00:00", "Z"),
+            "name": model.name,
+            "model": model.name,
+            "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
             "size": 0,
             # Of the name: what it stands for is fixed while the server runs.
-            "digest": hashlib.sha256(api.model.encode()).hexdigest(),
+            "digest": hashlib.sha256(model.name.encode()).hexdigest(),
             "details": details,
         }
 
     def _name(self, name: str) -> str:
         """Ollama's clients add the tag that Ollama takes for granted."""
         bare = name.removesuffix(":latest")
-        return bare if name != self.api.model and bare == self.api.model else name
+        return bare if name != self.model.name and bare == self.model.name else name
 
-    def _asked(self, kind: type[Any], body: dict[str, Any]) -> Any:
+    def _read(self, kind: type[T], body: dict[str, Any]) -> T:
+        """The body of a generation, its options checked. Raises `RequestError`, `ModelNotFoundError`."""
         options = body.get("options")
-        told = {}
+        loading: list[str] = []
         if isinstance(options, dict):
-            told = {name: value for name, value in options.items() if name in LOADING}
+            loading = [name for name in options if name in LOADING]
             body = body | {"options": {name: value for name, value in options.items() if name not in LOADING}}
-        asked = convert(kind, body, IGNORED)
-        for name in told:
-            asked.warn(f"options.{name}", "ignored: set when the server starts")
-        with translation.told_as(NAMES, "options."):
-            # Also where nothing is asked but to load the model.
-            SamplingParams(**translation.sampling(asked.options or Options(), "options."))
-        if asked.top_logprobs is not None:
-            bounds.check("logprobs", asked.top_logprobs, "top_logprobs")
-        self.api.card(self._name(asked.model))
-        return asked
+        request = convert(kind, body, IGNORED)
+        for name in loading:
+            request.warn(f"options.{name}", "ignored: set when the server starts")
+        with spelled(SPELLING):
+            # Also where the request only loads the model.
+            SamplingParams(**sampling_of(request.options or Options(), "options."))
+        if request.top_logprobs is not None:
+            bounds.check("logprobs", request.top_logprobs, "top_logprobs")
+        self.model.check_model(self._name(request.model))
+        return request
 
-    def _loaded(self, asked: Asked, said: dict[str, Any]) -> dict[str, Any]:
-        head = {"model": asked.model, "created_at": now()}
-        return head | said | {"done": True, "done_reason": "load"} | translation.warnings(asked)
+    def _loaded(self, request: GenerationRequest, nothing: dict[str, Any]) -> dict[str, Any]:
+        head = {"model": request.model, "created_at": now()}
+        return head | nothing | {"done": True, "done_reason": "load"} | request.warnings.reply()
 
-    def _common(self, asked: Asked) -> dict[str, Any]:
-        """The fields of OpenAI's that both ways to ask share; adds what is ignored to the warnings."""
-        options = asked.options or Options()
-        made = {"model": self._name(asked.model), "stream": asked.stream is not False} | translation.sampling(
-            options, "options."
-        )
-        context = self.api.front.info.max_model_len
+    def _fields(self, request: GenerationRequest) -> dict[str, Any]:
+        """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
+        options = request.options or Options()
+        sampling = sampling_of(options, "options.")
+        context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
-            asked.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
+            request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
         if options.tfs_z not in (None, 1.0):
-            asked.warn("options.tfs_z", "ignored: Ollama itself dropped it")
+            request.warn("options.tfs_z", "ignored: Ollama itself dropped it")
         if options.penalize_newline is False:
-            asked.warn("options.penalize_newline", "ignored: penalties know no newline")
-        if asked.logprobs:
-            made |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
-        elif asked.top_logprobs:
-            asked.warn("top_logprobs", "ignored without logprobs")
-        if asked.think is not None:
-            made["chat_template_kwargs"] = {"enable_thinking": bool(asked.think)}
-            if isinstance(asked.think, str):
-                made["reasoning_effort"] = LEVELS[asked.think]
-        if asked.format == "json":
-            made["response_format"] = {"type": "json_object"}
-        elif isinstance(asked.format, dict):
-            schema = {"name": "format", "schema": asked.format, "strict": True}
-            made["response_format"] = {"type": "json_schema", "json_schema": schema}
-        elif asked.format:
-            raise RequestError("format", asked.format, 'left out, "json", or a JSON schema')
-        return made
+            request.warn("options.penalize_newline", "ignored: penalties know no newline")
+        if request.logprobs:
+            sampling["logprobs"] = request.top_logprobs or 0
+        elif request.top_logprobs:
+            request.warn("top_logprobs", "ignored without logprobs")
+        form = None
+        with spelled(SPELLING):
+            if request.format == "json":
+                form = StructuredOutputs(json_object=True)
+            elif isinstance(request.format, dict):
+                form = StructuredOutputs(json=request.format)
+            elif request.format:
+                raise RequestError("format", request.format, 'left out, "json", or a JSON schema')
+        return {
+            "model": self._name(request.model),
+            "sampling": sampling,
+            "form": form,
+            "stream": request.stream is not False,
+            "warnings": request.warnings,
+        }
+
+
+def _template_fields(request: GenerationRequest) -> dict[str, Any]:
+    """The fields of a `ChatCall` that `think` sets."""
+    if request.think is None:
+        return {}
+    effort = LEVELS[request.think] if isinstance(request.think, str) else None
+    return {"template_variables": {"enable_thinking": bool(request.think)}, "reasoning_effort": effort}

@@ -1,28 +1,26 @@
-"""Texts as vectors: OpenAI's /v1/embeddings, and vLLM's /score and /rerank on top of it.
+"""OpenAI's /v1/embeddings, and vLLM's /score and /rerank on top of it.
 
-The vector of a text is the model's hidden state after the final norm, of the last token or the mean over all tokens.
-Any decoder can be asked; whether its vectors are good for a search is a matter of how it was trained. Knows prompts and
-replies; `add_routes` puts it on an app.
+`serve.call.embedding` makes the vectors. Knows requests and replies; `add_routes` puts the routes on an app.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
-from headrace.serve.apis.openai.completions import OpenAI, as_prompts
+from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.call import reply_forms
+from headrace.serve.call.embedding import vectors
 from headrace.serve.call.parsing import Body, convert
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 from headrace.serve.gates.streams import until_gone
-from headrace.text.inputs import Prompt, new_request_id
-from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished, likeness, packed
+from headrace.text.inputs import new_request_id
+from headrace.text.vectors import likeness, packed
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -63,63 +61,20 @@ class RerankRequest(Body, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
 
-class Vectors(NamedTuple):
-    """`rows[i]` is the vector of text i, of float32 numbers; `num_tokens` counts the tokens of all."""
-
-    rows: list[list[float]]
-    num_tokens: int
-
-
 class Embeddings:
     """The routes without HTTP. Raises `HeadraceError`s of all kinds."""
 
-    def __init__(self, api: OpenAI) -> None:
-        self.api = api
-
-    async def vectors(
-        self,
-        texts: Sequence[Prompt],
-        *,
-        pooling: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        field: str = "input",
-        add_special_tokens: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Vectors:
-        """The vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
-        front = self.api.front
-        kind = check_form(pooling, dimensions, front.info.hidden_size)
-        bounds.check("prompt_list", texts, field)
-        if truncate_prompt_tokens is not None:
-            bounds.check("truncate_prompt_tokens", truncate_prompt_tokens)
-        if cache_salt:
-            bounds.check("cache_salt", cache_salt)
-        front.check_room(len(texts), EMBEDDING_PARAMS)
-        prompts = []
-        for text in texts:
-            _, token_ids = await front.prompt_ids(
-                text, add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens
-            )
-            prompts.append(token_ids)
-        async with front.open(
-            prompts, EMBEDDING_PARAMS, priority=priority, cache_salt=cache_salt, draw=lambda: 0, pooling=kind
-        ) as generation:
-            async for _ in generation:
-                pass
-        pairs = zip(generation.states, prompts, strict=True)
-        rows = [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
-        return Vectors(rows, sum(map(len, prompts)))
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /v1/embeddings."""
         request = convert(EmbeddingRequest, body)
-        self.api.check_model(request.model)
+        self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
             raise RequestError("encoding_format", request.encoding_format, "float or base64")
-        found = await self.vectors(
+        embedded = await vectors(
+            self.model.front,
             as_prompts(request.input, "input"),
             pooling=request.pooling,
             dimensions=request.dimensions,
@@ -130,19 +85,19 @@ class Embeddings:
             cache_salt=request.cache_salt or "",
         )
         shown = packed if request.encoding_format == "base64" else list
-        data = [{"object": "embedding", "index": i, "embedding": shown(row)} for i, row in enumerate(found.rows)]
-        return self._reply(request, found.num_tokens, {"object": "list", "data": data})
+        data = [{"object": "embedding", "index": i, "embedding": shown(row)} for i, row in enumerate(embedded.rows)]
+        return self._reply(request, embedded.num_tokens, {"object": "list", "data": data})
 
     async def score(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /v1/score."""
         request = convert(ScoreRequest, body)
-        self.api.check_model(request.model)
+        self.model.check_model(request.model)
         ones, others = _as_list(request.text_1), _as_list(request.text_2)
         if len(ones) not in (1, len(others)):
             raise RequestError("text_1", len(ones), f"one text, or as many as text_2 has ({len(others)})")
         more: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        first = await self.vectors(ones, field="text_1", **more)
-        second = await self.vectors(others, field="text_2", **more)
+        first = await vectors(self.model.front, ones, field="text_1", **more)
+        second = await vectors(self.model.front, others, field="text_2", **more)
         rows = first.rows * len(others) if len(ones) == 1 else first.rows
         pairs = zip(rows, second.rows, strict=True)
         data = [{"index": i, "object": "score", "score": likeness(a, b)} for i, (a, b) in enumerate(pairs)]
@@ -152,25 +107,24 @@ class Embeddings:
     async def rerank(self, body: dict[str, Any]) -> dict[str, Any]:
         """POST /v1/rerank."""
         request = convert(RerankRequest, body)
-        self.api.check_model(request.model)
+        self.model.check_model(request.model)
         top_n = len(request.documents) if request.top_n is None else request.top_n
         if top_n < 0:
             raise RequestError("top_n", top_n, "at least 0; 0 is all of them")
         more: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        query = await self.vectors([request.query], field="query", **more)
-        found = await self.vectors(request.documents, field="documents", **more)
-        scores = [likeness(query.rows[0], row) for row in found.rows]
+        query = await vectors(self.model.front, [request.query], field="query", **more)
+        embedded = await vectors(self.model.front, request.documents, field="documents", **more)
+        scores = [likeness(query.rows[0], row) for row in embedded.rows]
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: top_n or None]
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if request.return_documents is not False:
             results = [result | {"document": {"text": request.documents[result["index"]]}} for result in results]
         fields = {"id": f"rerank-{new_request_id()}", "results": results}
-        return self._reply(request, query.num_tokens + found.num_tokens, fields)
+        return self._reply(request, query.num_tokens + embedded.num_tokens, fields)
 
     def _reply(self, request: Body, num_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        told = {"warnings": request.warnings} if request.warnings else {}
-        return fields | {"model": self.api.model, "usage": usage} | told
+        return fields | {"model": self.model.name, "usage": usage} | request.warnings.reply()
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

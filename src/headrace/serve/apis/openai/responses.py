@@ -1,8 +1,8 @@
 """OpenAI's /v1/responses: a chat told as items and typed events, kept for a while, and gone on with by its id.
 
-A response is translated to a chat (`responses_input`), answered by `OpenAI.chat`, and told as `responses_events` say.
-Stored ones live in `serve.storage.store`, bounded, the oldest giving way. Raises `HeadraceError`s; `add_routes` puts it
-on an app.
+A request becomes a `ChatCall` in `responses_input`; its answer becomes items and events in `responses_events`. Stored
+responses live in `serve.storage.store`, bounded, the oldest giving way. Raises `HeadraceError`s; `add_routes` puts the
+routes on an app.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from starlette.responses import Response
 from headrace.engine.generation import off_loop
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 from headrace.serve import routing
-from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
 from headrace.serve.apis.openai.responses_events import Output, encode
-from headrace.serve.apis.openai.responses_input import ResponsesRequest, chat_body, input_items, read
+from headrace.serve.apis.openai.responses_input import (
+    NamedItem,
+    ResponsesRequest,
+    chat_call,
+    input_items,
+    messages_of,
+    read,
+)
 from headrace.serve.call import replies, reply_forms
+from headrace.serve.call.call import ChatCall
 from headrace.serve.call.chat_answer import ChatAnswer
-from headrace.serve.call.parsing import renamed
+from headrace.serve.call.parsing import Warnings
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_body, json_response
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 from headrace.text.parts import Content, Part
-
-# What a chat calls otherwise.
-NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 logger = logging.getLogger("headrace.server")
 
 MAX_BACKGROUND = 256
 DEFAULT_PAGE = 20
 RUNNING = ("queued", "in_progress")
-OWN_WORDS = {
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "messages": "input",
-}
 
 
 class ResponseAnswer:
@@ -105,7 +104,7 @@ class ResponseAnswer:
         """The events of new parts. Log-probabilities of tokens go with the next text that comes."""
         state = self.chat.generation.states[0]
         fresh, self._num_told = state.logprobs[self._num_told :], len(state.logprobs)
-        if self.chat.request.logprobs:
+        if self.chat.request.logprobs is not None:
             self._logprobs += replies.chat_logprobs(self.chat.tokenizer, fresh)["content"]
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
@@ -162,8 +161,8 @@ class ResponseAnswer:
 class Responses:
     """The routes. `store` keeps the responses: `about` is empty, the body holds object, input and history."""
 
-    def __init__(self, api: OpenAI, store: Store) -> None:
-        self.api = api
+    def __init__(self, model: ServedModel, store: Store) -> None:
+        self.model = model
         self.store = store
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
         for response_id in store:
@@ -171,17 +170,19 @@ class Responses:
 
     async def create(self, body: dict[str, Any]) -> ResponseAnswer:
         """Accept a response. Raises `HeadraceError`s of all kinds."""
-        request, more = read(body)
-        wanted = more.get("request_id")
+        request, shared = read(body)
+        self.model.check_model(request.model)
         stored = request.store is not False
         response_id = self.store.new_id()
-        if not stored and isinstance(wanted, str):
-            response_id = self.store.prefix + wanted
+        if not stored and shared.request_id is not None:
+            response_id = self.store.prefix + shared.request_id
         if request.background and len(self._background) >= MAX_BACKGROUND:
             raise StoreFullError(f"background: {MAX_BACKGROUND} responses run there; wait for one")
         items = input_items(request, response_id.partition("_")[2])
         history = [] if request.previous_response_id is None else self._history(request.previous_response_id)
-        chat = await self._chat(request, [*history, *items], more)
+        earlier = [NamedItem("previous_response_id", item) for item in history]
+        new = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
+        chat = await self._chat(request, chat_call(request, shared), [*earlier, *new])
         response = self._object(request, chat, response_id)
         answer = ResponseAnswer(self, request, chat, response)
         if stored:
@@ -269,17 +270,19 @@ class Responses:
             logger.warning("response %s is not kept: %s", response["id"], error)
             self.store.discard(response["id"])
 
-    async def _chat(self, request: ResponsesRequest, items: list[dict[str, Any]], more: dict[str, Any]) -> ChatAnswer:
+    async def _chat(self, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]) -> ChatAnswer:
         """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
         while True:
+            messages = messages_of(request.instructions, items)
+            attempt = msgspec.structs.replace(call, messages=messages, warnings=Warnings(call.warnings))
             try:
-                return await self.api.chat(chat_body(request, items, more))
+                return await self.model.chat(attempt)
             except RequestError as error:
                 if not isinstance(error, ContextLengthError) or request.truncation != "auto" or len(items) < 2:
-                    raise renamed(error, NAMES) from error
+                    raise
                 items = items[max(1, len(items) // 8) :]
                 # The output of a call that is gone has nothing to answer to.
-                while len(items) > 1 and items[0].get("type") == "function_call_output":
+                while len(items) > 1 and items[0].item.get("type") == "function_call_output":
                     items = items[1:]
 
     def _history(self, response_id: str) -> list[dict[str, Any]]:
@@ -325,7 +328,7 @@ class Responses:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": request.max_tool_calls,
-            "model": self.api.model,
+            "model": self.model.name,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
@@ -346,19 +349,7 @@ class Responses:
             "metadata": request.metadata or {},
             "seed": params.seed,
         }
-        told = (warning.partition(":") for warning in chat.request.warnings)
-        warnings = [*request.warnings, *(OWN_WORDS.get(name, name) + colon + why for name, colon, why in told)]
-        return response | ({"warnings": warnings} if warnings else {})
-
-
-def in_own_words(error: RequestError) -> RequestError:
-    """An error that names a field of the chat, with the name that the field has here."""
-    for theirs, ours in OWN_WORDS.items():
-        if error.field == theirs or error.field.startswith((f"{theirs}.", f"{theirs}[")):
-            # The messages are not the items, so their numbers say nothing.
-            rest = "" if ours == "input" else error.field[len(theirs) :]
-            return RequestError(ours + rest, error.value, error.bound, error.code)
-    return error
+        return response | chat.request.warnings.reply()
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,25 @@
-"""A Responses request translated: its fields, and its input items as the messages of a chat.
+"""A Responses request: its fields as a `ChatCall`, and its input items as the call's messages.
 
-Everything that would make the answer another one and can not be honoured is refused by name; what changes nothing
-ends in `warnings`. Pure functions; called by `serve.apis.openai.responses`.
+A field that changes the answer and can not be honoured is refused by name; one that changes nothing ends in
+`warnings`. Pure functions; called by `serve.apis.openai.responses`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.protocol import bounds
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.serve.call.parsing import Body, convert
-from headrace.serve.call.schema import IGNORED, UNSUPPORTED, ChatCompletionRequest
+from headrace.serve.apis.openai.completions import call_fields
+from headrace.serve.call.call import ChatCall, spelled
+from headrace.serve.call.parsing import Body, Warnings, convert
+from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, parse
+from headrace.text.templates import Message, ToolCall
+from headrace.text.tools.choice import ToolFields, ToolUse
 
 MAX_METADATA = 16
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -77,18 +82,32 @@ class ResponsesRequest(Body, forbid_unknown_fields=True, kw_only=True):
     context_management: Any = None
 
 
-# Fields of a chat that a Responses request says in its own words.
-_OWN_WORDS = frozenset(
-    "messages n stream stream_options max_tokens max_completion_tokens logprobs response_format tools tool_choice "
-    "reasoning_effort verbosity store functions function_call add_generation_prompt continue_final_message".split()
+class SharedParameters(Sampled, forbid_unknown_fields=True, kw_only=True):
+    """The parameters of chat completions that are taken beside the fields of a Responses request."""
+
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_NOT_SHARED = frozenset(
+    "n stream stream_options max_tokens response_format verbosity store functions function_call".split()
 )
-PASSED_ON = frozenset({*ChatCompletionRequest.__struct_fields__, *UNSUPPORTED, *IGNORED}) - _OWN_WORDS
+SHARED = frozenset({*SharedParameters.__struct_fields__, *UNSUPPORTED, *IGNORED}) - _NOT_SHARED
+# The engine's fields, and those of this request that set them.
+SPELLING = {
+    "max_tokens": "max_output_tokens",
+    "structured_outputs": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "messages": "input",
+    "prompt": "input",
+}
+TOOL_FIELDS = ToolFields("name", "description", "strict", "parameters", "tool_choice.name")
 
 
-def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, dict[str, Any]]:
-    """The request, and what of the chat's own parameters came with it. Raises `RequestError`."""
+def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
+    """Return the request, and what came with it of a chat's parameters. Raises `RequestError`."""
     own = frozenset(ResponsesRequest.__struct_fields__)
-    more = {name: value for name, value in body.items() if name in PASSED_ON and name not in own}
+    more = {name: value for name, value in body.items() if name in SHARED and name not in own}
     request = convert(ResponsesRequest, {name: value for name, value in body.items() if name not in more})
     for name in ("conversation", "prompt", "context_management"):
         if getattr(request, name) is not None:
@@ -105,7 +124,7 @@ def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, dict[str, Any]]:
     if request.top_logprobs is not None:
         bounds.check("logprobs", request.top_logprobs, "top_logprobs")
     _warn(request)
-    return request, more
+    return request, parse(SharedParameters, more)
 
 
 def _warn(request: ResponsesRequest) -> None:
@@ -125,47 +144,50 @@ def _warn(request: ResponsesRequest) -> None:
         request.warn("stream_options", "not honoured, and ignored")
 
 
-def chat_body(request: ResponsesRequest, items: Iterable[Mapping[str, Any]], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request as a chat's. Raises `RequestError`."""
-    body: dict[str, Any] = dict(more)
-    body["messages"] = messages_of(request.instructions, items)
-    given = {
-        "model": request.model,
-        "max_completion_tokens": request.max_output_tokens,
+def chat_call(request: ResponsesRequest, shared: SharedParameters) -> ChatCall:
+    """Return the request as a call, without its messages. Raises `RequestError`."""
+    fields = call_fields(shared, stream=bool(request.stream))
+    form = _form(request)
+    if form is not None and fields["form"] is not None:
+        [name] = fields["spelling"].values()
+        raise RequestError("text.format", "an object", f"left out: {name} says what form the answer has")
+    if form is not None:
+        fields["form"] = form
+    fields["spelling"] = SPELLING | fields["spelling"]
+    fields |= {"model": request.model, "warnings": Warnings([*request.warnings, *shared.warnings])}
+    values = {
+        "max_tokens": request.max_output_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
-        "stream": request.stream,
     }
-    body |= {name: value for name, value in given.items() if value is not None}
+    fields["sampling"] |= {name: value for name, value in values.items() if value is not None}
     if request.top_logprobs or LOGPROBS in (request.include or []):
-        body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
-    tools, choice = _tools(request)
-    if tools:
-        body |= {"tools": tools, "tool_choice": choice}
-        if request.parallel_tool_calls is not None:
-            body["parallel_tool_calls"] = request.parallel_tool_calls
+        fields["sampling"]["logprobs"] = request.top_logprobs or 0
+    return ChatCall(
+        **fields,
+        messages=[],
+        tools=_tools(request),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        include_reasoning=shared.include_reasoning is not False,
+        template_variables=shared.chat_template_kwargs or {},
+    )
+
+
+def _form(request: ResponsesRequest) -> StructuredOutputs | None:
     form = None if request.text is None else request.text.format
-    if form is not None and form.type != "text":
-        body["response_format"] = _format(form)
-    if request.reasoning is not None and request.reasoning.effort is not None:
-        body["reasoning_effort"] = request.reasoning.effort
-    return body
-
-
-def _format(form: TextFormat) -> dict[str, Any]:
+    if form is None or form.type == "text":
+        return None
     if form.type == "json_object":
-        return {"type": "json_object"}
+        return StructuredOutputs(json_object=True)
     if form.type != "json_schema":
         raise RequestError("text.format.type", form.type, "text, json_object or json_schema")
     if form.schema is None:
         raise RequestError("text.format.schema", None, "given")
-    fields: dict[str, Any] = {"name": form.name or "answer", "schema": form.schema}
-    fields |= {"strict": form.strict, "description": form.description}
-    return {"type": "json_schema", "json_schema": {name: x for name, x in fields.items() if x is not None}}
+    with spelled(SPELLING):
+        return StructuredOutputs(json=form.schema)
 
 
-def _tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
-    """Tools and tool_choice as a chat has them."""
+def _tools(request: ResponsesRequest) -> ToolUse:
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(request.tools or []):
         if tool.get("type") != "function":
@@ -176,95 +198,107 @@ def _tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         function = {field: tool[field] for field in fields if tool.get(field) is not None}
         tools.append({"type": "function", "function": function})
     choice: Any = request.tool_choice or "auto"
+    names: set[object] = {tool["function"]["name"] for tool in tools}
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("tools")
-        named = {tool.get("name") for tool in allowed if isinstance(tool, dict)} if isinstance(allowed, list) else set()
-        tools = [tool for tool in tools if tool["function"]["name"] in named]
+        names &= (
+            {tool.get("name") for tool in allowed if isinstance(tool, dict)} if isinstance(allowed, list) else set()
+        )
         choice = choice.get("mode", "auto")
     if isinstance(choice, dict):
         if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
             raise RequestError("tool_choice", choice, "auto, none, required, or a function by its name")
         choice = {"type": "function", "function": {"name": choice["name"]}}
-    if not tools and choice not in ("auto", "none"):
+    if not names and choice not in ("auto", "none"):
         raise RequestError("tool_choice", choice, "auto, none or left out where there are no tools")
-    return tools, choice
+    if not names:
+        return ToolUse.of(None, None, True)
+    return ToolUse.of(tools, choice, request.parallel_tool_calls is not False, TOOL_FIELDS, names)
 
 
 def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
-    """The request's own input as items with ids, as `input_items` lists them. Raises `RequestError`."""
-    given: list[Any] = [request.input] if isinstance(request.input, str) else request.input
-    if not given:
-        raise RequestError("input", given, "a text, or at least one item")
-    bounds.check("messages", given, "input")
+    """Return the request's own input as items with ids, as `input_items` lists them. Raises `RequestError`."""
+    entries: list[Any] = [request.input] if isinstance(request.input, str) else request.input
+    if not entries:
+        raise RequestError("input", entries, "a text, or at least one item")
+    bounds.check("messages", entries, "input")
     items = []
-    for index, item in enumerate(given):
-        if isinstance(item, str):
-            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": item}]}
-        if not isinstance(item, dict):
-            raise RequestError(f"input[{index}]", item, "a text or an item")
-        read: dict[str, Any] = {"type": "message"} | item if "role" in item else dict(item)
-        if read.get("type") == "message" and isinstance(read.get("content"), str):
-            kind = "output_text" if read.get("role") == "assistant" else "input_text"
-            read["content"] = [{"type": kind, "text": read["content"]}]
-        items.append(read | {"id": read.get("id") or f"msg_{new_id}_in{index}"})
+    for index, entry in enumerate(entries):
+        if isinstance(entry, str):
+            entry = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": entry}]}
+        if not isinstance(entry, dict):
+            raise RequestError(f"input[{index}]", entry, "a text or an item")
+        item: dict[str, Any] = {"type": "message"} | entry if "role" in entry else dict(entry)
+        if item.get("type") == "message" and isinstance(item.get("content"), str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        items.append(item | {"id": item.get("id") or f"msg_{new_id}_in{index}"})
     return items
 
 
-def messages_of(instructions: str | None, items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as a chat's messages. Reasoning, text and calls of one turn of the model are one message.
+class NamedItem(NamedTuple):
+    """An item, and what the request calls it, for errors."""
+
+    field: str
+    item: Mapping[str, Any]
+
+
+def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Message]:
+    """Return items as a chat's messages. Reasoning, text and calls of one turn of the model are one message.
 
     Raises `RequestError` for what is no item that a chat can carry.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[Message] = []
     if instructions:
-        messages.append({"role": "system", "content": instructions})
+        messages.append(Message(role="system", content=instructions))
     names: dict[str, str] = {}
-    for index, item in enumerate(items):
-        kind, field = item.get("type"), f"input[{index}]"
+    for field, item in items:
+        kind = item.get("type")
         if kind == "message":
             _add_message(messages, item, field)
         elif kind == "reasoning":
             texts = [_text(item.get(part) or [], f"{field}.{part}") for part in ("content", "summary")]
-            _turn(messages)["reasoning_content"] = next((text for text in texts if text), "")
+            _turn(messages).reasoning = next((text for text in texts if text), "")
         elif kind == "function_call":
             call_id, name, arguments = (_string(item, part, field) for part in ("call_id", "name", "arguments"))
             names[call_id] = name
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            _turn(messages).setdefault("tool_calls", []).append(call)
+            _turn(messages).tool_calls.append(ToolCall.of(call_id, name, arguments, f"{field}.arguments"))
         elif kind == "function_call_output":
-            call_id, output = _string(item, "call_id", field), item.get("output")
-            made = {"role": "tool", "tool_call_id": call_id, "content": _text(output, f"{field}.output")}
-            messages.append(made | ({"name": names[call_id]} if call_id in names else {}))
+            call_id = _string(item, "call_id", field)
+            extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
+            messages.append(Message(role="tool", content=_text(item.get("output"), f"{field}.output"), extra=extra))
         else:
             known = "message, function_call, function_call_output or reasoning"
             raise RequestError(f"{field}.type", kind, known)
     for message in messages:
-        if message["role"] == "assistant" and not message.get("tool_calls"):
-            message.setdefault("content", "")
+        if message.role == "assistant" and not message.tool_calls and message.content is msgspec.UNSET:
+            message.content = ""
     return messages
 
 
-def _add_message(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:
+def _add_message(messages: list[Message], item: Mapping[str, Any], field: str) -> None:
     role, text = item.get("role"), _text(item.get("content"), f"{field}.content")
     if role not in ROLES:
         raise RequestError(f"{field}.role", role, "one of " + ", ".join(ROLES))
     if role == "assistant":
-        turn = _turn(messages, fresh="content")
-        turn["content"] = text
+        _turn(messages, without_text=True).content = text
     elif role == "user":
-        messages.append({"role": "user", "content": text})
-    elif len(messages) == 1 and messages[0]["role"] == "system":
+        messages.append(Message(role="user", content=text))
+    elif len(messages) == 1 and messages[0].role == "system":
         # Templates take one system message, and take it first.
-        messages[0]["content"] += "\n\n" + text
+        messages[0].content = f"{messages[0].content}\n\n{text}"
     else:
-        messages.append({"role": "system", "content": text})
+        messages.append(Message(role="system", content=text))
 
 
-def _turn(messages: list[dict[str, Any]], fresh: str | None = None) -> dict[str, Any]:
-    """The model's turn that is being read; a new one if the last message is not its own, or has `fresh` already."""
-    if not messages or messages[-1]["role"] != "assistant" or fresh in messages[-1]:
-        messages.append({"role": "assistant"})
-    return messages[-1]
+def _turn(messages: list[Message], without_text: bool = False) -> Message:
+    """Return the model's turn that is being read; a new one if the last message is not the model's, or has a text and
+    must not."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or (without_text and last.content is not msgspec.UNSET):
+        last = Message(role="assistant")
+        messages.append(last)
+    return last
 
 
 def _text(content: Any, field: str) -> str:

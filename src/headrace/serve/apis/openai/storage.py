@@ -9,12 +9,12 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from headrace.serve.apis.openai import batches, embeddings, files, responses
+from headrace.serve.apis.openai import batches, completions, embeddings, files, responses
 from headrace.serve.apis.openai.batches import Batches
-from headrace.serve.apis.openai.completions import OpenAI
 from headrace.serve.apis.openai.embeddings import Embeddings
 from headrace.serve.apis.openai.files import MAX_FILES, Files
 from headrace.serve.apis.openai.responses import Responses
+from headrace.serve.call.service import ServedModel
 from headrace.serve.storage.batch_lines import Answerer
 from headrace.serve.storage.store import Store
 
@@ -34,24 +34,24 @@ class Storage:
         concurrency: lines of batches that are open at once.
     """
 
-    def __init__(self, api: OpenAI, folder: str | None, max_bytes: int, concurrency: int) -> None:
+    def __init__(self, model: ServedModel, folder: str | None, max_bytes: int, concurrency: int) -> None:
         def place(name: str) -> Path | None:
             return None if folder is None else Path(folder).expanduser() / name
 
-        self.api = api
-        kept = Store("file-", place("files"), max_items=MAX_FILES, max_bytes=max_bytes)
-        told = Store("batch_", place("batches"), max_items=MAX_BATCHES, max_bytes=MAX_BATCH_BYTES)
-        said = Store("resp_", place("responses"), max_items=MAX_RESPONSES, max_bytes=max_bytes, evict=True)
-        self.files = Files(kept)
-        self.responses = Responses(api, said)
-        self.embeddings = Embeddings(api)
-        self._answerer = answerer(api, self.responses, self.embeddings)
-        client = api.front.client
-        self.batches = Batches(told, self.files, self._answerer, concurrency, lambda: client.num_waiting)
+        self.model = model
+        file_store = Store("file-", place("files"), max_items=MAX_FILES, max_bytes=max_bytes)
+        batch_store = Store("batch_", place("batches"), max_items=MAX_BATCHES, max_bytes=MAX_BATCH_BYTES)
+        response_store = Store("resp_", place("responses"), max_items=MAX_RESPONSES, max_bytes=max_bytes, evict=True)
+        self.files = Files(file_store)
+        self.responses = Responses(model, response_store)
+        self.embeddings = Embeddings(model)
+        self._answerer = answerer(model, self.responses, self.embeddings)
+        client = model.front.client
+        self.batches = Batches(batch_store, self.files, self._answerer, concurrency, lambda: client.num_waiting)
 
     def start(self) -> None:
         """The engine is there: go on with batches."""
-        if self.api.front.info.scheduling_policy == "priority":
+        if self.model.front.info.scheduling_policy == "priority":
             self._answerer.priority = LATEST
         self.batches.start()
 
@@ -63,31 +63,31 @@ class Storage:
             store.close()
 
 
-def answerer(api: OpenAI, said: Responses, vectors: Embeddings) -> Answerer:
-    """What answers the lines of batches."""
+def answerer(model: ServedModel, responses: Responses, embeddings: Embeddings) -> Answerer:
+    """Return what answers the lines of batches."""
 
     async def completion(body: dict[str, object]) -> dict[str, object]:
-        answer = await api.completion(body)
+        answer = await completions.complete(model, body)
         return await answer.whole()
 
     async def chat(body: dict[str, object]) -> dict[str, object]:
-        answer = await api.chat(body)
+        answer = await completions.chat(model, body)
         return await answer.whole()
 
     return Answerer(
         {
             "/v1/chat/completions": chat,
             "/v1/completions": completion,
-            "/v1/embeddings": vectors.create,
-            "/v1/responses": said.whole,
+            "/v1/embeddings": embeddings.create,
+            "/v1/responses": responses.whole,
         }
     )
 
 
-def offline_answerer(api: OpenAI) -> Answerer:
-    """The same without a server: responses are kept nowhere."""
+def offline_answerer(model: ServedModel) -> Answerer:
+    """Return the same without a server: responses are not stored."""
     nowhere = Store("resp_", None, max_items=1, max_bytes=MAX_BATCH_BYTES, evict=True)
-    return answerer(api, Responses(api, nowhere), Embeddings(api))
+    return answerer(model, Responses(model, nowhere), Embeddings(model))
 
 
 def add_routes(app: FastAPI, storage: Storage) -> None:

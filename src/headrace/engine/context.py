@@ -1,4 +1,4 @@
-"""`Call`: what a call is known by, from its arrival to its end: in replies, lines of the log, errors and traces.
+"""`CallContext`: what a call is known by, from its arrival to its end: in replies, lines of the log, errors and traces.
 
 `serve.gates.calls` enters it with `answering`; code that works for a call reads it with `current`. Knows no routes, no
 requests and no HTTP.
@@ -16,7 +16,7 @@ import msgspec
 REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 
 
-class Call(msgspec.Struct, frozen=True):
+class CallContext(msgspec.Struct, frozen=True):
     """One call. `call_id` is the caller's if `is_callers`, else fresh; empty outside of any call. `trace` has the
     headers traceparent and tracestate of the W3C, as far as they came and are well formed."""
 
@@ -26,26 +26,26 @@ class Call(msgspec.Struct, frozen=True):
     trace: dict[str, str] = {}
 
 
-NONE = Call()
-_call: ContextVar[Call] = ContextVar("headrace_call", default=NONE)
+NONE = CallContext()
+_context: ContextVar[CallContext] = ContextVar("headrace_call", default=NONE)
 
 
-def current() -> Call:
+def current() -> CallContext:
     """The call that is being answered; `NONE` outside of any."""
-    return _call.get()
+    return _context.get()
 
 
 def fresh_id() -> str:
     """The id that was drawn for the call, so that its reply goes by it too; empty if the caller brought one."""
-    call = _call.get()
-    return "" if call.is_callers else call.call_id
+    context = _context.get()
+    return "" if context.is_callers else context.call_id
 
 
 @contextlib.contextmanager
-def answering(call: Call) -> Iterator[None]:
-    """What is done in the block is done for `call`."""
-    token = _call.set(call)
+def answering(context: CallContext) -> Iterator[None]:
+    """What is done in the block is done for the call of `context`."""
+    token = _context.set(context)
     try:
         yield
     finally:
-        _call.reset(token)
+        _context.reset(token)

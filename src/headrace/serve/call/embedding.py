@@ -1,0 +1,59 @@
+"""Texts as vectors, for every API that has embeddings.
+
+The vector of a text is the model's hidden state after the final norm, of the last token or the mean over all tokens.
+Any decoder has one; how good its vectors are for a search depends on its training. Knows no requests and no replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.engine.generation import Front
+from headrace.protocol import bounds
+from headrace.text.inputs import Prompt
+from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
+
+
+class Vectors(NamedTuple):
+    """`rows[i]` is the vector of text i, of float32 numbers; `num_tokens` counts the tokens of all."""
+
+    rows: list[list[float]]
+    num_tokens: int
+
+
+async def vectors(
+    front: Front,
+    texts: Sequence[Prompt],
+    *,
+    pooling: str | None = None,
+    dimensions: int | None = None,
+    normalize: bool = True,
+    field: str = "input",
+    add_special_tokens: bool = True,
+    truncate_prompt_tokens: int | None = None,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> Vectors:
+    """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
+    kind = check_form(pooling, dimensions, front.info.hidden_size)
+    bounds.check("prompt_list", texts, field)
+    if truncate_prompt_tokens is not None:
+        bounds.check("truncate_prompt_tokens", truncate_prompt_tokens)
+    if cache_salt:
+        bounds.check("cache_salt", cache_salt)
+    front.check_room(len(texts), EMBEDDING_PARAMS)
+    prompts = []
+    for text in texts:
+        _, token_ids = await front.prompt_ids(
+            text, add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        prompts.append(token_ids)
+    async with front.open(
+        prompts, EMBEDDING_PARAMS, priority=priority, cache_salt=cache_salt, draw=lambda: 0, pooling=kind
+    ) as generation:
+        async for _ in generation:
+            pass
+    pairs = zip(generation.states, prompts, strict=True)
+    rows = [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
+    return Vectors(rows, sum(map(len, prompts)))

@@ -1,0 +1,252 @@
+"""`ServedModel`: answers calls with the one model that is served. Every API stands on it.
+
+Everything that can be refused is refused before there is an answer, so a stream that has begun fails only by the
+engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from headrace.engine import deadlines
+from headrace.engine.generation import Front, Generation, off_loop
+from headrace.protocol import bounds
+from headrace.protocol.beam import KEPT
+from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.serve.call.answers import CompletionAnswer
+from headrace.serve.call.call import Call, ChatCall, TextCall, spelled
+from headrace.serve.call.chat_answer import ChatAnswer
+from headrace.serve.call.dialect import Dialect
+from headrace.text.inputs import draw_seed
+from headrace.text.reasoning import STYLES
+from headrace.text.templates import ChatTemplate, Message
+from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.server")
+
+RENDER_OPTIONS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class ServedModel:
+    """The model behind the routes.
+
+    Args:
+        name: the name that is served; a request may name it or none.
+        template: None if the model has no chat template.
+        defaults: sampling parameters that the model's makers advise, for what a request does not give.
+        draw: where requests without a seed get theirs; the reply tells it.
+        dialect: how the model writes tool calls and reasoning.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        name: str,
+        template: ChatTemplate | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        draw: Callable[[], int] = draw_seed,
+        dialect: Dialect | None = None,
+    ) -> None:
+        self.front = front
+        self.name = name
+        self.template = template
+        self.defaults = dict(defaults or {})
+        self.draw = draw
+        self.dialect = Dialect() if dialect is None else dialect
+        if self.dialect.reasoning is not None:
+            style = STYLES[self.dialect.reasoning]
+            front.marks = (style.openings[0], style.closings[0])
+        self.created = int(time.time())
+        # Templates run one at a time in a process of their own; what waits for it must not fill up the threads that
+        # tokenise.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="headrace-template")
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self.front.info.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises `RequestError` if the engine runs without one."""
+        if self.front.tokenizer is None:
+            raise RequestError("prompt", "text", "token ids, for the engine runs without a tokenizer")
+        return self.front.tokenizer
+
+    async def complete(self, call: TextCall) -> CompletionAnswer:
+        """Begin to go on with each prompt. Raises `HeadraceError`s of all kinds."""
+        with spelled(call.spelling):
+            self.check_model(call.model)
+            special: dict[str, Any] = {}
+            if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
+                special["prompt_logprobs"] = call.logprobs
+            params = self._params(call, None if call.fills_context else DEFAULT_COMPLETION_TOKENS, special)
+            self.front.check_room(len(call.prompts), params)
+            await self._check_form(call, params)
+            prompts = [
+                await self.front.prompt_ids(
+                    prompt,
+                    add_special_tokens=call.add_special_tokens is not False,
+                    truncate_prompt_tokens=call.truncate_prompt_tokens,
+                )
+                for prompt in call.prompts
+            ]
+            generation = self._open([token_ids for _, token_ids in prompts], params, call)
+        return CompletionAnswer(generation, call, self.front, self.name, [text for text, _ in prompts])
+
+    async def chat(self, call: ChatCall) -> ChatAnswer:
+        """Begin to answer a conversation. Raises `HeadraceError`s of all kinds."""
+        with spelled(call.spelling):
+            self.check_model(call.model)
+            most = self.front.info.max_logprobs
+            if call.logprobs and most != -1 and not 0 <= call.logprobs <= most:
+                # Every API of chats has this name for it.
+                raise RequestError("top_logprobs", call.logprobs, f"from 0 to {most} (--max-logprobs)")
+            use = call.tools
+            special: dict[str, Any] = {}
+            if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
+                special["skip_special_tokens"] = False
+            params = self._params(call, None, special)
+            self.front.check_room(1, params)
+            text = await self.render(call)
+            constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
+            if not enforced and any(tool["function"].get("strict") for tool in use.tools):
+                call.warn(
+                    "tools", "strict is not enforced with tool_choice auto, but is where it is required or a tool"
+                )
+            params = msgspec.structs.replace(params, structured_outputs=constraint)
+            await (self._check_tools(call, params, text) if enforced else self._check_form(call, params))
+            new_parser = self.dialect.parsers(use, text, enforced)
+            _, token_ids = await self.front.prompt_ids(
+                text,
+                add_special_tokens=bool(call.add_special_tokens),
+                truncate_prompt_tokens=call.truncate_prompt_tokens,
+            )
+            generation = self._open([token_ids], params, call)
+        return ChatAnswer(generation, call, self.front, self.name, [text], new_parser)
+
+    async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
+        """Return what `chat` would give the model: the text and its token ids. Raises `RequestError`."""
+        with spelled(call.spelling):
+            self.check_model(call.model)
+            text = await self.render(call)
+            return text, await self.encode(text, bool(call.add_special_tokens))
+
+    async def render(self, call: ChatCall) -> str:
+        """Return the messages, and the tools that the model may call, as one text.
+
+        Raises `RequestError` if they do not fit the model's template.
+        """
+        bounds.check("messages", call.messages)
+        template = self.template
+        if template is None:
+            raise RequestError(
+                "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
+            )
+        variables = dict(call.template_variables)
+        for name in RENDER_OPTIONS.intersection(variables):
+            raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
+        if call.reasoning_effort is not None:
+            self.dialect.set_effort(call, call.reasoning_effort, variables)
+        if call.tools.tools and not self.dialect.shows_tools:
+            call.warn("tools", "the model is not told of them: its chat template has no place for tools")
+        opening = call.add_generation_prompt
+        if opening is None:
+            opening = not call.continue_final_message
+        return await asyncio.get_running_loop().run_in_executor(
+            self._renderer,
+            lambda: template.render(
+                call.messages,
+                call.tools.tools,
+                add_generation_prompt=opening,
+                continue_final_message=call.continue_final_message,
+                **variables,
+            ),
+        )
+
+    async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
+        bounds.check("text", text, field)
+        tokenizer = self.tokenizer
+        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def warm_up(self) -> None:
+        """Render a first chat, so that the templates' process is there before a request waits for it."""
+        if self.template is None:
+            return
+        try:
+            await self.render(ChatCall(messages=[Message(role="user", content="Hello")]))
+        except RequestError as error:
+            # Not fatal: there are templates that need more than one plain message.
+            logger.warning("the chat template does not take a plain message: %s", error)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ModelNotFoundError` unless `name` is what is served, or None."""
+        if name is not None and name != self.name:
+            shown = name if len(name) <= 80 else name[:77] + "..."
+            raise ModelNotFoundError(f"model: {shown!r} is not served here; it must be {self.name!r}")
+
+    def _params(self, call: Call, max_tokens: int | None, special: Mapping[str, Any]) -> SamplingParams:
+        """The parameters, with the model's own for what is not given; of these, a search takes the ends only.
+        `max_tokens` holds where neither says anything; `special` overrides both. Raises `RequestError`."""
+        defaults: Mapping[str, Any] = self.defaults
+        fixed: dict[str, Any] = {"structured_outputs": call.form}
+        if call.beam is not None:
+            defaults = {name: value for name, value in defaults.items() if name in KEPT}
+            fixed |= {"n": 1, "best_of": None}
+        return SamplingParams(**{"max_tokens": max_tokens, **defaults, **call.sampling, **special, **fixed})
+
+    def _open(self, prompts: list[list[int]], params: SamplingParams, call: Call) -> Generation:
+        max_tokens = call.sampling.get("max_tokens")
+        rooms = [self.max_context - len(token_ids) for token_ids in prompts]
+        for room in rooms:
+            if max_tokens is not None and max_tokens > room:
+                raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
+        if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
+            params = msgspec.structs.replace(params, max_tokens=min(rooms))
+        with deadlines.within(call.timeout, call.arrival_time):
+            return self.front.open(
+                prompts,
+                params,
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+                arrival_time=call.arrival_time,
+                draw=self.draw,
+                beam=call.beam,
+            )
+
+    async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str) -> None:
+        """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the schema."""
+        try:
+            for warning in await self.front.check(params):
+                call.warn("tools", warning)
+        except RequestError:
+            use = call.tools
+            for tool in use.tools:
+                name = tool["function"]["name"]
+                if name not in use.schemas:
+                    continue
+                one = use._replace(schemas={name: use.schemas[name]}, mode="required")
+                constraint, _ = self.dialect.constraint(one, prompt, None)
+                try:
+                    await self.front.check(msgspec.structs.replace(params, structured_outputs=constraint))
+                except RequestError as of_tool:
+                    raise RequestError(use.names[name], name, of_tool.bound, of_tool.code) from None
+            with spelled({"structured_outputs": "tools"}):
+                raise
+
+    async def _check_form(self, call: Call, params: SamplingParams) -> None:
+        """Find out whether the answer can be held to its form. Raises `RequestError`."""
+        if params.structured_outputs is None:
+            return
+        for warning in await self.front.check(params):
+            call.warn("structured_outputs", warning)
