@@ -15,7 +15,8 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body
-from headrace.text.templates import Message, ToolCall
+from headrace.text import templates
+from headrace.text.templates import ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
 IGNORED = {
@@ -82,7 +83,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
 Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -125,7 +126,7 @@ class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Turn]
+    messages: list[Message]
     # Images are refused; as one of two kinds a block must say which it is.
     system: str | list[TextBlock | ImageBlock] | None = None
     tools: list[Tool] | None = None
@@ -149,7 +150,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
 
 def chat_call(request: CountTokensRequest) -> ChatCall:
     """Return the chat that a request asks for. Raises `RequestError`; may add to the request's warnings."""
-    messages = [Message(role="system", content=_system(request.system))] if request.system else []
+    messages = [templates.Message(role="system", content=_system(request.system))] if request.system else []
     for index, turn in enumerate(request.messages):
         messages += _messages(turn, f"messages[{index}]", request)
     sampling: dict[str, Any] = {}
@@ -184,11 +185,11 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     )
 
 
-def _messages(turn: Turn, field: str, request: CountTokensRequest) -> list[Message]:
+def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[templates.Message]:
     """Return one turn as messages: to templates, results of tools are messages of their own."""
     if isinstance(turn.content, str):
-        return [Message(role=turn.role, content=turn.content)]
-    messages: list[Message] = []
+        return [templates.Message(role=turn.role, content=turn.content)]
+    messages: list[templates.Message] = []
     texts: list[str] = []
     calls: list[ToolCall] = []
     reasoning = ""
@@ -200,7 +201,7 @@ def _messages(turn: Turn, field: str, request: CountTokensRequest) -> list[Messa
             if turn.role != "user":
                 raise RequestError(f"{where}.type", "tool_result", "in a message of the user's")
             extra = {"tool_call_id": block.tool_use_id}
-            messages.append(Message(role="tool", content=_result(block, where), extra=extra))
+            messages.append(templates.Message(role="tool", content=_result(block, where), extra=extra))
         elif isinstance(block, ImageBlock | DocumentBlock):
             raise _no_text(where, block)
         elif turn.role != "assistant":
@@ -214,9 +215,12 @@ def _messages(turn: Turn, field: str, request: CountTokensRequest) -> list[Messa
     if not texts and not calls and not reasoning:
         if not messages and turn.role == "assistant":
             raise RequestError(f"{field}.content", [], "at least one block that can be read")
-        return messages or [Message(role=turn.role, content="")]
+        return messages or [templates.Message(role=turn.role, content="")]
     content = _text(texts) if texts else None
-    return [*messages, Message(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls)]
+    return [
+        *messages,
+        templates.Message(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls),
+    ]
 
 
 def _text(texts: list[str]) -> str | list[str]:

@@ -8,7 +8,8 @@ import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Body
-from headrace.text.templates import Message, ToolCall, check_role
+from headrace.text import templates
+from headrace.text.templates import ToolCall, check_role
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -53,18 +54,18 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
 
 
-class FunctionCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     function: Function
     id: str | None = None
     type: str | None = None
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
     images: list[Any] | None = None
-    tool_calls: list[FunctionCall] | None = None
+    tool_calls: list[Call] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -72,7 +73,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /api/chat."""
 
-    messages: list[Turn] | None = None
+    messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
@@ -108,7 +109,7 @@ class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
 
 
-def message_of(turn: Turn, field: str) -> Message:
+def message_of(turn: Message, field: str) -> templates.Message:
     """Return a turn, which errors call `field`, as a message. Raises `RequestError`."""
     if turn.images:
         raise RequestError(f"{field}.images", "images", "left out: the models served here read text")
@@ -122,7 +123,7 @@ def message_of(turn: Turn, field: str) -> Message:
         for index, call in enumerate(turn.tool_calls or [])
     ]
     extra = {"name": turn.tool_name, "tool_call_id": turn.tool_call_id}
-    return Message(
+    return templates.Message(
         role=check_role(turn.role, f"{field}.role"),
         content=turn.content or "",
         reasoning=turn.thinking or None,
