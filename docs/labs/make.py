@@ -193,13 +193,13 @@ def rounds(method: str, prompt: str, params: SamplingParams, num_rounds: int = 8
     guessing = LLM(num_threads=1, enable_prefix_caching=False, speculative_config=spec)
     speculator: Speculator = guessing.core.executor.speculator  # type: ignore[attr-defined]
     drafted: list[list[int]] = [[]]
-    propose = speculator.propose
+    end_step = speculator.end_step
 
-    def watch(batch: Any, result: Any) -> None:
-        propose(batch, result)
+    def watch(batch: Any, result: Any, record: Any) -> None:
+        end_step(batch, result, record)
         drafted.append(result.drafts[0].token_ids if 0 in result.drafts else [])
 
-    speculator.propose = watch  # type: ignore[method-assign]
+    speculator.end_step = watch  # type: ignore[method-assign]
     found, known = [], tokenizer.encode(prompt)
     start = len(known)
     for output, guess in zip(guessing.stream(prompt, params), drafted, strict=False):

@@ -16,7 +16,7 @@ from headrace.core.sequence import Sequence
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import DraftTokens, Finish, Request, StepResult
+from headrace.protocol.step import Draft, Finish, Request, StepResult
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_kept_guesses_are_computed_and_the_token_after_them_is_not() -> None:
     bench = Bench(speculates=True)
     seq, _ = bench.add("a", 4, max_tokens=20)
     batch = bench.scheduler.schedule()
-    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[7], drafts={0: DraftTokens([8, 9, 10])}))
+    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[7], drafts={0: Draft([8, 9, 10])}))
     batch = bench.scheduler.schedule()
     assert batch.drafts[0].token_ids == [8, 9, 10]
     assert len(seq.block_table) == 2

@@ -8,6 +8,7 @@ import pytest
 from tests.programs.sim.planting import Bugs, expect_caught, register
 
 from headrace.core.sequence import Status
+from headrace.protocol.step import Draft
 
 BUGS: Bugs = {}
 bug = partial(register, BUGS)
@@ -79,10 +80,8 @@ def guesses_beyond_the_budget(s, _):
 
 @bug("I-19", "I-12", "I-8")
 def guesses_beyond_the_end(s, monkeypatch):
-    from headrace.core import drafting
-
-    cut = drafting.cut
-    monkeypatch.setattr(drafting, "cut", lambda draft, depth, nodes: cut(draft, depth + 20, nodes))
+    cut = Draft.cut
+    monkeypatch.setattr(Draft, "cut", lambda draft, depth, nodes: cut(draft, depth + 20, nodes))
 
 
 @bug("I-12", checking=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace.drafters.base import Context, Draft, Drafter
+from headrace.drafters.base import Context, Drafter
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Draft
 
 VOCAB = 50
 Say = Callable[[list[int]], int]
@@ -31,40 +32,28 @@ class Told:
 def fault(draft: Draft, context: Context, vocab_size: int = VOCAB) -> str:
     """What is wrong with a draft, or ""."""
     size = len(draft.token_ids)
-    parents = draft.parents if draft.parents is not None else list(range(-1, size - 1))
-    if len(parents) != size:
-        return f"{len(parents)} parents of {size} tokens"
-    if size > (context.num_nodes if draft.parents is not None else context.num_drafts):
+    if flaw := draft.flaw():
+        return flaw
+    if size > (context.num_nodes if draft.parents else context.num_drafts):
         return f"{size} nodes"
     if any(not isinstance(token, int) or not 0 <= token < vocab_size for token in draft.token_ids):
         return "a token out of the vocabulary"
-    depths: list[int] = []
-    for i, parent in enumerate(parents):
-        if not -1 <= parent < i:
-            return f"node {i} follows {parent}"
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    if max(depths, default=0) > context.num_drafts:
-        return f"depth {max(depths)} of {context.num_drafts}"
-    if len({*zip(parents, draft.token_ids, strict=True)}) < size:
-        return "two equal children"
+    if draft.depth > context.num_drafts:
+        return f"depth {draft.depth} of {context.num_drafts}"
     return ""
 
 
 def verify(draft: Draft, tokens: list[int], say: Say) -> tuple[list[int], list[int], list[int]]:
     """-> the accepted nodes, the new tokens, and what the target says after each node."""
-    size = len(draft.token_ids)
-    parents = draft.parents if draft.parents is not None else list(range(-1, size - 1))
-    paths: list[list[int]] = []
-    for token, parent in zip(draft.token_ids, parents, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else tokens), token])
-    best = [say(path) for path in paths]
+    paths = [[draft.token_ids[each] for each in draft.path(node)] for node in range(len(draft.token_ids))]
+    best = [say(tokens + path) for path in paths]
     accepted: list[int] = []
     node, new = -1, [say(tokens)]
     while True:
-        found = [i for i in range(size) if parents[i] == node and draft.token_ids[i] == new[-1]]
-        if not found:
+        children = [child for child in draft.children(node) if draft.token_ids[child] == new[-1]]
+        if not children:
             return accepted, new, best
-        node = found[0]
+        node = children[0]
         accepted.append(node)
         new.append(best[node])
 

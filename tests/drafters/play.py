@@ -14,10 +14,11 @@ import numpy as np
 
 from headrace import builtin
 from headrace.backends.base import Chunks
-from headrace.drafters.base import F32, Context, Draft, Drafter, Target
+from headrace.drafters.base import F32, Context, Drafter, Target
 from headrace.engine.load import load_model
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Draft
 
 PROMPTS = [
     "Once upon a time, there was a little",
@@ -34,9 +35,12 @@ class Greedy:
 
     def __init__(self, rejects: bool = False) -> None:
         self.rejects = rejects
+        self.probs: dict[int, list[F32]] = {}
 
     def choose(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         assert len(logits) == len(contexts) == len(tails)
+        if self.rejects:
+            return self.draw(logits, contexts, tails)
         return [int(token_id) for token_id in logits.argmax(axis=1)]
 
     def rank(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]], width: int) -> Any:
@@ -46,14 +50,19 @@ class Greedy:
         shares = shares - logits.max(axis=1, keepdims=True)
         return best, np.take_along_axis(shares, best, axis=1)
 
-    def draw(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> Any:
+    def draw(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         shares = np.exp(logits - logits.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
         drawn = []
         for row, context, tail in zip(shares, contexts, tails, strict=True):
             spot = np.random.default_rng(len(context.tokens) + len(tail)).random()
             drawn.append(min(int(np.searchsorted(np.cumsum(row), spot)), len(row) - 1))
-        return drawn, shares
+            self.probs[context.seq_id] = [*self.probs.get(context.seq_id, [])[: len(tail)], row]
+        return drawn
+
+    def take_probs(self, seq_id: int) -> F32 | None:
+        probs = self.probs.pop(seq_id, None)
+        return None if probs is None else np.stack(probs)
 
 
 @dataclass
@@ -185,16 +194,14 @@ def show(drafter: Drafter, play: Play, chunk: int = 10**9) -> None:
 
 def kept_nodes(draft: Draft, truth: Sequence[int]) -> list[int]:
     """The nodes that the target agrees with, in their order."""
-    parents = draft.parents or list(range(-1, len(draft.token_ids) - 1))
-    at, found = -1, []
-    for wanted in truth:
-        at = next(
-            (i for i, parent in enumerate(parents) if parent == at and draft.token_ids[i] == wanted and i > at), -2
-        )
-        if at < 0:
+    nodes: list[int] = []
+    for token_id in truth:
+        children = draft.children(nodes[-1] if nodes else -1)
+        node = next((child for child in children if draft.token_ids[child] == token_id), None)
+        if node is None:
             break
-        found.append(at)
-    return found
+        nodes.append(node)
+    return nodes
 
 
 def step(
@@ -218,14 +225,9 @@ def step(
 
 
 def verify_sound(draft: Draft, context: Context) -> None:
-    parents = draft.parents if draft.parents is not None else list(range(-1, len(draft.token_ids) - 1))
-    depths: list[int] = []
-    for i, parent in enumerate(parents):
-        assert -1 <= parent < i
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    assert max(depths, default=0) <= context.num_drafts
+    assert not draft.flaw()
+    assert draft.depth <= context.num_drafts
     assert len(draft.token_ids) <= max(context.num_nodes, context.num_drafts)
-    assert len(set(zip(parents, draft.token_ids, strict=True))) == len(parents)
     assert all(token_id >= 0 for token_id in draft.token_ids)
 
 
@@ -237,7 +239,7 @@ def run(drafter: Drafter, plays: Sequence[Play], **options: Any) -> float:
     return 1 + sum(counts) / len(counts)
 
 
-def drafts_of(plays: Sequence[Play]) -> list[list[tuple[list[int], list[int] | None]]]:
+def drafts_of(plays: Sequence[Play]) -> list[list[tuple[list[int], list[int]]]]:
     return [[(draft.token_ids, draft.parents) for draft in play.drafts] for play in plays]
 
 

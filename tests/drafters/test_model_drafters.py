@@ -202,14 +202,17 @@ def test_a_window_bounds_what_is_kept(kind: str) -> None:
 
 @ALL
 def test_rejection_sampling_gets_the_chances_of_what_was_drawn(kind: str) -> None:
-    drafter = drafter_of(kind, guide=Greedy(rejects=True))
+    guide = Greedy(rejects=True)
+    drafter = drafter_of(kind, guide=guide)
     for play, draft in zip(plays := plays_for(drafter), step(drafter, plays), strict=True):
         assert play.known > 0
-        assert draft.parents is None
-        assert draft.probs is not None
-        assert draft.probs.shape == (len(draft.token_ids), 2048)
-        assert np.allclose(draft.probs.sum(axis=1), 1, atol=1e-4)
-        assert (draft.probs[range(len(draft.token_ids)), draft.token_ids] > 0).all()
+        assert not draft.parents
+        probs = guide.take_probs(play.seq_id)
+        assert probs is not None
+        assert probs.shape == (len(draft.token_ids), 2048)
+        assert np.allclose(probs.sum(axis=1), 1, atol=1e-4)
+        assert (probs[range(len(draft.token_ids)), draft.token_ids] > 0).all()
+        assert guide.take_probs(play.seq_id) is None
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp", "medusa"])

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from tests.drafters.following import VOCAB, Told, fault, follow
 
 from headrace.drafters import lookahead, ngram, suffix
-from headrace.drafters.base import Context, Draft, Drafter
+from headrace.drafters.base import Context, Drafter
 from headrace.drafters.lookahead import LookaheadDrafter
 from headrace.drafters.ngram import NgramDrafter
 from headrace.drafters.suffix import Automaton, SuffixDrafter
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Draft
 
 NONE: Any = None
 MADE: dict[str, Callable[[], Drafter]] = {
@@ -91,8 +92,8 @@ def test_drafts_are_well_formed_whatever_happens(name: str, data: st.DataObject)
         (Draft([1, 2, 3, 4, 5]), "5 nodes"),
         (Draft([1, VOCAB]), "vocabulary"),
         (Draft([1, -1]), "vocabulary"),
-        (Draft([1, 1], [-1, -1]), "two equal children"),
-        (Draft([1, 2], [1, -1]), "follows"),
+        (Draft([1, 1], [-1, -1]), "two children of a node are the same token"),
+        (Draft([1, 2], [1, -1]), "make no tree"),
         (Draft([1, 2], [-1]), "parents"),
         (Draft([1, 2, 3, 4, 5], [-1, 0, 1, 2, 3]), "depth 5 of 4"),
     ],
@@ -250,7 +251,7 @@ def test_what_a_suffix_drafter_holds_is_bounded(monkeypatch: pytest.MonkeyPatch)
         tokens[seq_id] += [random_text.randrange(9) for _ in range(9)]
         [draft] = drafter.propose([context(tokens[seq_id], 4, seq_id=seq_id, num_prompt=1)])
         assert fault(draft, context(tokens[seq_id])) == ""
-        held = [history.own.num_tokens for history in drafter._histories.values()]
+        held = [history.automaton.num_tokens for history in drafter._histories.values()]
         assert max(held) <= 110
         assert sum(held) == drafter._num_tokens <= 400
         assert sum(automaton.num_tokens for automaton in drafter._shared) <= 200

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from random import Random
 
-from headrace.drafters.base import F32, Context, Draft
-from headrace.drafters.speculator import Speculator, Steady
+from headrace.drafters.base import F32, Context
+from headrace.drafters.speculator import Speculator
 from headrace.engine.core import EngineCore
-from headrace.protocol.step import Request
+from headrace.protocol.step import Draft, Request
 
 
 class Prophet:
@@ -53,7 +53,7 @@ class Prophet:
             token_ids.append(token_id)
             parents.append(parent)
             depths.append(depth + 1)
-        return Draft(token_ids, parents if self.tree else None)
+        return Draft(token_ids, parents if self.tree else [])
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
         self.fates.append((len(draft.token_ids), len(accepted)))
@@ -71,13 +71,13 @@ def speculate(
     """Let `core` guess with `drafter` from now on."""
     core.executor.speculator = Speculator(  # type: ignore[attr-defined]
         drafter,
-        Steady(),
+        None,
         vocab_size=core.info.vocab_size,
         num_drafts=num_drafts,
         num_nodes=num_nodes,
         max_model_len=core.info.max_model_len,
         eos_token_ids=core.info.eos_token_ids,
-        rejects=rejects,
+        take_probs=(lambda seq_id: None) if rejects else None,
         clock=time.monotonic,
     )
     core.scheduler.drafts.enabled = True

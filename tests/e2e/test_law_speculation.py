@@ -108,16 +108,16 @@ def test_resumed_answers_go_on_with_guesses(requests, reference):
 
 def test_an_accepted_wrong_token_is_seen(requests, reference, monkeypatch):
     """The planted fault: whatever is guessed first is kept."""
-    from headrace.runner.verification import Trial
+    from headrace.runner.verification import Verification
 
-    take = Trial.take
+    take = Verification.take
 
     def gullible(self, drawn):
         if self.children() and len(self.token_ids) == 1:
             drawn.token_id = self.draft.token_ids[self.children()[0]]
         return take(self, drawn)
 
-    monkeypatch.setattr(Trial, "take", gullible)
+    monkeypatch.setattr(Verification, "take", gullible)
     core = make_core()
     # Where a grammar holds, it refuses the token before anybody compares.
     some = [r for r in requests if r.params.structured_outputs is None][:24]
@@ -129,18 +129,18 @@ def test_an_accepted_wrong_token_is_seen(requests, reference, monkeypatch):
 
 def test_a_slot_of_a_rejected_guess_that_is_read_is_seen(requests, reference, monkeypatch):
     """The planted fault: the token that was drawn is right, but the slot of the wrong guess in its place is kept."""
-    from headrace.runner.verification import Trial
+    from headrace.runner.verification import Verification
 
-    take = Trial.take
+    take = Verification.take
 
     def careless(self, drawn):
         children = self.children()
         kept = take(self, drawn)
         if not kept and children:
-            self.nodes.append(children[0])
+            self.accepted.append(children[0])
         return kept or bool(children)
 
-    monkeypatch.setattr(Trial, "take", careless)
+    monkeypatch.setattr(Verification, "take", careless)
     core = make_core()
     some = [r for r in requests[:24] if r.params.structured_outputs is None]
     speculate(core, drafter_of(core, some, reference, 0.5, tree=False))
@@ -162,25 +162,43 @@ def test_a_guess_beyond_the_vocabulary_is_refused(requests, reference):
 
 
 def bad(core):
-    from headrace.drafters.base import Draft
+    from headrace.protocol.step import Draft
 
     return Draft([core.info.vocab_size])
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**20])
 def test_a_batch_with_a_guess_beyond_the_vocabulary_fails_its_chunk_alone(token_id):
-    from headrace.protocol.step import DraftTokens
+    from headrace.protocol.step import Draft
 
     core = make_core()
     requests = make_requests()[:2]
     for request in requests:
         core.add(request)
     batch = core.scheduler.schedule()
-    batch.drafts[0] = DraftTokens([token_id])
+    batch.drafts[0] = Draft([token_id])
     result = core.executor.run(batch)
     assert "invalid_chunk" in result.errors[0]
     assert result.token_ids[1] >= 0
     core.close()
+
+
+class Untouchable:
+    """A speculator that no step may call."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} was called")
+
+
+def test_a_step_without_speculation_calls_nothing_of_it():
+    core = make_core()
+    wanted = run(core, make_requests()[:2])
+    core.executor.speculator = Untouchable()
+    assert_same(run(core, make_requests()[:2]), wanted)
+    # The control: where drafts are requested it is called, which ends the step.
+    core.scheduler.drafts.enabled = True
+    with pytest.raises(AssertionError, match="begin_step was called"):
+        run(core, make_requests()[:2])
 
 
 def test_streams_of_noise_are_disjoint():

@@ -114,7 +114,8 @@ def through_the_samplers(num: int, target: SamplingParams, draft: SamplingParams
     counts = np.zeros(WIDTH)
     for position in range(1, num + 1):
         context = Context(0, [0] * position, 1, draft, 1, 1)
-        (guess,), shares = guide.draw(others, [context], [[]])
+        (guess,) = guide.choose(others, [context], [[]])
+        shares = guide.take_probs(0)
         (pool,) = sampler.shares(logits, [Row(target, position, 1)])
         counts[rejection.draw(*pool, [guess], [shares[0]], target.seed, position)] += 1
     return counts

@@ -6,7 +6,7 @@ Decides nothing and changes no sequence. Called by the scheduler alone, once per
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
-from headrace.protocol.step import DraftTokens, Pooling, ScheduledBatch
+from headrace.protocol.step import Draft, Pooling, ScheduledBatch
 
 
 def make_batch(
@@ -14,7 +14,7 @@ def make_batch(
     ready: list[Sequence],
     chunks: list[tuple[Sequence, int]],
     copies: list[tuple[int, int]],
-    drafts: dict[int, DraftTokens],
+    drafts: dict[int, Draft],
     ended: list[int],
     asks: bool = False,
 ) -> tuple[list[Sequence], ScheduledBatch]:

@@ -81,7 +81,7 @@ def check_tables(
     """I-4, I-5, I-8, I-19: tables are as long as they must be, and what the step in flight writes is not shared."""
     scheduled: dict[int, int] = {}
     if batch is not None:
-        trunks = {i: len(d.paths[0]) if d.paths else len(d.token_ids) for i, d in batch.drafts.items()}
+        trunks = {i: len(d.paths()[0]) for i, d in batch.drafts.items()}
         scheduled = {id(s): n + trunks.get(i, 0) for i, (s, n) in enumerate(zip(flight, batch.lens, strict=True))}
     for seq in holders:
         _check_table(tables, seq, scheduled.get(id(seq), 0))

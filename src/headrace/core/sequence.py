@@ -10,7 +10,7 @@ import sys
 from enum import IntEnum
 
 from headrace.protocol.errors import InvariantError
-from headrace.protocol.step import DraftTokens, Request
+from headrace.protocol.step import Draft, Request
 
 NEVER = sys.maxsize
 
@@ -101,7 +101,7 @@ class Sequence:
         self.started = False
         self.num_computed = 0
         self.block_table: list[int] = []
-        self.draft: DraftTokens | None = None
+        self.draft: Draft | None = None
         self.tails: list[list[int]] = []
         self.num_published = 0
         self.publish_at = NEVER

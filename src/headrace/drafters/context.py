@@ -1,9 +1,9 @@
-"""The private context of a drafter with a model: a small program of its own over a KV cache of its own.
+"""`PrivateContext`: the program and the KV cache of a drafter with a model.
 
-Owns blocks and tables (`Line`, one for each sequence and one for each branch of a tree), and runs all sequences of a
-step in one call. What a line holds is decided by its tokens alone: guesses that were rejected are rewound, and their
-slots are written again before anybody attends to them. Knows token ids and rows of numbers; must not know sequences'
-parameters nor how tokens are chosen. Called by the drafters beside this file.
+Holds blocks and tables (`Line`, one for each sequence and one for each branch of a tree), and runs all sequences of a
+step in one call. The tokens of a line alone decide what is in its blocks: rejected draft tokens are rewound, and their
+slots are written again before they are read. Knows token ids and rows of numbers; must not know sequences' parameters
+nor how tokens are chosen. Called by the drafters beside this file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headrace.models import Model
 
 MAX_CACHE_BYTES = 2**30
 CACHE_SHARE = 0.1
-"""Of the memory that is free when the drafter is made."""
+"""Of the free memory at the start."""
 
 MAX_ROWS = 512
 MAX_LINES = 128
-"""Of one call; what is more takes several."""
+"""Of one call; more take several calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,12 +48,20 @@ class Job(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Of the last row of each job: logits [S, V] (lent until the next call), what the program keeps [S, F] if it was
-    asked for, and whether all is finite."""
+    """Results of the last row of each job: logits [S, V] (valid until the next call), the program's features [S, F] if
+    they were requested, and whether all numbers are finite."""
 
     logits: F32
     features: F32 | None
     finite: list[bool]
+
+    def features_of(self, row: int) -> F32 | None:
+        """The features of one row [1, F]."""
+        return None if self.features is None else self.features[row : row + 1]
+
+    def subset(self, rows: list[int]) -> Computed:
+        features = None if self.features is None else self.features[rows]
+        return Computed(self.logits[rows], features, [self.finite[row] for row in rows])
 
 
 class PrivateContext:
@@ -61,8 +69,8 @@ class PrivateContext:
 
     Args:
         window: positions that a line may have.
-        most_lines: lines (branches of trees included) that there may be at a time.
-        feature_layers: what the program keeps of the rows (`Backend.program`).
+        most_lines: most lines at a time, branches of trees included.
+        feature_layers: features that the program keeps of the rows (`Backend.program`).
         token_ids: the target's id of each of the model's own, for models with a vocabulary of their own size.
     """
 
@@ -84,8 +92,8 @@ class PrivateContext:
         if num_blocks is None:
             bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
             room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
-            wanted = target.max_num_seqs * self._per_line + 2 * most_lines
-            num_blocks = max(min(wanted, room), self._per_line + 2)
+            needed = target.max_num_seqs * self._per_line + 2 * most_lines
+            num_blocks = max(min(needed, room), self._per_line + 2)
         self.program = backend.program(
             model,
             num_blocks=num_blocks,
@@ -120,12 +128,12 @@ class PrivateContext:
         line.start, line.tokens, line.table = start, [], []
 
     def rewind(self, line: Line, length: int) -> None:
-        """Forget all but the first `length` tokens; what lies behind them is written anew before it is seen."""
+        """Forget all but the first `length` tokens; the slots behind them are written again before they are read."""
         del line.tokens[length:]
 
     def reserve(self, line: Line, num: int, keep: Collection[int] = ()) -> bool:
         """Blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
-        first. False, and nothing has changed for this line, if that is not enough or the window ends."""
+        first. Return False, with this line unchanged, if that is not enough or the window ends."""
         length = len(line.tokens) + num
         if length > self.window:
             return False
@@ -141,8 +149,7 @@ class PrivateContext:
         return True
 
     def fork(self, line: Line) -> Line | None:
-        """A second line that goes on from the same tokens: whole blocks are shared, the last is copied. None without
-        room."""
+        """Return a second line with the same tokens: whole blocks are shared, the last is copied. None without room."""
         size = self.pool.block_size
         length = len(line.tokens)
         num_shared = length // size
@@ -159,7 +166,7 @@ class PrivateContext:
 
     def extend(self, jobs: Sequence[Job], keep_features: bool = False) -> Computed:
         """Compute the jobs' tokens, for which room is reserved; no two jobs have the same line."""
-        found: list[tuple[F32, F32 | None, list[bool], list[int]]] = []
+        results: list[tuple[F32, F32 | None, list[bool], list[int]]] = []
         most = self.program.max_rows
         portion: list[tuple[int, int, int]] = []  # job, first and last of its tokens
         room = most
@@ -167,31 +174,31 @@ class PrivateContext:
             begin = 0
             while begin < len(job.token_ids):
                 if not room or len(portion) == self._most_lines:
-                    found.append(self._run(jobs, portion, keep_features))
+                    results.append(self._run(jobs, portion, keep_features))
                     portion, room = [], most
                 end = min(len(job.token_ids), begin + room)
                 portion.append((i, begin, end))
                 room -= end - begin
                 begin = end
         if portion:
-            found.append(self._run(jobs, portion, keep_features, lent=not found))
+            results.append(self._run(jobs, portion, keep_features, is_lent=not results))
         for job in jobs:
             job.line.tokens += job.token_ids
-        if len(found) == 1:
-            logits, features, finite, _ = found[0]
+        if len(results) == 1:
+            logits, features, finite, _ = results[0]
             return Computed(logits, features, finite)
         sound = [True] * len(jobs)
-        for _, _, finite, owners in found:
+        for _, _, finite, owners in results:
             for i, right in zip(owners, finite, strict=True):
                 sound[i] = sound[i] and right
-        features = np.concatenate([part[1] for part in found if part[1] is not None]) if keep_features else None
-        return Computed(np.concatenate([part[0] for part in found]), features, sound)
+        features = np.concatenate([part[1] for part in results if part[1] is not None]) if keep_features else None
+        return Computed(np.concatenate([part[0] for part in results]), features, sound)
 
     def _run(
-        self, jobs: Sequence[Job], portion: list[tuple[int, int, int]], keep_features: bool, lent: bool = False
+        self, jobs: Sequence[Job], portion: list[tuple[int, int, int]], keep_features: bool, is_lent: bool = False
     ) -> tuple[F32, F32 | None, list[bool], list[int]]:
-        """-> logits and features of the jobs that end here, and of each piece whether it is finite and whose it is."""
-        starts, pieces, tables, rows, given = [], [], [], [], []
+        """Return logits and features of the jobs that end here, and of each piece whether it is finite and its job."""
+        starts, pieces, tables, rows, feature_parts = [], [], [], [], []
         row = 0
         ended = []
         for i, begin, end in portion:
@@ -200,22 +207,24 @@ class PrivateContext:
             pieces.append(token_ids[begin:end])
             tables.append(line.table)
             if features is not None:
-                given.append(features[begin:end])
+                feature_parts.append(features[begin:end])
             row += end - begin
             if end == len(token_ids):
                 rows.append(row - 1)
                 ended.append(i)
-        numbers = (given[0] if len(given) == 1 else np.concatenate(given)) if given else None
+        numbers = (
+            (feature_parts[0] if len(feature_parts) == 1 else np.concatenate(feature_parts)) if feature_parts else None
+        )
         finite, logits = self.program.forward(Chunks(starts, pieces, tables), rows, numbers)
         if not all(logits.finite):
             broken = {i for i, right in zip(ended, logits.finite, strict=True) if not right}
             finite = [right and i not in broken for right, (i, _, _) in zip(finite, portion, strict=True)]
-        kept = self.program.features(rows) if keep_features else None
+        row_features = self.program.features(rows) if keep_features else None
         wide = self._widened(logits.rows)
-        return (wide if lent else wide.copy()), kept, finite, [i for i, _, _ in portion]
+        return (wide if is_lent else wide.copy()), row_features, finite, [i for i, _, _ in portion]
 
     def _widened(self, logits: F32) -> F32:
-        """Logits over the target's vocabulary; tokens that the model does not know can not be guessed."""
+        """Return logits over the target's vocabulary; tokens that the model does not have get -inf."""
         if self._token_ids is None:
             return logits
         if len(self._wide) < len(logits):
@@ -225,7 +234,7 @@ class PrivateContext:
         return wide
 
     def check(self, others: Sequence[Line] = ()) -> None:
-        """Every block that is held is held by a line. Raises `InvariantError`."""
+        """Check that every held block is held by a line. Raises `InvariantError`."""
         self.pool.check([line.table for line in (*self.lines.values(), *others)])
 
     def close(self) -> None:

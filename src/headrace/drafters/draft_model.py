@@ -1,8 +1,8 @@
-"""A small model of the same vocabulary guesses (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
+"""A small model of the same vocabulary drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
 
-It reads the tokens themselves, so it can take up any sequence anywhere: of one that it does not know, or that has grown
-meanwhile, it computes what it lacks, at most its window. Where a window begins depends on the sequence's length alone,
-so that guesses do too. `TokenDrafter` serves `early_exit` as well. Called by `drafters.speculator`.
+It reads the tokens themselves, so it can take up any sequence anywhere: it computes the tokens that its cache lacks, at
+most its window. Where a window begins depends on the sequence's length alone, so that drafts do too. `TokenDrafter`
+serves `early_exit` as well. Called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import takewhile
 from operator import eq
 
 from headrace.backends.base import Backend
-from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.base import F32, Context, Target
 from headrace.drafters.context import Job, PrivateContext
 from headrace.drafters.files import directory_of
 from headrace.drafters.grow import Grower
@@ -22,13 +22,14 @@ from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Draft
 
 logger = logging.getLogger(__name__)
 
 
 class TokenDrafter:
-    """`Drafter` that computes a model of its own over the tokens. `window`: of them it sees the last, at most so many
-    and at least half as many."""
+    """`Drafter` with a model over the tokens, of which it reads the last, at most `window` and at least half as
+    many."""
 
     feature_layers: tuple[int, ...] | None = None
 
@@ -59,27 +60,27 @@ class TokenDrafter:
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         keep = {context.seq_id for context in contexts}
-        jobs, asked = [], []
+        jobs, ready = [], []
         for i, context in enumerate(contexts):
             line = self.private.line(context.seq_id)
             start = max(0, len(context.tokens) // self._half - 1) * self._half
             if start != line.start:
                 self.private.empty(line, start)
-            own = context.tokens[start:] if start else context.tokens
-            same = len(line.tokens)
-            if line.tokens != own[:same]:
-                same = sum(1 for _ in takewhile(bool, map(eq, line.tokens, own)))
-            # At least the last token is computed again: its logits are wanted.
-            self.private.rewind(line, min(same, len(own) - 1))
-            missing = own[len(line.tokens) :]
+            tokens = context.tokens[start:] if start else context.tokens
+            num_same = len(line.tokens)
+            if line.tokens != tokens[:num_same]:
+                num_same = sum(1 for _ in takewhile(bool, map(eq, line.tokens, tokens)))
+            # At least the last token is computed again, for its logits.
+            self.private.rewind(line, min(num_same, len(tokens) - 1))
+            missing = tokens[len(line.tokens) :]
             if context.num_drafts > 0 and self.private.reserve(line, len(missing), keep):
                 jobs.append(Job(line, missing))
-                asked.append(i)
+                ready.append(i)
         drafts = [Draft([]) for _ in contexts]
         if jobs:
             first = self.private.extend(jobs)
-            made = self._grower.grow([contexts[i] for i in asked], [job.line for job in jobs], first)
-            for i, draft in zip(asked, made, strict=True):
+            grown = self._grower.grow([contexts[i] for i in ready], [job.line for job in jobs], first)
+            for i, draft in zip(ready, grown, strict=True):
                 drafts[i] = draft
         return drafts
 

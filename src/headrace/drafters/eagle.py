@@ -1,8 +1,8 @@
 """EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2's trees (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 
 One decoder layer goes on from the target's own features. The first kind takes the state after the target's final norm
-and foretells the next one; the third takes residual streams of three layers, and has a norm, a head and often a
-vocabulary of its own. Which one a checkpoint is, its tensors tell; layouts in docs/drafter-layouts.md. Files of
+and predicts the next one; the third takes residual streams of three layers, and has a norm, a head and often a
+vocabulary of its own. The tensors of a checkpoint show which it is; layouts in docs/drafter-layouts.md. Files of
 `speculators` are read too. Called by `drafters.build`.
 """
 
@@ -90,8 +90,8 @@ class Eagle1(Frame):
         self.layers = [PlainLayer(self, f"layers.{i}", i, first=not i) for i in range(self.num_layers)]
 
     def enter(self, rows: Rows) -> Array:
-        own = self.ops.linear(self.ops.embedding(rows.token_ids, self.embedding), self.of_embedding)
-        return own + self.ops.linear(rows.features, self.of_feature)
+        x = self.ops.linear(self.ops.embedding(rows.token_ids, self.embedding), self.of_embedding)
+        return x + self.ops.linear(rows.features, self.of_feature)
 
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.ops.select(hidden, rows)
@@ -153,7 +153,7 @@ class Eagle3(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a checkpoint is: EAGLE-3 or not, the config in Llama's words, layers of the target that it looks at."""
+    """What a checkpoint is: EAGLE-3 or not, the config in Llama's names, layers of the target that it reads."""
 
     third: bool
     values: dict[str, Any]
@@ -161,11 +161,11 @@ class Form:
 
 
 def form_of(directory: Path, target: Target) -> Form:
-    """Raises `CheckpointError` for what is no EAGLE, or not one of this target's shape."""
+    """Read what a checkpoint is. Raises `CheckpointError` for one that is no EAGLE, or not of this target's shape."""
     values = read_json(directory / "config.json")
     inner = values.get("transformer_layer_config")
     if isinstance(inner, dict):
-        # `speculators` keeps Llama's words apart from its own.
+        # `speculators` keeps Llama's fields apart from its eagle_config.
         values = inner | {name: value for name, value in values.items() if name != "transformer_layer_config"}
     if values.get("layernorms"):
         raise CheckpointError("config.json: layernorms is true; extra norms around the head are not supported")
@@ -174,33 +174,35 @@ def form_of(directory: Path, target: Target) -> Form:
     checkpoint = MappedCheckpoint(directory)
     names = set(checkpoint.names)
     if "fc.weight" not in names:
-        found = "fusion_fc.weight" in names
-        hint = "; fusion_fc.weight is an older form of `speculators`, convert it with a newer one" if found else ""
+        is_older = "fusion_fc.weight" in names
+        hint = "; fusion_fc.weight is an older form of `speculators`, convert it with a newer one" if is_older else ""
         raise CheckpointError(f"{directory} has no fc.weight: it is no EAGLE checkpoint{hint}")
     if not any(name.endswith(".hidden_norm.weight") for name in names):
         return Form(False, values, ())
     shape = checkpoint.entry("fc.weight").shape
     width = shape[-1] if shape else 0
-    own = values.get("eagle_config")
-    told = values.get("eagle_aux_hidden_state_layer_ids")
-    if told is None and isinstance(own, dict):
-        told = own.get("eagle_aux_hidden_state_layer_ids")
-    if told is None:
-        told = [2, target.num_layers // 2, target.num_layers - 3]
-    right = isinstance(told, list) and all(type(i) is int and 0 <= i <= target.num_layers for i in told)
-    if not right or not told:
+    eagle_config = values.get("eagle_config")
+    layers = values.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None and isinstance(eagle_config, dict):
+        layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:
+        layers = [2, target.num_layers // 2, target.num_layers - 3]
+    is_sound = isinstance(layers, list) and all(type(i) is int and 0 <= i <= target.num_layers for i in layers)
+    if not is_sound or not layers:
         raise CheckpointError(
-            f"config.json: eagle_aux_hidden_state_layer_ids is {told!r}, the model has layers 0 to {target.num_layers}"
+            f"config.json: eagle_aux_hidden_state_layer_ids is {layers!r}, "
+            f"the model has layers 0 to {target.num_layers}"
         )
-    if width != len(told) * target.hidden_size:
+    if width != len(layers) * target.hidden_size:
         raise CheckpointError(
-            f"fc.weight takes {width} features; the model gives {len(told)} layers of {target.hidden_size}"
+            f"fc.weight takes {width} features; the model gives {len(layers)} layers of {target.hidden_size}"
         )
-    return Form(True, values, tuple(told))
+    return Form(True, values, tuple(layers))
 
 
 def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
-    """Raises `CheckpointError` for a checkpoint that is no EAGLE, or that was trained for another model."""
+    """Make the drafter. Raises `CheckpointError` for a checkpoint that is no EAGLE, or was trained for another
+    model."""
     directory = directory_of(spec, target, "eagle")
     form = form_of(directory, target)
     quantization = spec.quantization or target.quantization

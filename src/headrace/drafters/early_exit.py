@@ -1,8 +1,8 @@
-"""The target's own first layers guess, through its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
+"""The target's own first layers draft, through its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
 2309.08168; LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
 
-Nothing is loaded: the matrices are the target's. Good for models that were trained to leave early; of others the first
-layers say little about the last. Called by `drafters.speculator`.
+Nothing is loaded: the matrices are the target's. Good for models that were trained to exit early; of others the first
+layers predict the last ones badly. Called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.speculation import FIELD, SpeculativeConfig
 
 FEWEST = 3
-"""Of a model of few layers the first one or two say little."""
+"""Of a model of few layers the first one or two predict little."""
 
 
 class FirstLayers:
@@ -42,19 +42,19 @@ class FirstLayers:
 
 
 def exit_of(directory: Path, num_layers: int) -> int:
-    """Where a model is left if nobody says: at the layer that it names, else after a quarter of its layers (LayerSkip's
+    """Return the default exit: the layer that the model names, else a quarter of its layers (LayerSkip's
     8 of Llama 2 7B's 32), and after `FEWEST` at least, but for its last.
 
     A checkpoint names it as transformers' `assistant_early_exit`, in generation_config.json. Raises `CheckpointError`.
     """
     path = directory / "generation_config.json"
-    told = hub.read_json(path).get("assistant_early_exit") if path.is_file() else None
-    if told is None:
+    exit_layer = hub.read_json(path).get("assistant_early_exit") if path.is_file() else None
+    if exit_layer is None:
         return max(num_layers // 4, min(FEWEST, num_layers - 1))
-    if type(told) is not int or not 1 <= told < num_layers:
+    if type(exit_layer) is not int or not 1 <= exit_layer < num_layers:
         bound = f"from 1 to {num_layers - 1}, the model has {num_layers} layers"
-        raise CheckpointError(f"{path}: assistant_early_exit is {told!r}; it must be {bound}")
-    return told
+        raise CheckpointError(f"{path}: assistant_early_exit is {exit_layer!r}; it must be {bound}")
+    return exit_layer
 
 
 def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:

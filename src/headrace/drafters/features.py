@@ -1,9 +1,9 @@
-"""Drafters that look at what the target has computed: shared by `eagle` and `mtp`.
+"""Drafters that read the target's features: shared by `eagle` and `mtp`.
 
 Row i of such a model pairs the target's features of position i with token i + 1, and foretells token i + 2. What the
-target has shown waits here until the token after it is known; on its own guesses the model looks at its own features.
-A sequence that was not watched from its beginning starts where the watching did. Knows features and tokens; must not
-know how a model uses them. Called by `drafters.speculator`.
+target has computed waits here until the next token is known; on its own draft tokens the model reads its own features.
+A sequence that was not observed from its beginning starts where observing did. Knows features and tokens; must not know
+how a model uses them. Called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.base import Array, Backend, Cache, Chunks, KVShape, Rows
-from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.base import F32, Context, Target
 from headrace.drafters.context import MAX_LINES, MAX_ROWS, Job, Line, PrivateContext
 from headrace.drafters.grow import Grower
 from headrace.models import Model
 from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Draft
 
 MAX_WAITING = 256
-"""Rows that wait to be computed, at most; of a long prompt they are computed as they come."""
+"""Most rows that wait to be computed; those of a long prompt are computed as they come."""
 
 STATELESS = KVShape(0, 1, 1)
 
 
 class RowsOnly:
-    """The frame of a `Model` that looks at features alone and keeps nothing between calls."""
+    """The frame of a `Model` that reads features alone and keeps nothing between calls."""
 
     kv_shape = STATELESS
     layers: Sequence[Any] = ()
@@ -62,22 +63,22 @@ class RowProgram:
             feature_layers=feature_layers,
         )
 
-    def features(self, given: F32) -> F32:
-        """given [N, F] -> what the program keeps [N, G]."""
+    def features(self, features: F32) -> F32:
+        """Return what the program keeps [N, G] of `features` [N, F]."""
         parts = []
-        for i in range(0, len(given), MAX_ROWS):
-            own = given[i : i + MAX_ROWS]
-            self._program.forward(Chunks([0], [[0] * len(own)], [[0]]), [], own)
-            parts.append(self._program.features(list(range(len(own)))))
+        for i in range(0, len(features), MAX_ROWS):
+            part = features[i : i + MAX_ROWS]
+            self._program.forward(Chunks([0], [[0] * len(part)], [[0]]), [], part)
+            parts.append(self._program.features(list(range(len(part)))))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def logits(self, given: F32) -> tuple[F32, list[bool]]:
-        """given [N, F] -> logits [N, V], lent until the next call, and whether each row is finite."""
+    def logits(self, features: F32) -> tuple[F32, list[bool]]:
+        """Return logits [N, V] of `features` [N, F], valid until the next call, and whether each row is finite."""
         parts, finite = [], []
-        for i in range(0, len(given), MAX_LINES):
-            own = given[i : i + MAX_LINES]
-            _, logits = self._program.forward(Chunks([0], [[0] * len(own)], [[0]]), list(range(len(own))), own)
-            parts.append(logits.rows if len(given) <= MAX_LINES else logits.rows.copy())
+        for i in range(0, len(features), MAX_LINES):
+            part = features[i : i + MAX_LINES]
+            _, logits = self._program.forward(Chunks([0], [[0] * len(part)], [[0]]), list(range(len(part))), part)
+            parts.append(logits.rows if len(features) <= MAX_LINES else logits.rows.copy())
             finite += logits.finite
         return parts[0] if len(parts) == 1 else np.concatenate(parts), finite
 
@@ -152,17 +153,17 @@ class FeatureDrafter:
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
         waiting = self._waiting.setdefault(seq_id, Waiting(start))
         if start > waiting.end:
-            # What lies between was not shown.
+            # The rows between were not observed.
             self._waiting[seq_id] = waiting = Waiting(start)
-        known = waiting.end - start
-        if known >= len(token_ids):
+        num_known = waiting.end - start
+        if num_known >= len(token_ids):
             return
         most = max(self._window // 2, 1)
-        fresh = len(token_ids) - known
+        fresh = len(token_ids) - num_known
         if fresh > most:
-            known = len(token_ids) - most
-            self._waiting[seq_id] = waiting = Waiting(start + known)
-        waiting.put(token_ids[known:], features[known:])
+            num_known = len(token_ids) - most
+            self._waiting[seq_id] = waiting = Waiting(start + num_known)
+        waiting.put(token_ids[num_known:], features[num_known:])
         if len(waiting.ids) > MAX_WAITING:
             job = self._job(seq_id, waiting, waiting.ids[1:], ())
             if job is None:
@@ -172,29 +173,30 @@ class FeatureDrafter:
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         keep = {context.seq_id for context in contexts}
-        jobs, asked = [], []
+        jobs, ready = [], []
         for i, context in enumerate(contexts):
             waiting = self._waiting.get(context.seq_id)
-            # The features before the last token must be there, and their logits still be wanted.
+            # The features before the last token must be there, and not be computed yet.
             if waiting is None or not waiting.ids or waiting.end != len(context.tokens) - 1 or not context.num_drafts:
                 continue
             job = self._job(context.seq_id, waiting, [*waiting.ids[1:], context.tokens[-1]], keep)
             if job is not None:
                 jobs.append(job)
-                asked.append(i)
+                ready.append(i)
         drafts = [Draft([]) for _ in contexts]
         if jobs:
             first = self.private.extend(jobs, keep_features=True)
-            made = self._grower.grow([contexts[i] for i in asked], [job.line for job in jobs], first)
-            for i, draft in zip(asked, made, strict=True):
+            grown = self._grower.grow([contexts[i] for i in ready], [job.line for job in jobs], first)
+            for i, draft in zip(ready, grown, strict=True):
                 drafts[i] = draft
         return drafts
 
     def _job(self, seq_id: int, waiting: Waiting, token_ids: list[int], keep: Any) -> Job | None:
-        """What waits, with the tokens after each row, behind the sequence's line; None without room."""
+        """Return a job of the waiting rows, with the token after each, behind the sequence's line; None without
+        room."""
         line: Line = self.private.line(seq_id)
         if line.start + len(line.tokens) != waiting.begin or len(line.tokens) + len(token_ids) > self._window:
-            # The line was given away, or began elsewhere, or is full.
+            # The line was dropped, or began elsewhere, or is full.
             self.private.empty(line, waiting.begin)
         if not self.private.reserve(line, len(token_ids), {seq_id, *keep}):
             return None
@@ -223,10 +225,10 @@ class Fusing(RowsOnly):
         self._matrix = matrix
 
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
-        made = self.ops.linear(rows.features, self._matrix)
+        fused = self.ops.linear(rows.features, self._matrix)
         if streams is not None:
-            streams.append(made)
-        return made
+            streams.append(fused)
+        return fused
 
     def logits(self, hidden: Array, rows: Array) -> Array:
         return self.final(hidden, rows)

@@ -1,6 +1,6 @@
-"""Where a drafter's checkpoint is, and how it is read: as the target's, by names of its own.
+"""Where a drafter's checkpoint is, and how it is read: as the target's, with tensor names of its own.
 
-Nothing in it is executed; pickles are refused with a hint (`checkpoint.mapped`). Layouts: docs/drafter-layouts.md.
+No code in it is run; pickles are refused with a hint (`checkpoint.mapped`). Layouts: docs/drafter-layouts.md.
 Called by the drafters beside this file.
 """
 
@@ -40,7 +40,7 @@ def directory_of(spec: SpeculativeConfig, target: Target, folder: str) -> Path:
 
 
 def own_of(target: Target, folder: str) -> Path | None:
-    """The directory of the drafter of this kind that ships with the built-in model, if that is the target."""
+    """Return the directory of the built-in model's drafter of this kind, if that model is the target."""
     path = builtin.PATH / "drafters" / folder
     return path if target.directory == builtin.directory() and path.is_dir() else None
 

@@ -1,31 +1,51 @@
-"""How a drafter with logits grows chains and trees, one call of its model for each depth, all sequences together.
+"""How a drafter with logits grows chains and trees: one call of its model for each depth, all sequences together.
 
-Chains take the token that the target's sampler would (`Guide.choose`), or one drawn for rejection sampling. Trees are
-EAGLE-2's (Li et al. 2024, arXiv 2406.16858, section 4): at each depth the likeliest nodes of a sequence are expanded,
-and of all that were seen the likeliest are kept. Knows lines and logits; called by the drafters beside this file.
+Chains take the tokens of `Guide.choose`. Trees are those of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): at
+each depth the likeliest nodes of a sequence are expanded, and of all nodes the likeliest are kept. Knows lines and
+logits; must not know how a model computes them. Called by the drafters beside this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.drafters.base import F32, Context, Draft, Guide
+from headrace.drafters.base import F32, Context, Guide
 from headrace.drafters.context import Computed, Job, Line, PrivateContext
+from headrace.protocol.step import Draft
 
 
-@dataclass(slots=True, eq=False)
-class Node:
-    """A guess: `value` is the logarithm of the chance that all of its path is right, by the drafter's own belief."""
+@dataclass(slots=True)
+class Growth:
+    """A tree that is being grown. Entry i of each list belongs to node i of `tree`.
 
-    token_id: int
-    parent: int
-    depth: int
-    value: float
-    line: Line | None = None
-    features: F32 | None = None
+    `values` are logarithms of the chance that all of a node's path is right, by the drafter's own logits. `lines` hold
+    the paths of nodes that are expanded, `features` what the model computed in the row before a node.
+    """
+
+    tree: Draft = field(default_factory=lambda: Draft([]))
+    depths: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    lines: list[Line | None] = field(default_factory=list)
+    features: list[F32 | None] = field(default_factory=list)
+
+    def add(self, token_id: int, parent: int, value: float, features: F32 | None) -> None:
+        self.tree.token_ids.append(token_id)
+        self.tree.parents.append(parent)
+        self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
+        self.values.append(value)
+        self.lines.append(None)
+        self.features.append(features)
+
+    def likeliest(self, nodes: Sequence[int], num: int) -> list[int]:
+        """The `num` nodes of greatest value, in order; of equal ones the first."""
+        return sorted(sorted(nodes, key=lambda node: (-self.values[node], node))[:num])
+
+    def pruned(self, num_nodes: int) -> Draft:
+        """The tree of the likeliest nodes. A node is never worth more than its parent, which comes first."""
+        return self.tree.subset(self.likeliest(range(len(self.values)), num_nodes))
 
 
 def best_first(shares: F32) -> F32:
@@ -33,166 +53,129 @@ def best_first(shares: F32) -> F32:
     return -np.sort(-shares, axis=1)
 
 
-def path_of(nodes: Sequence[Node], at: int) -> list[int]:
-    """Token ids from the root to node `at`."""
-    found = []
-    while at >= 0:
-        found.append(nodes[at].token_id)
-        at = nodes[at].parent
-    return found[::-1]
-
-
-def pruned(nodes: Sequence[Node], most: int) -> Draft:
-    """The `most` nodes of greatest value. A node is never worth more than its parent, which comes first."""
-    best = sorted(range(len(nodes)), key=lambda i: (-nodes[i].value, i))[:most]
-    best.sort()
-    place = {-1: -1} | {old: new for new, old in enumerate(best)}
-    return Draft([nodes[i].token_id for i in best], [place[nodes[i].parent] for i in best])
-
-
 class Grower:
     """Grows drafts over one private context.
 
     Args:
         width: children of a node, and nodes of a sequence that are expanded at each depth.
-        feeds: the model looks at its own features of the row before.
+        feeds: the model reads its own features of the row before.
     """
 
     def __init__(self, private: PrivateContext, guide: Guide, width: int, feeds: bool) -> None:
         self._private, self._guide, self._width, self._feeds = private, guide, width, feeds
 
     def grow(self, contexts: Sequence[Context], lines: Sequence[Line], first: Computed) -> list[Draft]:
-        """Drafts for sequences whose lines hold all their tokens; `first` foretells the token after each.
+        """Return drafts for sequences whose lines hold all their tokens; `first` has the logits after each.
 
         The lines are as before when this returns.
         """
-        sound = [i for i, right in enumerate(first.finite) if right and contexts[i].num_drafts > 0]
+        sound = [i for i, finite in enumerate(first.finite) if finite and contexts[i].num_drafts > 0]
         drafts = [Draft([]) for _ in contexts]
         if not sound:
             return drafts
-        own = [contexts[i] for i in sound]
         lengths = [len(lines[i].tokens) for i in sound]
-        if len(sound) < len(contexts):
-            kept = None if first.features is None else first.features[sound]
-            first = Computed(first.logits[sound], kept, [True] * len(sound))
-        trees = not self._guide.rejects and any(c.num_nodes > c.num_drafts for c in own)
-        made = (self._trees if trees else self._chains)(own, [lines[i] for i in sound], first)
-        for i, length, draft in zip(sound, lengths, made, strict=True):
+        first = first.subset(sound) if len(sound) < len(contexts) else first
+        trees = any(contexts[i].num_nodes > contexts[i].num_drafts for i in sound)
+        grow = self._trees if trees else self._chains
+        grown = grow([contexts[i] for i in sound], [lines[i] for i in sound], first)
+        for i, length, draft in zip(sound, lengths, grown, strict=True):
             self._private.rewind(lines[i], length)
             drafts[i] = draft
         return drafts
 
     def _chains(self, contexts: list[Context], lines: list[Line], step: Computed) -> list[Draft]:
-        tails: list[list[int]] = [[] for _ in contexts]
-        chances: list[list[F32]] = [[] for _ in contexts]
+        chains: list[list[int]] = [[] for _ in contexts]
         alive = list(range(len(contexts)))
         keep = {context.seq_id for context in contexts}
         while alive:
-            own, seen = [contexts[i] for i in alive], [tails[i] for i in alive]
-            if self._guide.rejects:
-                chosen, shares = self._guide.draw(step.logits, own, seen)
-                for i, row in zip(alive, shares, strict=True):
-                    chances[i].append(row)
-            else:
-                chosen = self._guide.choose(step.logits, own, seen)
-            for i, token_id in zip(alive, chosen, strict=True):
-                tails[i].append(token_id)
-            places = [
-                at
-                for at, i in enumerate(alive)
-                if len(tails[i]) < contexts[i].num_drafts and self._private.reserve(lines[i], 1, keep)
+            token_ids = self._guide.choose(step.logits, [contexts[i] for i in alive], [chains[i] for i in alive])
+            for i, token_id in zip(alive, token_ids, strict=True):
+                chains[i].append(token_id)
+            rows = [
+                row
+                for row, i in enumerate(alive)
+                if len(chains[i]) < contexts[i].num_drafts and self._private.reserve(lines[i], 1, keep)
             ]
-            if not places:
+            if not rows:
                 break
-            jobs = [self._job(lines[alive[at]], tails[alive[at]][-1], step, at) for at in places]
+            jobs = [Job(lines[alive[row]], [chains[alive[row]][-1]], step.features_of(row)) for row in rows]
             step = self._private.extend(jobs, self._feeds)
-            alive = [alive[at] for at in places]
+            alive = [alive[row] for row in rows]
             if not all(step.finite):
-                right = [at for at, finite in enumerate(step.finite) if finite]
-                kept = None if step.features is None else step.features[right]
-                step = Computed(step.logits[right], kept, [True] * len(right))
-                alive = [alive[at] for at in right]
-        return [Draft(tail, probs=np.stack(rows) if rows else None) for tail, rows in zip(tails, chances, strict=True)]
-
-    def _job(self, line: Line, token_id: int, step: Computed, at: int) -> Job:
-        return Job(line, [token_id], step.features[at : at + 1] if step.features is not None else None)
+                sound = [row for row, finite in enumerate(step.finite) if finite]
+                step, alive = step.subset(sound), [alive[row] for row in sound]
+        return [Draft(chain) for chain in chains]
 
     def _trees(self, contexts: list[Context], lines: list[Line], step: Computed) -> list[Draft]:
-        nodes: list[list[Node]] = [[] for _ in contexts]
+        growths = [Growth() for _ in contexts]
         parents = [(i, -1) for i in range(len(contexts))]  # sequence and node of each row of `step`
         forks: list[Line] = []
-        for depth in range(1, max(context.num_drafts for context in contexts) + 1):
-            wanted = [at for at, (i, _) in enumerate(parents) if depth <= contexts[i].num_drafts and step.finite[at]]
-            if not wanted:
+        max_depth = max(context.num_drafts for context in contexts)
+        for depth in range(1, max_depth + 1):
+            rows = [row for row, (i, _) in enumerate(parents) if depth <= contexts[i].num_drafts and step.finite[row]]
+            if not rows:
                 break
-            self._rank(contexts, nodes, [parents[at] for at in wanted], wanted, step, depth)
-            if depth == max(context.num_drafts for context in contexts):
+            self._rank(contexts, growths, [parents[row] for row in rows], rows, step)
+            if depth == max_depth:
                 break
-            parents, jobs = self._expand(contexts, lines, nodes, depth, step, forks)
+            parents, jobs = self._expand(contexts, lines, growths, depth, forks)
             if not jobs:
                 break
             step = self._private.extend(jobs, self._feeds)
         for line in forks:
             self._private.empty(line)
-        return [pruned(own, context.num_nodes) for own, context in zip(nodes, contexts, strict=True)]
+        return [growth.pruned(context.num_nodes) for growth, context in zip(growths, contexts, strict=True)]
 
     def _rank(
         self,
         contexts: list[Context],
-        nodes: list[list[Node]],
+        growths: list[Growth],
         parents: list[tuple[int, int]],
         rows: list[int],
         step: Computed,
-        depth: int,
     ) -> None:
-        """The best children of `parents`, whose logits are `rows` of `step`."""
-        tails = [path_of(nodes[i], at) for i, at in parents]
+        """Add the best children of `parents`, whose logits are `rows` of `step`."""
+        tails = [[growths[i].tree.token_ids[node] for node in growths[i].tree.path(parent)] for i, parent in parents]
         token_ids, shares = self._guide.rank(step.logits[rows], [contexts[i] for i, _ in parents], tails, self._width)
         shares = best_first(shares)
-        for (i, parent), row, ids, found in zip(parents, rows, token_ids.tolist(), shares.tolist(), strict=True):
-            base = nodes[i][parent].value if parent >= 0 else 0.0
-            features = None if step.features is None else step.features[row : row + 1]
-            for token_id, share in zip(ids, found, strict=True):
+        for (i, parent), row, ids, logs in zip(parents, rows, token_ids.tolist(), shares.tolist(), strict=True):
+            base = growths[i].values[parent] if parent >= 0 else 0.0
+            # What the parent's row gave is what the child's row reads.
+            features = step.features_of(row)
+            for token_id, share in zip(ids, logs, strict=True):
                 if share > -np.inf:
-                    # What the parent's row gave is what the child's row looks at.
-                    nodes[i].append(Node(token_id, parent, depth, base + min(share, 0.0), features=features))
+                    growths[i].add(token_id, parent, base + min(share, 0.0), features)
 
     def _expand(
-        self,
-        contexts: list[Context],
-        lines: list[Line],
-        nodes: list[list[Node]],
-        depth: int,
-        step: Computed,
-        forks: list[Line],
+        self, contexts: list[Context], lines: list[Line], growths: list[Growth], depth: int, forks: list[Line]
     ) -> tuple[list[tuple[int, int]], list[Job]]:
-        """Room and jobs for the nodes of this depth that are worth going on from."""
+        """Room and jobs for the nodes of this depth that are worth expanding."""
         keep = {context.seq_id for context in contexts}
         parents: list[tuple[int, int]] = []
         jobs: list[Job] = []
-        for i, own in enumerate(nodes):
-            if contexts[i].num_drafts <= depth:
+        for i, growth in enumerate(growths):
+            if contexts[i].num_drafts <= depth or not growth.values:
                 continue
-            front = [at for at, node in enumerate(own) if node.depth == depth]
-            # Of nodes that would not be kept no child would be.
-            least = sorted((node.value for node in own), reverse=True)[: contexts[i].num_nodes][-1] if own else 0.0
-            front = [at for at in front if own[at].value >= least]
-            best = sorted(sorted(front, key=lambda at: (-own[at].value, at))[: self._width])
-            first: dict[int, int] = {}  # of each parent the child that goes on in the parent's line
-            for at in best:
-                first.setdefault(own[at].parent, at)
-            for at in best:
-                node = own[at]
-                source = lines[i] if node.parent < 0 else own[node.parent].line
-                if source is not None and first[node.parent] != at:
-                    node.line = self._private.fork(source)
-                    if node.line is not None:
-                        forks.append(node.line)
-            for at in best:
-                node = own[at]
-                if first[node.parent] == at:
-                    node.line = lines[i] if node.parent < 0 else own[node.parent].line
-                if node.line is not None and self._private.reserve(node.line, 1, keep):
-                    parents.append((i, at))
-                    jobs.append(Job(node.line, [node.token_id], node.features))
+            # A node that would be pruned has no child that would not be.
+            values = sorted(growth.values, reverse=True)[: contexts[i].num_nodes]
+            front = [n for n, d in enumerate(growth.depths) if d == depth and growth.values[n] >= values[-1]]
+            nodes = growth.likeliest(front, self._width)
+            heirs: dict[int, int] = {}  # the child of each parent that goes on in the parent's line
+            for node in nodes:
+                heirs.setdefault(growth.tree.parents[node], node)
+            for node in nodes:
+                parent = growth.tree.parents[node]
+                source = lines[i] if parent < 0 else growth.lines[parent]
+                if source is not None and heirs[parent] != node:
+                    fork = growth.lines[node] = self._private.fork(source)
+                    if fork is not None:
+                        forks.append(fork)
+            for node in nodes:
+                parent = growth.tree.parents[node]
+                if heirs[parent] == node:
+                    growth.lines[node] = lines[i] if parent < 0 else growth.lines[parent]
+                line = growth.lines[node]
+                if line is not None and self._private.reserve(line, 1, keep):
+                    parents.append((i, node))
+                    jobs.append(Job(line, [growth.tree.token_ids[node]], growth.features[node]))
         return parents, jobs

@@ -1,7 +1,7 @@
 """`SamplerGuide`: the target's own sampler, on logits of a drafter.
 
-Says which token the target would take, were the drafter's logits its own: with the same filters, penalties and noise.
-What only the answer needs (log-probabilities, grammars) is left out. Called by drafters that have logits.
+It returns the token that the target would sample if the drafter's logits were its own: with the same filters, penalties
+and noise. What only the answer needs (log-probabilities, grammars) is left out. Called by drafters that have logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.sampling import noise
 from headrace.sampling.rejection import pick
 from headrace.sampling.sampler import Row, Sampler
 
-MAX_KNOWN = 1024
+MAX_PARAMS = 1024
 
 
 class SamplerGuide:
@@ -27,15 +27,15 @@ class SamplerGuide:
     def __init__(self, sampler: Sampler, rejects: bool = False) -> None:
         self._sampler = sampler
         self._rejects = rejects
+        # Of each sequence what its draft tokens were drawn from, until the speculator takes it.
+        self._probs: dict[int, list[F32]] = {}
         # By the parameters' id, which is theirs alone as long as they are held here.
         self._params: dict[int, tuple[SamplingParams, SamplingParams]] = {}
 
-    @property
-    def rejects(self) -> bool:
-        return self._rejects
-
     def choose(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         rows = self._rows(contexts, tails)
+        if self._rejects:
+            return self._draw(logits, rows, contexts, tails)
         drawn = self._sampler.sample_rows(logits, rows)
         return [
             _best(x) if isinstance(each, ValueError) else each.token_id for x, each in zip(logits, drawn, strict=True)
@@ -45,31 +45,37 @@ class SamplerGuide:
         self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]], width: int
     ) -> tuple[NDArray[np.int64], F32]:
         rows = self._rows(contexts, tails)
-        ranked = self._sampler.rank(logits, rows, width)
+        rankings = self._sampler.rank(logits, rows, width)
         token_ids = np.zeros((len(rows), width), np.int64)
         shares = np.full((len(rows), width), -np.inf, np.float32)
-        for i, (x, best) in enumerate(zip(logits, ranked, strict=True)):
-            found = np.array([_best(x)]) if isinstance(best, ValueError) else best
+        for i, (x, ranking) in enumerate(zip(logits, rankings, strict=True)):
+            best = np.array([_best(x)]) if isinstance(ranking, ValueError) else ranking
             greatest = float(x.max())
             log_sum = greatest + float(np.log(np.exp(x - greatest, dtype=np.float64).sum()))
-            token_ids[i, : len(found)] = found
-            shares[i, : len(found)] = x[found] - log_sum
+            token_ids[i, : len(best)] = best
+            shares[i, : len(best)] = x[best] - log_sum
         return token_ids, shares
 
-    def draw(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> tuple[list[int], F32]:
-        rows = self._rows(contexts, tails)
+    def take_probs(self, seq_id: int) -> F32 | None:
+        probs = self._probs.pop(seq_id, None)
+        return None if probs is None else np.stack(probs)
+
+    def _draw(self, logits: F32, rows: list[Row], contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         token_ids: list[int] = []
-        shares = np.zeros(logits.shape, np.float32)
-        for i, (row, found) in enumerate(zip(rows, self._sampler.shares(logits, rows), strict=True)):
-            if isinstance(found, ValueError):
-                token_ids.append(_best(logits[i]))
-                shares[i, token_ids[-1]] = 1.0
-                continue
-            # The chances must be those that were drawn with, to the last bit.
-            shares[i, found[0]] = found[1]
-            chances = shares[i, found[0]].astype(np.float64)
-            token_ids.append(pick(found[0], chances / chances.sum(), row.params.seed or 0, row.position, noise.DRAFT))
-        return token_ids, shares
+        pools = self._sampler.shares(logits, rows)
+        for x, row, pool, context, tail in zip(logits, rows, pools, contexts, tails, strict=True):
+            probs = np.zeros(len(x), np.float32)
+            if isinstance(pool, ValueError):
+                token_id = _best(x)
+                probs[token_id] = 1.0
+            else:
+                # The draw uses the probabilities that verification will see, to the last bit.
+                probs[pool[0]] = pool[1]
+                chances = probs[pool[0]].astype(np.float64)
+                token_id = pick(pool[0], chances / chances.sum(), row.params.seed or 0, row.position, noise.DRAFT)
+            token_ids.append(token_id)
+            self._probs[context.seq_id] = [*self._probs.get(context.seq_id, [])[: len(tail)], probs]
+        return token_ids
 
     def _rows(self, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[Row]:
         return [
@@ -84,10 +90,10 @@ class SamplerGuide:
         ]
 
     def _plain(self, params: SamplingParams) -> SamplingParams:
-        known = self._params.get(id(params))
-        if known is not None:
-            return known[1]
-        if len(self._params) >= MAX_KNOWN:
+        entry = self._params.get(id(params))
+        if entry is not None:
+            return entry[1]
+        if len(self._params) >= MAX_PARAMS:
             self._params.clear()
         plain = params
         if params.logprobs is not None or params.structured_outputs is not None:
@@ -97,5 +103,5 @@ class SamplerGuide:
 
 
 def _best(x: F32) -> int:
-    """Some token of a row that the sampler takes none from: the guess is as good as any."""
+    """A token for a row from which the sampler takes none: any guess is as good."""
     return int(np.argmax(np.nan_to_num(x, nan=-np.inf)))

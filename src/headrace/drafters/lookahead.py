@@ -1,9 +1,9 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the model guesses for itself. Beside the next token it works
-on a window of later ones by Jacobi's iteration; the n-grams that come of it are kept, and verified when they fit.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the model drafts for itself. Beside the next token it works
+on a window of later ones by Jacobi's iteration; the resulting n-grams are kept, and verified where they fit.
 
 The paper's attention mask is that of a tree. Column i of the window is the first i + 1 tokens of its first row, then
-its own tokens of the rows below: a path from the root; columns share the first row. What the target says after the
-last node of a column (`verified`) is the column's new token, and ends an n-gram. N-grams that begin with the last
+its own tokens of the rows below: a path from the root; columns share the first row. The target's likeliest token after
+the last node of a column (`verified`) is the column's new token, and ends an n-gram. N-grams that begin with the last
 known token are further branches from the root. Knows tokens only.
 """
 
@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.base import F32, Context, Target
 from headrace.protocol.errors import RequestError
 from headrace.protocol.speculation import FIELD, SpeculativeConfig
+from headrace.protocol.step import Draft
 
 MAX_SEQS = 1024
 MAX_NGRAMS = 2048
-"""N-grams that a sequence keeps; the longest unused go."""
+"""N-grams of a sequence; the longest unused are dropped."""
 
 
 class Window:
-    """A sequence's window: rows [up to n - 1][width] of tokens, and the n-grams it gave, by their first token."""
+    """A sequence's window: rows [up to n - 1][width] of tokens, and its n-grams, by their first token."""
 
     def __init__(self, seeds: Iterable[int]) -> None:
         self.rows: list[list[int]] = [list(seeds)]
@@ -31,10 +32,10 @@ class Window:
         self.num_seeds = 0
         self.tokens_seen = 0
         self.ends: list[int] = []
-        """The last node of each column in the draft that is on its way; -1: it did not fit."""
+        """The last node of each column in the present draft; -1: it did not fit."""
 
     def keep(self, first: int, rest: tuple[int, ...], most: int) -> None:
-        """Remember an n-gram as the latest; of one first token at most `most`."""
+        """Keep an n-gram as the latest; at most `most` with the same first token."""
         group = self.ngrams.setdefault(first, OrderedDict())
         self.num_ngrams -= len(group)
         group.pop(rest, None)
@@ -48,31 +49,31 @@ class Window:
             self.num_ngrams -= len(oldest)
 
 
-class Tree:
-    """Tokens as a trie: equal beginnings share their nodes, so no two children of a node are equal."""
+class Trie:
+    """A draft that is put together of paths: equal beginnings share their nodes."""
 
     def __init__(self, depth: int, num_nodes: int) -> None:
-        self.token_ids: list[int] = []
-        self.parents: list[int] = []
+        self.draft = Draft([])
         self._depth = depth
         self._num_nodes = num_nodes
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, path: Sequence[int]) -> int:
-        """The node that ends `path`; -1, and nothing is added, if it does not fit."""
-        node, known = -1, 0
+        """Return the node that ends `path`; -1, and nothing is added, if it does not fit."""
+        node, num_shared = -1, 0
         for token in path:
-            found = self._children.get((node, token))
-            if found is None:
+            child = self._children.get((node, token))
+            if child is None:
                 break
-            node, known = found, known + 1
-        if len(path) > self._depth or len(self.token_ids) + len(path) - known > self._num_nodes:
+            node, num_shared = child, num_shared + 1
+        token_ids = self.draft.token_ids
+        if len(path) > self._depth or len(token_ids) + len(path) - num_shared > self._num_nodes:
             return -1
-        for token in path[known:]:
-            self._children[node, token] = len(self.token_ids)
-            self.parents.append(node)
-            node = len(self.token_ids)
-            self.token_ids.append(token)
+        for token in path[num_shared:]:
+            self._children[node, token] = len(token_ids)
+            self.draft.parents.append(node)
+            node = len(token_ids)
+            token_ids.append(token)
         return node
 
 
@@ -91,27 +92,27 @@ class LookaheadDrafter:
         return [self._draft(context) for context in contexts]
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Not asked for."""
+        """Features are not needed."""
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
         window = self._windows.get(seq_id)
         if window is None or not window.ends:
             return
         ends, window.ends = window.ends, []
-        told = [best[end] if 0 <= end < len(best) else -1 for end in ends]
-        if max(told) < 0:
+        latest = [best[end] if 0 <= end < len(best) else -1 for end in ends]
+        if max(latest) < 0:
             return
         full = len(window.rows) == self._size - 1
-        for column, token in enumerate(told):
+        for column, token in enumerate(latest):
             if token < 0:
-                # Nobody looked: its old token stays, and is as good a start as any.
-                told[column] = window.rows[-1][column]
+                # Not computed: the old token stays, and is as good a start as any.
+                latest[column] = window.rows[-1][column]
             elif full:
                 path = [row[column] for row in window.rows]
                 window.keep(path[0], (*path[1:], token), self._num_guesses)
         if full:
             window.rows.pop(0)
-        window.rows.append(told)
+        window.rows.append(latest)
 
     def drop(self, seq_id: int) -> None:
         self._windows.pop(seq_id, None)
@@ -131,17 +132,17 @@ class LookaheadDrafter:
         # Each step moves the rows by one token by itself; what was accepted beside it moves the columns.
         self._move(window, len(tokens) - window.tokens_seen - 1, tokens)
         window.tokens_seen = len(tokens)
-        tree = Tree(context.num_drafts, context.num_nodes)
+        trie = Trie(context.num_drafts, context.num_nodes)
         group = window.ngrams.get(tokens[-1])
         if group is not None:
             for rest in list(reversed(group))[: self._num_guesses]:
-                tree.add(rest[: context.num_drafts])
+                trie.add(rest[: context.num_drafts])
         window.ends = []
         first = window.rows[0]
         for column in range(self._width):
             path = [*first[: column + 1], *(row[column] for row in window.rows[1:])]
-            window.ends.append(tree.add(path))
-        return Draft(tree.token_ids, tree.parents)
+            window.ends.append(trie.add(path))
+        return trie.draft
 
     def _move(self, window: Window, columns: int, tokens: list[int]) -> None:
         columns = min(columns, self._width)
@@ -153,12 +154,12 @@ class LookaheadDrafter:
 
     @staticmethod
     def _seeds(tokens: list[int], count: int, before: int = 0) -> list[int]:
-        """Tokens of the text to start from, as good as any others: picked by a fixed stride, without chance."""
+        """Return tokens of the text to start from: picked by a fixed stride, without chance."""
         return [tokens[(7919 * (before + i) + 31) % len(tokens)] for i in range(count)]
 
 
 def make(spec: SpeculativeConfig, target: Target) -> LookaheadDrafter:
-    """Needs nothing of the model. Raises `RequestError` where only chains can be verified."""
+    """Make the drafter. Raises `RequestError` where only chains can be verified."""
     if spec.mode == "rejection":
         raise RequestError(f"{FIELD}.mode", spec.mode, "coupled with method lookahead, which verifies trees")
     return LookaheadDrafter(spec.lookahead_window, spec.lookahead_ngram, spec.lookahead_guesses)

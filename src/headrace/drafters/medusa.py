@@ -1,8 +1,8 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last state, each for a token further ahead.
 
-No cache and no text: all heads read the state after the final norm at the position before the last token. A tree takes
-the paths whose chance, the product of the heads' shares, is greatest. Layouts in docs/drafter-layouts.md. Called by
-`drafters.build`.
+It needs no cache and no text: all heads read the state after the final norm at the position before the last token. A
+tree takes the paths whose chance, the product of the heads' shares, is greatest. Layouts in docs/drafter-layouts.md.
+Called by `drafters.build`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from headrace.backends.base import Array, Backend, Cache, Matrix, Rows
 from headrace.checkpoint.mapped import MappedCheckpoint
-from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.base import F32, Context, Target
 from headrace.drafters.features import RowProgram, RowsOnly
 from headrace.drafters.files import directory_of, integers, load
 from headrace.drafters.grow import best_first
@@ -27,6 +27,7 @@ from headrace.hub import read_json
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Draft
 
 if TYPE_CHECKING:
     from headrace.models.weights import Weights
@@ -65,7 +66,7 @@ class MedusaDrafter:
         self._heads, self._guide, self._width = heads, target.guide, spec.tree_width
         self._token_ids, self._vocab_size = token_ids, target.vocab_size
         self._most = 2 * target.max_num_seqs
-        # Of each sequence the position of the last state that was shown, and the state.
+        # Of each sequence the position of the last state that was observed, and the state.
         self._states: OrderedDict[int, tuple[int, F32]] = OrderedDict()
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
@@ -76,48 +77,40 @@ class MedusaDrafter:
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         drafts = [Draft([]) for _ in contexts]
-        asked = []
+        ready = []
         for i, context in enumerate(contexts):
             position, _ = self._states.get(context.seq_id, (-1, None))
             if position == len(context.tokens) - 2 and context.num_drafts > 0:
-                asked.append(i)
-        if not asked:
+                ready.append(i)
+        if not ready:
             return drafts
-        states = np.stack([self._states[contexts[i].seq_id][1] for i in asked])
-        trees = not self._guide.rejects and any(contexts[i].num_nodes > contexts[i].num_drafts for i in asked)
-        chains: list[list[int]] = [[] for _ in asked]
-        chances: list[list[F32]] = [[] for _ in asked]
-        ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in asked]
-        alive = list(range(len(asked)))
+        states = np.stack([self._states[contexts[i].seq_id][1] for i in ready])
+        trees = any(contexts[i].num_nodes > contexts[i].num_drafts for i in ready)
+        chains: list[list[int]] = [[] for _ in ready]
+        ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in ready]
+        alive = list(range(len(ready)))
         for depth, head in enumerate(self._heads):
-            alive = [at for at in alive if contexts[asked[at]].num_drafts > depth]
+            alive = [row for row in alive if contexts[ready[row]].num_drafts > depth]
             if not alive:
                 break
             logits, finite = head.logits(states[alive])
             if not all(finite):
-                logits, alive = logits[finite], [at for at, right in zip(alive, finite, strict=True) if right]
+                logits, alive = logits[finite], [row for row, sound in zip(alive, finite, strict=True) if sound]
                 if not alive:
                     break
             logits = self._widened(logits)
-            own, tails = [contexts[asked[at]] for at in alive], [chains[at] for at in alive]
-            if self._guide.rejects:
-                chosen, shares = self._guide.draw(logits, own, tails)
-                for at, row in zip(alive, shares, strict=True):
-                    chances[at].append(row)
-            elif trees:
-                ids, shares = self._guide.rank(logits, own, tails, self._width)
-                chosen = ids[:, 0].tolist()
-                for at, row_ids, row in zip(alive, ids.tolist(), best_first(shares).tolist(), strict=True):
-                    ranked[at].append((row_ids, row))
-            else:
-                chosen = self._guide.choose(logits, own, tails)
-            for at, token_id in zip(alive, chosen, strict=True):
-                chains[at].append(token_id)
-        for at, i in enumerate(asked):
+            sequences, tails = [contexts[ready[row]] for row in alive], [chains[row] for row in alive]
             if trees:
-                drafts[i] = best_paths(ranked[at], contexts[i].num_nodes)
+                ids, shares = self._guide.rank(logits, sequences, tails, self._width)
+                token_ids = ids[:, 0].tolist()
+                for row, row_ids, logs in zip(alive, ids.tolist(), best_first(shares).tolist(), strict=True):
+                    ranked[row].append((row_ids, logs))
             else:
-                drafts[i] = Draft(chains[at], probs=np.stack(chances[at]) if chances[at] else None)
+                token_ids = self._guide.choose(logits, sequences, tails)
+            for row, token_id in zip(alive, token_ids, strict=True):
+                chains[row].append(token_id)
+        for row, i in enumerate(ready):
+            drafts[i] = best_paths(ranked[row], contexts[i].num_nodes) if trees else Draft(chains[row])
         return drafts
 
     def _widened(self, logits: F32) -> F32:
@@ -140,7 +133,8 @@ class MedusaDrafter:
 
 
 def best_paths(ranked: Sequence[tuple[list[int], list[float]]], most: int) -> Draft:
-    """The tree of the `most` nodes whose paths are likeliest; `ranked[d]` are tokens and log shares at depth d."""
+    """Return the tree of the `most` nodes whose paths are likeliest; `ranked[d]` are tokens and log shares at depth
+    d."""
     token_ids: list[int] = []
     parents: list[int] = []
     # Ordered by value, then by age, which keeps ties the same everywhere.
@@ -178,7 +172,7 @@ PREFIXES = ("", "medusa_heads.")
 
 
 def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
-    """Raises `CheckpointError` for a checkpoint that has no heads, or heads of another model."""
+    """Make the drafter. Raises `CheckpointError` for a checkpoint without heads, or with those of another model."""
     directory = directory_of(spec, target, "medusa")
     if not any(directory.glob("*.safetensors")) and any(directory.glob("medusa_lm_head.pt")):
         raise CheckpointError(
@@ -187,13 +181,13 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
         )
     values = read_json(directory / "config.json")
     config = ModelConfig(values)
-    for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if config.integer(name, wanted) != wanted:
-            raise CheckpointError(f"{directory}: {name} is {values[name]}, the model's is {wanted}")
+    for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if config.integer(name, size) != size:
+            raise CheckpointError(f"{directory}: {name} is {values[name]}, the model's is {size}")
     names, num_heads, num_blocks = _find(directory)
-    for key, found in (("num_heads", num_heads), ("medusa_num_heads", num_heads)):
-        if config.integer(key, found) != found:
-            raise CheckpointError(f"{directory}: config.json says {key} {values[key]}, the file has {found}")
+    for key, num in (("num_heads", num_heads), ("medusa_num_heads", num_heads)):
+        if config.integer(key, num) != num:
+            raise CheckpointError(f"{directory}: config.json says {key} {values[key]}, the file has {num}")
     width = config.integer("truncated_vocab_size", target.vocab_size, high=target.vocab_size)
     token_ids = integers(directory, "token_map", width)
     if token_ids is None and width != target.vocab_size:
@@ -206,7 +200,7 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
     num_wanted = min(num_heads, spec.num_drafts)
 
     def build(weights: Weights) -> list[Head]:
-        made: list[Head] = []
+        heads: list[Head] = []
         for k in range(num_wanted):
             blocks = []
             for j in range(num_blocks):
@@ -215,16 +209,16 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
             name = names.head.format(k=k)
             if weights.has(f"{name}.weight"):
                 head = weights.linear([name], size, [width])
-            elif made and config.flag("original_lm_head", False):
-                head = made[0].head
+            elif heads and config.flag("original_lm_head", False):
+                head = heads[0].head
             elif width == target.vocab_size:
                 head = target.model.head
             else:
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint")
-            made.append(Head(target.backend, blocks, head))
-        return made
+            heads.append(Head(target.backend, blocks, head))
+        return heads
 
-    # Heads beyond num_speculative_tokens are left where they are.
+    # Heads beyond num_speculative_tokens are not read.
     further = "|".join(re.escape(names.block.format(k=k, j=0)).rpartition("0")[0] + ".*" + "|"
                        + re.escape(names.head.format(k=k)) + r"\..*" for k in range(num_wanted, num_heads))  # fmt: skip
     spare = "token_map" + (f"|{further}" if further else "")
@@ -236,19 +230,19 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
 
 
 def _find(directory: Path) -> tuple[Names, int, int]:
-    """The names of a checkpoint, its heads, and the blocks of each. Raises `CheckpointError`."""
-    found = set(MappedCheckpoint(directory).names)
+    """Return the names of a checkpoint, its heads, and the blocks of each. Raises `CheckpointError`."""
+    tensors = set(MappedCheckpoint(directory).names)
     for prefix in PREFIXES:
         named = Names(prefix + VLLM.block, prefix + VLLM.head)
         blocks = 0
-        while f"{named.block.format(k=0, j=blocks)}.weight" in found:
+        while f"{named.block.format(k=0, j=blocks)}.weight" in tensors:
             blocks += 1
         if not blocks:
             # FasterDecoding: each head is a list of blocks, with the matrix at its end.
-            while f"{prefix}0.{blocks}.linear.weight" in found:
+            while f"{prefix}0.{blocks}.linear.weight" in tensors:
                 blocks += 1
             named = Names(prefix + "{k}.{j}.linear", prefix + "{k}." + str(blocks))
         if blocks:
-            num_heads = next(k for k in range(MAX_HEADS + 1) if f"{named.block.format(k=k, j=0)}.weight" not in found)
+            num_heads = next(k for k in range(MAX_HEADS + 1) if f"{named.block.format(k=k, j=0)}.weight" not in tensors)
             return named, num_heads, blocks
     raise CheckpointError(f"{directory} has no Medusa heads; looked for {VLLM.block} and {{k}}.{{j}}.linear")

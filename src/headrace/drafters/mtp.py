@@ -1,7 +1,7 @@
-"""The multi-token prediction layer of the checkpoint itself guesses (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+"""The multi-token prediction layer of the checkpoint itself drafts (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
 
 A decoder layer like the target's own reads [norm(embedding of the next token), norm(state)] through one matrix, and
-foretells the token after; on its own guesses it goes on from its own state. It is in the target's checkpoint
+predicts the token after; on its own draft tokens it goes on from its own state. It is in the target's checkpoint
 (`num_nextn_predict_layers`) or in one beside it. Of several such layers the first is used at every depth. Called by
 `drafters.build`.
 """
@@ -59,7 +59,7 @@ LAYOUTS = (
 
 
 def next_layer(base: type[Decoder]) -> type[Decoder]:
-    """The class of an MTP layer whose decoder layer is that of `base`, a model file's `Model`."""
+    """Return the class of an MTP layer whose decoder layer is that of `base`, a model file's `Model`."""
 
     class Next(base):  # type: ignore[misc, valid-type]
         def __init__(
@@ -89,14 +89,14 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             return "full_attention"
 
         def enter(self, rows: Rows) -> Array:
-            own = self.ops.linear(self.embedding_norm(self.embed(rows.token_ids)), self.of_embedding)
-            return own + self.ops.linear(self.state_norm(rows.features), self.of_state)
+            x = self.ops.linear(self.embedding_norm(self.embed(rows.token_ids)), self.of_embedding)
+            return x + self.ops.linear(self.state_norm(rows.features), self.of_state)
 
     return Next
 
 
 def layout_of(directory: Path, num_layers: int) -> Layout | None:
-    """What the checkpoint calls its MTP layer, None if it has none."""
+    """Return the names of the checkpoint's MTP layer, None if it has none."""
     names = MappedCheckpoint(directory).names
     for layout in LAYOUTS:
         named = layout._replace(root=layout.root.format(n=num_layers))
@@ -106,24 +106,24 @@ def layout_of(directory: Path, num_layers: int) -> Layout | None:
 
 
 def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
-    """Raises `CheckpointError` if there is no such layer, or one that does not fit the target."""
+    """Make the drafter. Raises `CheckpointError` if there is no such layer, or one that does not fit the target."""
     directory, values = target.directory, target.config
-    own = spec.model is None and directory.is_dir() and layout_of(directory, target.num_layers) is not None
-    if not own:
+    is_own = spec.model is None and directory.is_dir() and layout_of(directory, target.num_layers) is not None
+    if not is_own:
         directory = directory_of(spec, target, "mtp")
         values = read_json(directory / "config.json")
     layout = layout_of(directory, target.num_layers)
     if layout is None:
         roots = ", ".join(row.root.format(n=target.num_layers) + row.matrix for row in LAYOUTS)
         raise CheckpointError(f"{directory} has no layer for multi-token prediction; looked for {roots}")
-    for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if values.get(name) != wanted:
-            raise CheckpointError(f"{directory}: {name} is {values.get(name)!r}, the model's is {wanted}")
+    for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if values.get(name) != size:
+            raise CheckpointError(f"{directory}: {name} is {values.get(name)!r}, the model's is {size}")
     base = models.find(target.config.get("model_type")).Model
     if not issubclass(base, Decoder):
         raise CheckpointError(f"a {target.config.get('model_type')} model has no layers for multi-token prediction")
     window = min(spec.max_model_len, target.max_model_len)
-    # What is not of this layer belongs to the target, or to the layers after this one.
+    # All other tensors belong to the target, or to the layers after this one.
     spare = rf"(?!{re.escape(layout.root)}).*|.*rotary_emb\.inv_freq"
     kind: Any = next_layer(base)
     model: Model = load(

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last few tokens when they came before follows again (Saxena 2023; Yang et al. 2023,
+"""Prompt lookup: the draft is what followed the last few tokens when they came before (Saxena 2023; Yang et al. 2023,
 arXiv 2304.04487). Good where the answer repeats its prompt: edits, summaries, quotes.
 
 Every run of `min_tokens` tokens is remembered by where it ended last, and each place by the one before it with the same
-run, as LZ77 does; so a guess costs a walk along equal places, however long the context is. Knows tokens only.
+run, as LZ77 does; so a draft costs a walk along equal places, however long the context is. Knows tokens only.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.base import F32, Context, Target
 from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Draft
 
 MAX_SEQS = 1024
 MAX_PLACES = 64
-"""Equal places that are looked at for a longer match, the latest first."""
+"""Equal places that are compared for a longer match, the latest first."""
 MAX_MATCH = 32
-"""Tokens of a match that count for the guess's length."""
+"""Tokens of a match that count for the length of the draft."""
 
 
 class Places:
@@ -32,7 +33,7 @@ class Places:
         return tokens[end - 1] if self.size == 1 else tuple(tokens[end - self.size : end])
 
     def extend(self, tokens: list[int]) -> None:
-        """Take in all runs that end before the last token: what follows them is known."""
+        """Add all runs that end before the last token, which have a successor."""
         last, before = self.last, self.before
         for end in range(len(before), len(tokens)):
             if end < self.size:
@@ -44,9 +45,9 @@ class Places:
 
 
 class NgramDrafter:
-    """Guesses by the longest match of at least `min_tokens` and at most `max_tokens` last tokens; of equally long ones
-    the latest. A guess is not longer than twice the match as far as it goes back: short ones are often chance, and a
-    quote goes on."""
+    """Drafts by the longest match of at least `min_tokens` and at most `max_tokens` last tokens; of equally long ones
+    the latest. A draft has at most twice the tokens of the whole match: short matches are often chance, and a quote
+    goes on."""
 
     feature_layers: tuple[int, ...] | None = None
 
@@ -59,10 +60,10 @@ class NgramDrafter:
         return [Draft(self._guess(context)) for context in contexts]
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Not asked for."""
+        """Features are not needed."""
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        """Nothing is learnt of it: the tokens tell all."""
+        """Outcomes are not needed: the tokens show them."""
 
     def drop(self, seq_id: int) -> None:
         self._places.pop(seq_id, None)
@@ -85,12 +86,12 @@ class NgramDrafter:
         length, most = self._min, min(MAX_MATCH, end)
         while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
             length += 1
-        # A match may overlap what it foretells: a period goes on.
+        # A match may overlap what follows it: a period goes on.
         period = len(tokens) - end
         return [tokens[end + i % period] for i in range(min(context.num_drafts, 2 * length))]
 
     def _find(self, places: Places, tokens: list[int]) -> int:
-        """Where the best match ended; 0 if there is none."""
+        """Return where the best match ended; 0 if there is none."""
         size = len(tokens)
         if size <= self._min:
             return 0
@@ -111,5 +112,5 @@ class NgramDrafter:
 
 
 def make(spec: SpeculativeConfig, target: Target) -> NgramDrafter:
-    """Needs nothing of the model."""
+    """Make the drafter."""
     return NgramDrafter(spec.prompt_lookup_min, spec.prompt_lookup_max)

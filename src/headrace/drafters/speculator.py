@@ -1,267 +1,227 @@
-"""`Speculator`: what the runner holds of speculation: a drafter, how far it is worth asking, and what it said last.
+"""`Speculator`: the runner's one partner for speculation, called before the model runs and after it.
 
-Asks the drafter after a step, checks what it says (ids of the vocabulary, trees that are trees, no more than was asked
-for), keeps the chances of what was drawn, and tells drafter and pace what became of it. Where nobody is worth a guess
-it tells for how many steps that holds: what asking costs is bounded by a share of all time. Knows sequences by id and
-tokens; must not know the scheduler or requests. Called by `runner.runner`.
+`begin_step` opens a record of the step; `end_step` takes in what the step showed, and puts drafts of what follows into
+its result. In between lie the drafter, the check of its drafts (ids of the vocabulary, trees that are trees, no more
+than was requested), the distributions that rejection sampling needs, and the `Pace`. Knows sequences by id and tokens;
+must not know the scheduler or requests. Called by `runner.runner`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.drafters.base import Context, Draft, Drafter
+from headrace.drafters.base import Context, Drafter
+from headrace.drafters.pace import Pace
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import DraftTokens, ScheduledBatch, StepResult
+from headrace.protocol.step import Draft, ScheduledBatch, StepResult
 
 logger = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
 
 
-class Plan(Protocol):
-    """How far to draft (`pace.Pace`, or `Steady`)."""
+class Outcome(NamedTuple):
+    """What verification made of a draft; see `Drafter.verified`."""
 
-    def plan(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """For (sequence id, most) how deep to draft, 0 for not at all."""
-        ...
-
-    def nodes(self, depth: int) -> int:
-        """How many tokens a tree of some depth is to have at most."""
-        ...
-
-    def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None: ...
-
-    def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int) -> None: ...
-
-    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool, num_empty: int) -> None: ...
-
-    def asked(self, num_seqs: int, seconds: float) -> None: ...
-
-    def rest(self, num_seqs: int) -> int:
-        """For how many steps of so many sequences there is nothing to ask."""
-        ...
-
-    def drop(self, seq_id: int) -> None: ...
+    seq_id: int
+    draft: Draft
+    best: list[int]
+    accepted: list[int]
 
 
-class Steady:
-    """`Plan` that always drafts as far as it may."""
+class Observation(NamedTuple):
+    """What the target computed of a sequence; see `Drafter.observe`."""
 
-    def plan(self, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        return [most for _, most in wanted]
+    seq_id: int
+    start: int
+    token_ids: list[int]
+    features: F32
 
-    def nodes(self, depth: int) -> int:
-        return 2**31
 
-    def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
-        return None
+@dataclass(slots=True)
+class StepRecord:
+    """What the runner writes down of a step for the speculator.
 
-    def stepped(self, num_rows: int, num_seqs: int, seconds: float, num_steps: int) -> None:
-        return None
+    `draft_probs` has the chunks whose drafts are verified by rejection sampling, with the distributions [n, V] that
+    the tokens were drawn from (None: chosen without chance). `needs_features`: whether `observations` are needed.
+    """
 
-    def drafted(self, num_seqs: int, depth: int, seconds: float, is_behind: bool, num_empty: int) -> None:
-        return None
-
-    def asked(self, num_seqs: int, seconds: float) -> None:
-        return None
-
-    def rest(self, num_seqs: int) -> int:
-        return 0
-
-    def drop(self, seq_id: int) -> None:
-        return None
+    draft_probs: dict[int, F32 | None] = field(default_factory=dict)
+    needs_features: bool = False
+    outcomes: list[Outcome] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
 
 
 class Speculator:
     """Speculation with one drafter for all sequences.
 
     Args:
-        drafter: guesses.
-        plan: says how far.
-        vocab_size: of the target; no guess is beyond it.
-        num_drafts, num_nodes: the deepest guess, and the most tokens of a tree.
+        drafter: makes the drafts.
+        pace: decides how deep they are; None: as deep as may be.
+        vocab_size: of the target; no draft token is beyond it.
+        num_drafts, num_nodes: the deepest draft, and the most tokens of a tree.
         max_model_len: no sequence is longer.
-        eos_token_ids: what ends a sequence, after which nothing is worth guessing.
-        rejects: guesses are verified by rejection sampling, so what they were drawn from is kept.
+        eos_token_ids: tokens that end a sequence, after which nothing is drafted.
+        take_probs: returns and forgets what the last draft of a sequence id was drawn from [n, V] (None: chosen without
+            chance); drafts are then verified by rejection sampling. None: they are coupled.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        plan: Plan,
+        pace: Pace | None,
         *,
         vocab_size: int,
         num_drafts: int,
         num_nodes: int,
         max_model_len: int,
         eos_token_ids: Sequence[int],
-        rejects: bool,
+        take_probs: Callable[[int], F32 | None] | None,
         clock: Callable[[], float],
     ) -> None:
         self.drafter = drafter
-        self.plan = plan
+        self.pace = pace
         self.num_drafts = num_drafts
         self.num_nodes = num_nodes
-        self.rejects = rejects
         self.clock = clock
         self.num_refused = 0
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
-        # What was said last of each sequence, until it is verified.
-        self._said: dict[int, Draft] = {}
-        # How long each sequence was when the drafter saw it last; what it catches up with is not drafting's price.
+        self._take_probs = take_probs
+        # Under rejection sampling: the last draft of each sequence, until it is verified.
+        self._proposals: dict[int, tuple[list[int], F32 | None]] = {}
+        # Length of each sequence when it was drafted for last: more new tokens than a step gives are to catch up with.
         self._lengths: dict[int, int] = {}
-        self._catch_up = num_drafts + 1
-        # Of the step: when it began, what of its time is the drafter's, and its number.
-        self._start = self._aside = 0.0
-        self._step_id = 0
+        self._start = 0.0
 
-    @property
-    def watches(self) -> bool:
-        """Whether the drafter wants to be shown what the target computes, when it may be asked afterwards."""
-        return self.drafter.feature_layers is not None
+    def begin_step(self, batch: ScheduledBatch) -> StepRecord:
+        """The model is about to run `batch`."""
+        record = StepRecord(needs_features=batch.asks and self.drafter.feature_layers is not None)
+        for i, draft in batch.drafts.items():
+            token_ids, probs = self._proposals.get(batch.seq_ids[i], ([], None))
+            # The scheduler may have cut it. A draft from elsewhere is coupled, which is always sound.
+            if self._take_probs is not None and token_ids[: len(draft.token_ids)] == draft.token_ids:
+                record.draft_probs[i] = probs
+        self._start = self._now()
+        return record
 
-    def begin(self) -> None:
-        """A step begins whose price is of interest."""
-        self._start, self._aside = self.clock(), 0.0
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done meanwhile is the price of speculation, not of the step."""
-        start = self.clock()
-        yield
-        self._aside += self.clock() - start
-
-    def end(self, step_id: int, num_rows: int, num_seqs: int) -> None:
-        """The step has ended, which had so many rows and sequences."""
-        seconds = self.clock() - self._start - self._aside
-        self.plan.stepped(num_rows, num_seqs, seconds, max(1, step_id - self._step_id))
-        self._step_id = step_id
-
-    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """See `Drafter.observe`."""
-        self.drafter.observe(seq_id, start, token_ids, features)
-
-    def chances(self, seq_id: int, draft: DraftTokens) -> tuple[bool, F32 | None]:
-        """Whether `draft`, which is to be verified, is what was said last of the sequence (or its beginning), and what
-        its tokens were drawn from, if by chance."""
-        said = self._said.get(seq_id)
-        num = len(draft.token_ids)
-        if said is None or said.token_ids[:num] != draft.token_ids:
-            return said is not None and said.probs is None, None
-        return True, said.probs
-
-    def verified(self, seq_id: int, draft: DraftTokens, best: list[int], nodes: list[int]) -> None:
-        """`best[i]` is the target's likeliest token after node i; `nodes` were kept."""
-        self.plan.verified(seq_id, draft.depth, len(nodes))
-        self.drafter.verified(seq_id, Draft(draft.token_ids, draft.parents or None), best, nodes)
-
-    def drop(self, seq_ids: Sequence[int]) -> None:
-        """These sequences are no more."""
-        for seq_id in seq_ids:
-            self._said.pop(seq_id, None)
+    def end_step(self, batch: ScheduledBatch, result: StepResult, record: StepRecord) -> None:
+        """The model has run `batch`. Adds `drafts` to `result`, or in `rest` for how many steps there are none."""
+        start = self._now()
+        num_draft_rows = sum(len(draft.token_ids) for draft in batch.drafts.values())
+        if self.pace is not None:
+            num_rows = len(batch.token_ids) + num_draft_rows
+            self.pace.stepped(batch.step_id, len(batch), num_rows, num_draft_rows, start - self._start)
+        for outcome in record.outcomes:
+            if self.pace is not None:
+                self.pace.verified(outcome.seq_id, outcome.draft.depth, len(outcome.accepted))
+            self.drafter.verified(*outcome)
+        for seq_id in batch.ended:
+            self._proposals.pop(seq_id, None)
             self._lengths.pop(seq_id, None)
-            self.plan.drop(seq_id)
+            if self.pace is not None:
+                self.pace.drop(seq_id)
             self.drafter.drop(seq_id)
-
-    def propose(self, batch: ScheduledBatch, result: StepResult) -> None:
-        """Guesses of what follows a step, for those sequences for which it is worth it, put into `result`; or for how
-        many steps nobody need ask."""
-        start = self.clock()
-        open_ended: list[int] = []
-        wanted: list[tuple[int, int]] = []
-        for i, token_id in enumerate(result.token_ids):
-            params, history = batch.params[i], batch.histories.get(i)
-            if token_id < 0 or history is None or not params.speculation:
-                continue
-            more = _new_tokens(result, i)
-            room = self._room(
-                params, len(history) + len(more), len(history) + len(more) - batch.num_prompts[i], more[-1]
-            )
-            self._said.pop(batch.seq_ids[i], None)
-            if room > 0:
-                open_ended.append(i)
-                wanted.append((batch.seq_ids[i], min(self.num_drafts, room)))
-        depths = self.plan.plan(wanted) if wanted else []
-        asked: list[int] = []
-        contexts: list[Context] = []
-        for i, depth in zip(open_ended, depths, strict=True):
-            if depth > 0:
-                num_nodes = max(depth, min(self.plan.nodes(depth), self.num_nodes))
-                tokens = [*batch.histories[i], *_new_tokens(result, i)]
-                asked.append(i)
-                contexts.append(
-                    Context(
-                        batch.seq_ids[i], tokens, batch.num_prompts[i], batch.params[i], depth, num_nodes,
-                        result.states.get(i),
-                    )
-                )  # fmt: skip
-        begin = self.clock()
-        if wanted:
-            self.plan.asked(len(wanted), begin - start + self._aside)
-        if not asked:
-            result.rest = self.plan.rest(len(wanted)) if wanted else 0
+        for observation in record.observations:
+            self.drafter.observe(*observation)
+        if not batch.asks:
             return
-        is_behind = any(len(each.tokens) > self._lengths.get(each.seq_id, 0) + self._catch_up for each in contexts)
-        drafts = self.drafter.propose(contexts)
-        for i, context, draft in zip(asked, contexts, drafts, strict=True):
-            self._lengths[context.seq_id] = len(context.tokens)
-            reason = self._why_unsound(context, draft)
-            if reason:
-                self.num_refused += 1
-                logger.error("a draft was refused: %s", reason)
-            elif draft.token_ids:
-                self._said[context.seq_id] = draft
-                result.drafts[i] = DraftTokens(list(draft.token_ids), list(draft.parents or []))
-        depth = max(context.num_drafts for context in contexts)
-        num_empty = sum(not draft.token_ids for draft in drafts)
-        self.plan.drafted(len(asked), depth, self.clock() - begin, is_behind, num_empty)
+        contexts = self._contexts(batch, result)
+        if contexts:
+            num_made, is_behind = self._propose(contexts, result)
+            if self.pace is not None:
+                depth = max(context.num_drafts for context in contexts.values())
+                self.pace.drafted(len(contexts), num_made, depth, self._now() - start, is_behind)
+        elif self.pace is not None:
+            result.rest = self.pace.rest(self._now() - start)
 
-    def _room(self, params: SamplingParams, num_tokens: int, num_generated: int, last: int) -> int:
-        """How many guesses could be kept: none for a sequence that is at its end."""
+    def close(self) -> None:
+        """Free the memory. May be called twice."""
+        self.drafter.close()
+
+    def _now(self) -> float:
+        return self.clock() if self.pace is not None else 0.0
+
+    def _contexts(self, batch: ScheduledBatch, result: StepResult) -> dict[int, Context]:
+        """The chunks to draft for, each as deep as the pace says."""
+        new_tokens: dict[int, list[int]] = {}
+        limits: dict[int, int] = {}
+        for i, token_id in enumerate(result.token_ids):
+            if token_id >= 0 and i in batch.histories and batch.params[i].speculation:
+                new_tokens[i] = [token_id, *result.further.get(i, ()), *result.forced.get(i, ())]
+                num_tokens = len(batch.histories[i]) + len(new_tokens[i])
+                most = self._most_accepted(batch.params[i], num_tokens, batch.num_prompts[i], new_tokens[i][-1])
+                if most > 0:
+                    limits[i] = min(self.num_drafts, most)
+        depths = list(limits.values())
+        if self.pace is not None:
+            depths = self.pace.plan([(batch.seq_ids[i], most) for i, most in limits.items()], len(batch))
+        contexts: dict[int, Context] = {}
+        for i, depth in zip(limits, depths, strict=True):
+            if depth > 0:
+                num_nodes = self.num_nodes if self.pace is None else min(self.num_nodes, self.pace.nodes(depth))
+                contexts[i] = Context(
+                    seq_id=batch.seq_ids[i],
+                    tokens=[*batch.histories[i], *new_tokens[i]],
+                    num_prompt=batch.num_prompts[i],
+                    params=batch.params[i],
+                    num_drafts=depth,
+                    num_nodes=max(depth, num_nodes),
+                    state=result.states.get(i),
+                )
+        return contexts
+
+    def _most_accepted(self, params: SamplingParams, num_tokens: int, num_prompt: int, last: int) -> int:
+        """How many draft tokens could be accepted after `num_tokens`; 0 for a sequence that ends here."""
+        num_generated = num_tokens - num_prompt
         if num_generated >= params.min_tokens and (
             (not params.ignore_eos and last in self._eos) or last in (params.stop_token_ids or ())
         ):
             return 0
-        # The last token needs no guess: it is sampled after the one before.
+        # The last token needs no draft: it is sampled after the one before.
         most = params.max_tokens or self._max_model_len
         return min(self._max_model_len - num_tokens, most - num_generated) - 1
 
-    def _why_unsound(self, context: Context, draft: Draft) -> str:
-        """Why a draft can not be verified, or "". A fault of the drafter, not of the sequence."""
+    def _propose(self, contexts: dict[int, Context], result: StepResult) -> tuple[int, bool]:
+        """Draft for `contexts` (by chunk). Return the number of drafts that are not empty, and whether the drafter had
+        more to catch up with than a step gives."""
+        is_behind, num_made = False, 0
+        drafts = self.drafter.propose(list(contexts.values()))
+        for (i, context), draft in zip(contexts.items(), drafts, strict=True):
+            seq_id, num_tokens = context.seq_id, len(context.tokens)
+            is_behind |= num_tokens > self._lengths.get(seq_id, 0) + self.num_drafts + 1
+            self._lengths[seq_id] = num_tokens
+            num_made += bool(draft.token_ids)
+            probs = self._take_probs(seq_id) if self._take_probs is not None else None
+            reason = self._why_unsound(context, draft, probs)
+            if reason:
+                self.num_refused += 1
+                logger.error("a draft was refused: %s", reason)
+            elif draft.token_ids:
+                result.drafts[i] = draft
+                if self._take_probs is not None:
+                    self._proposals[seq_id] = draft.token_ids, probs
+        return num_made, is_behind
+
+    def _why_unsound(self, context: Context, draft: Draft, probs: F32 | None) -> str:
+        """Why a draft cannot be verified, or "". A fault of the drafter, not of the sequence."""
         num = len(draft.token_ids)
         if not num:
             return ""
         if not 0 <= min(draft.token_ids) <= max(draft.token_ids) < self._vocab_size:
             return f"token ids reach from {min(draft.token_ids)} to {max(draft.token_ids)}, of {self._vocab_size}"
-        parents = draft.parents if draft.parents is not None else list(range(-1, num - 1))
-        if len(parents) != num or any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            return f"parents {parents} make no tree of {num} nodes"
-        if len(set(zip(parents, draft.token_ids, strict=True))) < num:
-            return "two children of a node are the same token"
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        if max(depths) > context.num_drafts or num > context.num_nodes:
-            return f"{num} guesses, {max(depths)} deep; {context.num_nodes} and {context.num_drafts} were asked for"
-        if draft.probs is not None and draft.probs.shape != (num, self._vocab_size):
-            return f"chances of shape {draft.probs.shape} for {num} tokens of {self._vocab_size}"
+        if flaw := draft.flaw():
+            return flaw
+        if draft.depth > context.num_drafts or num > context.num_nodes:
+            return f"{num} tokens, {draft.depth} deep; at most {context.num_nodes} and {context.num_drafts} fit"
+        if probs is not None and probs.shape != (num, self._vocab_size):
+            return f"probabilities of shape {probs.shape} for {num} tokens of {self._vocab_size}"
         return ""
-
-    def close(self) -> None:
-        """Give back memory. May be called twice."""
-        self.drafter.close()
-
-
-def _new_tokens(result: StepResult, i: int) -> list[int]:
-    """What a step added to the sequence of chunk i."""
-    return [result.token_ids[i], *result.further.get(i, ()), *result.forced.get(i, ())]

@@ -1,9 +1,9 @@
-"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the longest suffix seen before follows again, as
-often as it did; long matches are trusted further than short ones.
+"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the draft is what followed the longest suffix seen before, the
+more often the likelier; drafts of long matches are deeper than those of short ones.
 
-A suffix automaton (Blumer et al. 1985) with counts takes in a token in constant time on average and knows every suffix
-at once. Each sequence has one over its prompt and its answer. One over the answers of finished requests is kept only if
-`num_cached_requests` allows it: what others were told then shows in the speed of a request, never in its text.
+A suffix automaton (Blumer et al. 1985) with counts adds a token in constant time on average and has every suffix at
+once. Each sequence has one over its prompt and its answer. One over the answers of finished requests is kept only if
+`num_cached_requests` allows it: answers to others then show in the speed of a request, never in its text.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from headrace.drafters.base import F32, Context, Draft, Target
+from headrace.drafters.base import F32, Context, Target
 from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Draft
 
 MAX_SEQ_TOKENS = 2**16
 """Tokens that one sequence's automaton holds, half a kilobyte each; a longer one begins again."""
 MAX_TOKENS = 2**18
-"""Tokens that those of all sequences hold; who guessed longest ago is forgotten."""
+"""Tokens in the automata of all sequences; the one longest unused is dropped."""
 MAX_SHARED_TOKENS = 2**17
 """Tokens of finished requests' answers."""
 MAX_NEW_TOKENS = 2048
-"""Tokens taken in at one call: 10 ms. A long prompt is learnt over some steps."""
+"""Tokens added in one call: 10 ms. A long prompt is added over several steps."""
 MAX_COUNTED = 64
 MAX_TRIED = 4
-"""Suffixes, each shorter than the one before, from which the best guess is chosen."""
+"""Suffixes, each shorter than the one before, among which the best draft is chosen."""
 MAX_BRANCHES = 8
 
 
 class Automaton:
-    """All suffixes of the sequences taken in. State 0 is the empty one; a state stands for the substrings that end at
+    """All suffixes of the added sequences. State 0 is the empty one; a state stands for the substrings that end at
     the same places: `length` of the longest, `link` to the state of the longest that ends at more, `count` of places.
     """
 
@@ -42,13 +43,13 @@ class Automaton:
         self.num_tokens = 0
 
     def extend(self, last: int, token: int) -> int:
-        """The state after `last` is followed by `token`, which is taken in."""
+        """Add `token` after state `last`. Return the new state."""
         self.num_tokens += 1
-        known = self.next[last].get(token)
-        if known is not None and self.length[known] == self.length[last] + 1:
-            current = known
-        elif known is not None:
-            current = self._split(last, token, known)
+        successor = self.next[last].get(token)
+        if successor is not None and self.length[successor] == self.length[last] + 1:
+            current = successor
+        elif successor is not None:
+            current = self._split(last, token, successor)
         else:
             current = self._state({}, 0, self.length[last] + 1, 0)
             at = last
@@ -56,9 +57,9 @@ class Automaton:
                 self.next[at][token] = current
                 at = self.link[at]
             if at >= 0:
-                known = self.next[at][token]
-                same = self.length[known] == self.length[at] + 1
-                self.link[current] = known if same else self._split(at, token, known)
+                successor = self.next[at][token]
+                is_next = self.length[successor] == self.length[at] + 1
+                self.link[current] = successor if is_next else self._split(at, token, successor)
         at = current
         for _ in range(MAX_COUNTED):
             if at <= 0:
@@ -76,14 +77,14 @@ class Automaton:
             return 0, 0
         return self.next[state][token], length + 1
 
-    def _split(self, at: int, token: int, known: int) -> int:
-        """Give the substrings of `known` that are as long as `at` and `token` a state of their own."""
-        made = self._state(dict(self.next[known]), self.link[known], self.length[at] + 1, self.count[known])
-        self.link[known] = made
-        while at >= 0 and self.next[at].get(token) == known:
-            self.next[at][token] = made
+    def _split(self, at: int, token: int, state: int) -> int:
+        """Give the substrings of `state` that are as long as `at` and `token` a state of their own."""
+        clone = self._state(dict(self.next[state]), self.link[state], self.length[at] + 1, self.count[state])
+        self.link[state] = clone
+        while at >= 0 and self.next[at].get(token) == state:
+            self.next[at][token] = clone
             at = self.link[at]
-        return made
+        return clone
 
     def _state(self, following: dict[int, int], link: int, length: int, count: int) -> int:
         self.next.append(following)
@@ -94,29 +95,20 @@ class Automaton:
 
 
 class History:
-    """A sequence's own automaton, and where its end is in those of the others."""
+    """A sequence's automaton, and where its end is in those of finished requests."""
 
     def __init__(self) -> None:
-        self.own = Automaton()
+        self.automaton = Automaton()
         self.last = 0
-        self.num_taken = 0
+        self.num_added = 0
         self.answer: list[int] = []
         self.places: dict[int, tuple[int, int]] = {}
 
 
-class Guess:
-    """A tree of tokens with the share of the branches that each had; `score` is the number expected to be right."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.parents: list[int] = []
-        self.score = 0.0
-
-
 class SuffixDrafter:
-    """Guesses by counts along the longest known suffixes.
+    """Drafts by counts along the longest suffixes.
 
-    A guess is as deep as `factor` times its match (of which `max_match` tokens count), as long as it has at least
+    A draft is as deep as `factor` times its match (of which `max_match` tokens count), as long as it has at least
     `min_share` of the branches. `num_cached_requests`: finished ones whose answers help others.
     """
 
@@ -139,10 +131,10 @@ class SuffixDrafter:
         return [self._draft(context) for context in contexts]
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Not asked for."""
+        """Features are not needed."""
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        """Nothing is learnt of it: the tokens tell all."""
+        """Outcomes are not needed: the tokens show them."""
 
     def drop(self, seq_id: int) -> None:
         history = self._forget(seq_id)
@@ -156,36 +148,35 @@ class SuffixDrafter:
 
     def _forget(self, seq_id: int) -> History | None:
         history = self._histories.pop(seq_id, None)
-        self._num_tokens -= history.own.num_tokens if history is not None else 0
+        self._num_tokens -= history.automaton.num_tokens if history is not None else 0
         return history
 
     def _draft(self, context: Context) -> Draft:
         history = self._histories.get(context.seq_id)
-        if history is None or history.num_taken > len(context.tokens) or history.own.num_tokens >= MAX_SEQ_TOKENS:
+        if history is None or history.num_added > len(context.tokens) or history.automaton.num_tokens >= MAX_SEQ_TOKENS:
             self._forget(context.seq_id)
             history = self._histories[context.seq_id] = History()
             # A sequence longer than that begins again with its last half.
-            history.num_taken = max(0, len(context.tokens) - MAX_SEQ_TOKENS // 2)
+            history.num_added = max(0, len(context.tokens) - MAX_SEQ_TOKENS // 2)
         self._histories.move_to_end(context.seq_id)
         if not self._take(history, context):
             return Draft([])
-        own, best = history.own, Guess()
-        state = own.link[history.last]
-        for shared, at, length in ((own, state, own.length[max(state, 0)]), *self._matches(history)):
+        automaton, best, most_expected = history.automaton, Draft([]), 0.0
+        state = automaton.link[history.last]
+        for shared, at, length in ((automaton, state, automaton.length[max(state, 0)]), *self._matches(history)):
             for _ in range(MAX_TRIED):
                 if at <= 0:
                     break
-                guess = self._grow(shared, at, length, context)
-                if guess.score > best.score:
-                    best = guess
+                draft, num_expected = self._grow(shared, at, length, context)
+                if num_expected > most_expected:
+                    best, most_expected = draft, num_expected
                 at = shared.link[at]
                 length = shared.length[at]
-        chain = all(parent == i - 1 for i, parent in enumerate(best.parents))
-        return Draft(best.token_ids, None if chain else best.parents)
+        return best
 
     def _take(self, history: History, context: Context) -> bool:
-        """Take in tokens that are new; -> whether that was all of them."""
-        tokens, start = context.tokens, history.num_taken
+        """Add the new tokens. Return whether all of them are in."""
+        tokens, start = context.tokens, history.num_added
         num_new = min(len(tokens) - start, self._room)
         self._room -= num_new
         self._num_tokens += num_new
@@ -193,25 +184,26 @@ class SuffixDrafter:
             self._forget(next(iter(self._histories)))
         for place in range(start, start + num_new):
             token = tokens[place]
-            history.last = history.own.extend(history.last, token)
+            history.last = history.automaton.extend(history.last, token)
             if self._num_cached and place >= context.num_prompt:
                 history.answer.append(token)
-            history.num_taken += 1
+            history.num_added += 1
         for automaton in self._shared:
             # Of what was before the automaton began, the last few tokens are as good as all.
-            first = start if id(automaton) in history.places else max(0, history.num_taken - 2 * self._max_match)
+            first = start if id(automaton) in history.places else max(0, history.num_added - 2 * self._max_match)
             state, length = history.places.get(id(automaton), (0, 0))
-            for place in range(first, history.num_taken):
+            for place in range(first, history.num_added):
                 state, length = automaton.step(state, length, tokens[place])
             history.places[id(automaton)] = state, length
-        return history.num_taken == len(tokens)
+        return history.num_added == len(tokens)
 
     def _matches(self, history: History) -> list[tuple[Automaton, int, int]]:
         return [(automaton, *history.places[id(automaton)]) for automaton in self._shared]
 
-    def _grow(self, automaton: Automaton, state: int, length: int, context: Context) -> Guess:
-        """The likeliest continuations of `state`, whose match has `length` tokens; the likeliest node first."""
-        guess = Guess()
+    def _grow(self, automaton: Automaton, state: int, length: int, context: Context) -> tuple[Draft, float]:
+        """Return the likeliest continuations of `state`, whose match has `length` tokens, the likeliest node first; and
+        how many of them are expected to be right."""
+        draft, num_expected = Draft([]), 0.0
         most = min(context.num_drafts, int(self._factor * min(length, self._max_match)))
         wide = context.num_nodes > context.num_drafts
         # (less share, how far from the front, token, state, node before, depth)
@@ -227,13 +219,13 @@ class SuffixDrafter:
                     if share * count >= self._min_share * total and total:
                         order += 1
                         heapq.heappush(open_nodes, (-share * count / total, order, token, to, node, depth + 1))
-            if not open_nodes or len(guess.token_ids) >= context.num_nodes:
-                return guess
+            if not open_nodes or len(draft.token_ids) >= context.num_nodes:
+                return draft, num_expected
             less, _, token, at, parent, depth = heapq.heappop(open_nodes)
-            share, node = -less, len(guess.token_ids)
-            guess.token_ids.append(token)
-            guess.parents.append(parent)
-            guess.score += share
+            share, node = -less, len(draft.token_ids)
+            draft.token_ids.append(token)
+            draft.parents.append(parent)
+            num_expected += share
 
     def _share(self, answer: list[int]) -> None:
         if not self._shared or self._num_young >= max(1, self._num_cached // 2):
@@ -249,13 +241,13 @@ class SuffixDrafter:
     def _renew(self) -> None:
         self._shared = [Automaton(), *self._shared[:1]]
         self._num_young = 0
-        kept = {id(automaton) for automaton in self._shared}
+        ids = {id(automaton) for automaton in self._shared}
         for history in self._histories.values():
-            history.places = {key: place for key, place in history.places.items() if key in kept}
+            history.places = {key: place for key, place in history.places.items() if key in ids}
 
 
 def make(spec: SpeculativeConfig, target: Target) -> SuffixDrafter:
-    """Needs nothing of the model."""
+    """Make the drafter."""
     return SuffixDrafter(
         spec.suffix_decoding_max_tree_depth,
         spec.suffix_decoding_max_spec_factor,

@@ -24,7 +24,7 @@ from headrace.engine.core import EngineCore, Executor
 from headrace.protocol.step import (
     Abort,
     Add,
-    DraftTokens,
+    Draft,
     EngineInfo,
     Request,
     ResetPrefixCache,
@@ -62,7 +62,7 @@ class Planned(msgspec.Struct, frozen=True, tag="planned"):
     samples: list[bool]
     tables: list[list[int]]
     copies: list[tuple[int, int]]
-    drafts: dict[int, DraftTokens]
+    drafts: dict[int, Draft]
 
 
 class Made(msgspec.Struct, frozen=True, tag="made"):

@@ -1,7 +1,7 @@
 """From a `StructuredOutputs` to a grammar that llguidance builds, or to a refusal that names what is not supported.
 
-Pure functions of text; nothing here knows a tokenizer. What comes out is the same wherever it is called: in the
-server's bounded process, which tries it first, and in the engine.
+Pure functions of text, with the same result wherever they are called: in the server's bounded process, which compiles
+first, and in the engine. Must not know a tokenizer, but for `build_matcher` and `only_whitespace`, which get one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.protocol.errors import RequestError
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
 """Between two tokens of JSON, unless the request says otherwise: one line break with an indentation, or a few spaces.
 
-A model that can not stop writing whitespace would go on to the end of max_tokens."""
+A model that writes whitespace without end would go on to max_tokens."""
 
 # A grammar in Lark's syntax has this rule; one in GBNF begins at "root".
 _START = re.compile(r"^\s*start\s*(\[.*\]\s*)?:(?!:)", re.MULTILINE)
@@ -38,31 +38,32 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""What one grammar may cost. The numbers count work, not time, so that they are the same everywhere."""
+"""Most work for one grammar. It is counted in steps and not in time, so that it is the same everywhere."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`text` is what `llguidance.LLMatcher` takes. `warnings`: what the answer is not held to, in words."""
+    """`text` is what `llguidance.LLMatcher` takes. `warnings` say what is not enforced."""
 
     text: str
     warnings: list[str] = []
 
 
 def compile_grammar(constraint: StructuredOutputs) -> Grammar:
-    """The grammar of a constraint. Raises `RequestError` for what can not be held to."""
+    """Return the grammar of a constraint. Raises `RequestError` for one that cannot be enforced."""
     try:
-        made = _answer(constraint)
+        grammar = _answer(constraint)
     except UnsupportedError as error:
         field = f"structured_outputs.{constraint.kind}"
         raise RequestError(field, "a schema", f"one that headrace can hold an answer to; here: {error}") from None
     if constraint.prefix is None:
-        return made
-    before = tags.lark(json.loads(constraint.prefix), _no_schema, "structured_outputs.prefix", "@answer")
-    # The answer's own grammar stays what it is: the prefix refers to it by name. It is Lark or JSON, which begins so.
-    is_json = made.text.lstrip().startswith("{")
-    first, *others = json.loads(made.text)["grammars"] if is_json else [{"lark_grammar": made.text}]
-    grammars = [{"lark_grammar": before}, {**first, "name": "answer"}, *others]
-    return Grammar(json.dumps({"grammars": grammars}), made.warnings)
+        return grammar
+    prefix = tags.lark(json.loads(constraint.prefix), _no_schema, "structured_outputs.prefix", "@answer")
+    # The answer's own grammar stays as it is: the prefix refers to it by name. Lark and JSON differ in the first
+    # letter.
+    is_json = grammar.text.lstrip().startswith("{")
+    first, *others = json.loads(grammar.text)["grammars"] if is_json else [{"lark_grammar": grammar.text}]
+    grammars = [{"lark_grammar": prefix}, {**first, "name": "answer"}, *others]
+    return Grammar(json.dumps({"grammars": grammars}), grammar.warnings)
 
 
 def _no_schema(schema: Any) -> str:
@@ -87,47 +88,47 @@ def _answer(constraint: StructuredOutputs) -> Grammar:
                 lark = text if _START.search(text) else gbnf_to_lark(text)
                 return Grammar(llguidance.LLMatcher.grammar_from_lark(lark))
             except Exception as error:
-                # The converter tells of mistakes by whatever it stumbles over.
+                # The converter reports mistakes by exceptions of any kind.
                 raise RequestError(field, text, f"a grammar in Lark's syntax or in GBNF ({error})") from None
         case _:
             return _structural_tag(json.loads(str(constraint.structural_tag)), constraint, field)
 
 
 def build_matcher(tokenizer: llguidance.LLTokenizer, grammar: Grammar, constraint: StructuredOutputs) -> Any:
-    """A matcher at the beginning of an answer. Raises `RequestError` saying what is not supported, and where."""
+    """Return a matcher at the beginning of an answer. Raises `RequestError` saying what is not supported, and where."""
     matcher = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
-    # Some of its lexer is built only now, and that no answer can begin is found only now.
+    # The mask builds the rest of the lexer, and shows whether any answer can begin.
     begins = not matcher.is_error() and any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:
         raise refusal(matcher.get_error() or NO_ANSWER, constraint)
     return matcher
 
 
-def refusal(said: str, constraint: StructuredOutputs) -> RequestError:
-    """llguidance's complaint as an error of the request."""
+def refusal(message: str, constraint: StructuredOutputs) -> RequestError:
+    """Return llguidance's error as an error of the request."""
     field = f"structured_outputs.{constraint.kind}"
-    said = said.replace("<non-verbose/>", "").strip()
-    if said.startswith("NoExtension"):
-        said = NO_ANSWER
+    message = message.replace("<non-verbose/>", "").strip()
+    if message.startswith("NoExtension"):
+        message = NO_ANSWER
     if constraint.kind == "json":
         schema = json.loads(str(constraint.json))
-        where = schemas.locate(schema, said)
+        where = schemas.locate(schema, message)
         at = f" at {where}" if where else ""
-        return RequestError(field, "a schema", f"one that headrace can hold an answer to; here{at}: {said[:500]}")
-    return RequestError(field, getattr(constraint, constraint.kind), f"one that can be compiled: {said[:500]}")
+        return RequestError(field, "a schema", f"one that headrace can hold an answer to; here{at}: {message[:500]}")
+    return RequestError(field, getattr(constraint, constraint.kind), f"one that can be compiled: {message[:500]}")
 
 
 def only_whitespace(tokenizer: llguidance.LLTokenizer, pattern: str) -> bool:
-    """Whether whatever matches the regex is whitespace to JSON. Raises `RequestError` for what is no regex."""
+    """Whether all texts that match the regex are whitespace in JSON. Raises `RequestError` if it is no regex."""
     text = f"start: T\nT: /{llguidance.regex_to_lark(pattern, '')}/ & ~/[ \\t\\r\\n]*/"
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
-    # What is left of it, without whitespace, is nothing: then no text can be begun.
+    # Without whitespace nothing matches: then no text can begin.
     matcher.compute_bitmask()
     return matcher.is_error() and "NoExtension" in matcher.get_error()
 
 
 def json_options(constraint: StructuredOutputs) -> dict[str, Any]:
-    """llguidance's options for JSON. All are given, so that no "x-guidance" in a schema can loosen them."""
+    """Return llguidance's options for JSON. All are set, so that no "x-guidance" in a schema can loosen them."""
     if constraint.disable_any_whitespace:
         return {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
     pattern = WHITESPACE if constraint.whitespace_pattern is None else constraint.whitespace_pattern
@@ -135,19 +136,19 @@ def json_options(constraint: StructuredOutputs) -> dict[str, Any]:
 
 
 def inline_schema(schema: Schema, constraint: StructuredOutputs) -> str:
-    """A schema for `%json` in a Lark grammar, with the options of `constraint`."""
+    """Return a schema for `%json` in a Lark grammar, with the options of `constraint`."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return json.dumps(schema | {"x-guidance": json_options(constraint)}, ensure_ascii=False)
 
 
 def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Grammar:
-    brought = schemas.bring(schema, constraint.disable_additional_properties)
-    if brought.schema is False:
+    plain = schemas.plain_schema(schema, constraint.disable_additional_properties)
+    if plain.schema is False:
         raise refusal(NO_ANSWER, constraint)
-    text = json.dumps({} if brought.schema is True else brought.schema, ensure_ascii=False)
-    made = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json_options(constraint))  # type: ignore[arg-type]
-    return Grammar(made, brought.warnings)
+    text = json.dumps({} if plain.schema is True else plain.schema, ensure_ascii=False)
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json_options(constraint))  # type: ignore[arg-type]
+    return Grammar(grammar, plain.warnings)
 
 
 def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Grammar:
@@ -174,14 +175,14 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
         begin, end = structure["begin"], structure.get("end", "")
         if not isinstance(begin, str) or not isinstance(end, str):
             raise RequestError(at, structure, "an object whose begin and end are texts")
-        found = [trigger for trigger in triggers if begin.startswith(trigger)]
-        if not found:
+        matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+        if not matching:
             raise RequestError(f"{at}.begin", begin, "a text that begins with one of the triggers")
-        trigger = max(found, key=len)
-        brought = schemas.bring(structure["schema"], constraint.disable_additional_properties)
-        warnings += brought.warnings
+        trigger = max(matching, key=len)
+        plain = schemas.plain_schema(structure["schema"], constraint.disable_additional_properties)
+        warnings += plain.warnings
         parts = [tags.lark_text(begin[len(trigger) :])] if begin != trigger else []
-        parts += [f"%json {inline_schema(brought.schema, constraint)}"] + ([tags.lark_text(end)] if end else [])
+        parts += [f"%json {inline_schema(plain.schema, constraint)}"] + ([tags.lark_text(end)] if end else [])
         lines.append(f"body_{place}: {' '.join(parts)}")
         bodies_of[trigger].append(f"body_{place}")
     choices = []
@@ -201,9 +202,9 @@ def _format(form: Any, constraint: StructuredOutputs, field: str) -> Grammar:
     """{"format": {...}}: see `tags`."""
     warnings: list[str] = []
 
-    def body(given: Any) -> str:
-        brought = schemas.bring(given, constraint.disable_additional_properties)
-        warnings.extend(brought.warnings)
-        return inline_schema(brought.schema, constraint)
+    def body(schema: Any) -> str:
+        plain = schemas.plain_schema(schema, constraint.disable_additional_properties)
+        warnings.extend(plain.warnings)
+        return inline_schema(plain.schema, constraint)
 
     return Grammar(llguidance.LLMatcher.grammar_from_lark(tags.lark(form, body, field)), warnings)

@@ -1,8 +1,8 @@
-"""Schemas with finitely many answers: which values may be tried, and which of them hold.
+"""Schemas with finitely many answers: their candidate values, and which of these meet the schema.
 
-Where a schema names its values (`enum`, `const`, a short range of integers), whatever logic stands around them can be
-worked out value by value; what is left is an `enum`. Follows the core and validation vocabularies of JSON Schema
-(drafts 4 to 2020-12), without formats, which are notes.
+Where a schema names its values (`enum`, `const`, a short range of integers), the logic around them is evaluated value
+by value, and the result is an `enum`. Follows the core and validation vocabularies of JSON Schema (drafts 4 to
+2020-12), without formats, which are annotations. Pure functions of plain JSON; called by `rewrite`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_VALUES = 1000
 MAX_MATCHED = 16
-"""Characters of a text that a pattern is tried on: a bad pattern takes twice as long with each."""
+"""Characters of a text that a pattern is matched with: a bad pattern takes twice as long with each."""
 MAX_DEPTH = 32
 BESIDE_REFERENCES = frozenset("$ref $schema $id $comment title description default examples $defs definitions".split())
 
@@ -22,11 +22,11 @@ Resolve = Callable[[str], Any]
 
 
 class UndecidedError(ValueError):
-    """A keyword that is not followed here."""
+    """A keyword that is not evaluated here."""
 
 
 def values_of(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any] | None:
-    """All values that may meet a schema, and maybe some that do not; None if they are too many, or not known."""
+    """Return all values that may meet a schema, maybe with some that do not; None for too many, or unknown ones."""
     if schema is False:
         return []
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
@@ -35,11 +35,11 @@ def values_of(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any] | None
         return [schema["const"]]
     if isinstance(schema.get("enum"), list):
         return list(schema["enum"])
-    if isinstance(schema.get("$ref"), str) and (found := values_of(resolve(schema["$ref"]), resolve, depth + 1)):
-        return found
+    if isinstance(schema.get("$ref"), str) and (values := values_of(resolve(schema["$ref"]), resolve, depth + 1)):
+        return values
     for part in schema.get("allOf", ()):
-        if (found := values_of(part, resolve, depth + 1)) is not None:
-            return found
+        if (values := values_of(part, resolve, depth + 1)) is not None:
+            return values
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             parts = [values_of(part, resolve, depth + 1) for part in schema[key]]
@@ -49,7 +49,7 @@ def values_of(schema: Any, resolve: Resolve, depth: int = 0) -> list[Any] | None
 
 
 def integers_of(schema: dict[str, Any]) -> range | None:
-    """The integers between the bounds that stand in the schema itself or its `allOf`, if they are few."""
+    """Return the integers between the bounds in the schema itself or its `allOf`, if they are few."""
     if schema.get("type") not in ("integer", "number"):
         return None
     lows, highs = [], []
@@ -75,128 +75,130 @@ def holds(schema: Any, value: Any, resolve: Resolve, depth: int = 0) -> bool:
     def inner(part: Any, what: Any) -> bool:
         return holds(part, what, resolve, depth + 1)
 
-    return all(_keyword(key, told, schema, value, inner, resolve) for key, told in schema.items())
+    return all(_keyword(key, operand, schema, value, inner, resolve) for key, operand in schema.items())
 
 
 def _keyword(
-    key: str, told: Any, schema: dict[str, Any], value: Any, inner: Callable[[Any, Any], bool], resolve: Resolve
+    key: str, operand: Any, schema: dict[str, Any], value: Any, inner: Callable[[Any, Any], bool], resolve: Resolve
 ) -> bool:
     match key:
         case "$ref":
-            return inner(resolve(told), value)
+            return inner(resolve(operand), value)
         case "type":
-            return any(_is(value, name) for name in ([told] if isinstance(told, str) else told))
+            return any(_is(value, name) for name in ([operand] if isinstance(operand, str) else operand))
         case "enum":
-            return any(_same(value, each) for each in told)
+            return any(_same(value, each) for each in operand)
         case "const":
-            return _same(value, told)
+            return _same(value, operand)
         case "allOf":
-            return all(inner(part, value) for part in told)
+            return all(inner(part, value) for part in operand)
         case "anyOf":
-            return any(inner(part, value) for part in told)
+            return any(inner(part, value) for part in operand)
         case "oneOf":
-            return sum(inner(part, value) for part in told) == 1
+            return sum(inner(part, value) for part in operand) == 1
         case "not":
-            return not inner(told, value)
+            return not inner(operand, value)
         case "if":
-            return inner(schema.get("then" if inner(told, value) else "else", True), value)
+            return inner(schema.get("then" if inner(operand, value) else "else", True), value)
         case "unevaluatedItems" | "unevaluatedProperties" | "$dynamicRef" | "$recursiveRef":
             raise UndecidedError(key)
     if _is_number(value):
-        return _of_number(key, told, schema, Fraction(value))
+        return _of_number(key, operand, schema, Fraction(value))
     if isinstance(value, str):
-        return _of_text(key, told, value)
+        return _of_text(key, operand, value)
     if isinstance(value, list):
-        return _of_array(key, told, schema, value, inner)
+        return _of_array(key, operand, schema, value, inner)
     if isinstance(value, dict):
-        return _of_object(key, told, schema, value, inner)
+        return _of_object(key, operand, schema, value, inner)
     return True
 
 
-def _of_number(key: str, told: Any, schema: dict[str, Any], value: Fraction) -> bool:
-    if isinstance(told, bool) or not isinstance(told, int | float):
+def _of_number(key: str, operand: Any, schema: dict[str, Any], value: Fraction) -> bool:
+    if isinstance(operand, bool) or not isinstance(operand, int | float):
         return True
     match key:
         case "minimum":
-            return value > Fraction(told) if schema.get("exclusiveMinimum") is True else value >= Fraction(told)
+            return value > Fraction(operand) if schema.get("exclusiveMinimum") is True else value >= Fraction(operand)
         case "maximum":
-            return value < Fraction(told) if schema.get("exclusiveMaximum") is True else value <= Fraction(told)
+            return value < Fraction(operand) if schema.get("exclusiveMaximum") is True else value <= Fraction(operand)
         case "exclusiveMinimum":
-            return value > Fraction(told)
+            return value > Fraction(operand)
         case "exclusiveMaximum":
-            return value < Fraction(told)
+            return value < Fraction(operand)
         case "multipleOf":
-            return (Fraction(str(float(value))) / Fraction(str(told))).denominator == 1
+            return (Fraction(str(float(value))) / Fraction(str(operand))).denominator == 1
     return True
 
 
-def _of_text(key: str, told: Any, value: str) -> bool:
+def _of_text(key: str, operand: Any, value: str) -> bool:
     match key:
         case "minLength":
-            return bool(len(value) >= told)
+            return bool(len(value) >= operand)
         case "maxLength":
-            return bool(len(value) <= told)
+            return bool(len(value) <= operand)
         case "pattern":
             if len(value) > MAX_MATCHED:
                 raise UndecidedError("a pattern and a long text")
             try:
-                return re.search(told, value) is not None
+                return re.search(operand, value) is not None
             except re.error as error:
                 raise UndecidedError(str(error)) from None
     return True
 
 
-def _of_array(key: str, told: Any, schema: dict[str, Any], value: list[Any], inner: Callable[[Any, Any], bool]) -> bool:
+def _of_array(
+    key: str, operand: Any, schema: dict[str, Any], value: list[Any], inner: Callable[[Any, Any], bool]
+) -> bool:
     match key:
         case "minItems":
-            return bool(len(value) >= told)
+            return bool(len(value) >= operand)
         case "maxItems":
-            return bool(len(value) <= told)
+            return bool(len(value) <= operand)
         case "uniqueItems":
-            return not (told and any(_same(a, b) for i, a in enumerate(value) for b in value[:i]))
+            return not (operand and any(_same(a, b) for i, a in enumerate(value) for b in value[:i]))
         case "prefixItems":
-            return all(inner(part, each) for part, each in zip(told, value, strict=False))
-        case "items" if isinstance(told, list):
-            return all(inner(part, each) for part, each in zip(told, value, strict=False))
+            return all(inner(part, each) for part, each in zip(operand, value, strict=False))
+        case "items" if isinstance(operand, list):
+            return all(inner(part, each) for part, each in zip(operand, value, strict=False))
         case "items":
-            return all(inner(told, each) for each in value[len(schema.get("prefixItems", ())) :])
+            return all(inner(operand, each) for each in value[len(schema.get("prefixItems", ())) :])
         case "additionalItems" if isinstance(schema.get("items"), list):
-            return all(inner(told, each) for each in value[len(schema["items"]) :])
+            return all(inner(operand, each) for each in value[len(schema["items"]) :])
         case "contains":
-            num = sum(inner(told, each) for each in value)
+            num = sum(inner(operand, each) for each in value)
             return bool(schema.get("minContains", 1) <= num <= schema.get("maxContains", num))
     return True
 
 
 def _of_object(
-    key: str, told: Any, schema: dict[str, Any], value: dict[str, Any], inner: Callable[[Any, Any], bool]
+    key: str, operand: Any, schema: dict[str, Any], value: dict[str, Any], inner: Callable[[Any, Any], bool]
 ) -> bool:
     match key:
         case "required":
-            return not isinstance(told, list) or all(name in value for name in told)
+            return not isinstance(operand, list) or all(name in value for name in operand)
         case "minProperties":
-            return bool(len(value) >= told)
+            return bool(len(value) >= operand)
         case "maxProperties":
-            return bool(len(value) <= told)
+            return bool(len(value) <= operand)
         case "properties":
-            return all(inner(part, value[name]) for name, part in told.items() if name in value)
+            return all(inner(part, value[name]) for name, part in operand.items() if name in value)
         case "patternProperties":
             return all(
                 inner(part, value[name])
-                for pattern, part in told.items()
+                for pattern, part in operand.items()
                 for name in value
                 if _of_text("pattern", pattern, name)
             )
         case "additionalProperties":
-            known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-            left = [x for x in value if x not in known and not any(_of_text("pattern", each, x) for each in patterns)]
-            return all(inner(told, value[name]) for name in left)
+            names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+            others = [x for x in value if x not in names and not any(_of_text("pattern", each, x) for each in patterns)]
+            return all(inner(operand, value[name]) for name in others)
         case "propertyNames":
-            return all(inner(told, name) for name in value)
+            return all(inner(operand, name) for name in value)
         case "dependencies" | "dependentRequired" | "dependentSchemas":
             return all(
                 all(x in value for x in needed) if isinstance(needed, list) else inner(needed, value)
-                for name, needed in told.items()
+                for name, needed in operand.items()
                 if name in value
             )
     return True

@@ -1,4 +1,4 @@
-"""JSON schemas put together by logic, and the small things that `rewrite` needs to know of them. Pure functions."""
+"""JSON schemas combined by logic, and small functions on them that `rewrite` needs. Pure functions of plain JSON."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ ANY_STRING = r"(.|\n)*"
 
 
 class UnsupportedError(ValueError):
-    """What can not be said otherwise: its message names the keyword and where it stands."""
+    """A schema that cannot be rewritten; the message names the keyword and its place."""
 
 
 def either(ways: Sequence[Schema]) -> Schema:
-    """One of `ways` holds, at least."""
+    """Return the schema of values that meet at least one of `ways`."""
     if any(each is True for each in ways):
         return True
-    left: list[Schema] = []
+    schemas: list[Schema] = []
     for each in ways:
         inner = each["anyOf"] if isinstance(each, dict) and set(each) == {"anyOf"} else [each]
-        left += [way for way in inner if way is not False and way not in left]
-    if not left:
+        schemas += [way for way in inner if way is not False and way not in schemas]
+    if not schemas:
         return False
-    return left[0] if len(left) == 1 else {"anyOf": left}
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def both(needs: Sequence[Schema]) -> Schema:
-    """All of `needs` hold."""
+    """Return the schema of values that meet all of `needs`."""
     if any(each is False for each in needs):
         return False
-    left: list[Schema] = []
+    schemas: list[Schema] = []
     for each in needs:
         inner = each["allOf"] if isinstance(each, dict) and set(each) == {"allOf"} else [each]
-        left += [need for need in inner if need is not True and need not in left]
-    if not left:
+        schemas += [need for need in inner if need is not True and need not in schemas]
+    if not schemas:
         return True
-    return left[0] if len(left) == 1 else {"allOf": left}
+    return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
 
 
 def resolve(root: Schema, pointer: str, path: str) -> Any:
-    """What a reference within the same document means. Raises `UnsupportedError` for any other."""
+    """Return the target of a reference within the same document. Raises `UnsupportedError` for any other."""
     if not pointer.startswith("#") or (pointer != "#" and not pointer.startswith("#/")):
         raise UnsupportedError(f'"$ref" to {pointer} at {path}')
     here: Any = root
@@ -57,7 +57,7 @@ def resolve(root: Schema, pointer: str, path: str) -> Any:
 
 
 def other_than(texts: Sequence[str]) -> str:
-    """A regex that matches every text but these."""
+    """Return a regex that matches every text but these."""
     heads: dict[str, list[str]] = {}
     for text in set(texts):
         if text:
@@ -77,16 +77,16 @@ def found_in(pattern: str, name: str) -> bool:
         return True
 
 
-def at_place(wanted: Schema, place: int) -> Schema:
-    if wanted is False:
+def at_place(item: Schema, place: int) -> Schema:
+    if item is False:
         return False
-    return {"type": "array", "prefixItems": [*[True] * place, wanted], "minItems": place + 1}
+    return {"type": "array", "prefixItems": [*[True] * place, item], "minItems": place + 1}
 
 
 def dependencies(schema: dict[str, Any]) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         value = schema.get(key)
         if isinstance(value, dict):
-            found += [(name, [needed] if isinstance(needed, str) else needed) for name, needed in value.items()]
-    return found
+            pairs += [(name, [needed] if isinstance(needed, str) else needed) for name, needed in value.items()]
+    return pairs

@@ -1,9 +1,9 @@
 """`Matchers`: for every running sequence with a constraint, which tokens may come next, and which must.
 
-Held by the runner, which calls `begin` before the forward pass and reads the masks after it; they are made on a thread
-of their own meanwhile. A matcher is nothing but a view of the tokens so far: it is built again from them when it is
-not there (after a preemption, in a new engine), so what is dropped is only time. What follows from the tokens is
-decided one token at a time, so that an answer goes on the same wherever it was cut. Knows token ids and packed masks.
+Held by the runner, which calls `begin` before the forward pass and reads the masks after it; a thread of its own
+computes them meanwhile. A matcher is a function of the tokens so far: a missing one (after a preemption, in a new
+engine) is built again from them, which only takes time. Forced tokens are derived one at a time, so that an answer
+goes on the same wherever it was cut. Knows token ids and packed masks; must not know text or logits.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Mask = NDArray[np.uint32]
 Load = Callable[[int, list[int]], tuple[Vocabulary, Encode]]
 
 MAX_FORCED = 64
-"""Tokens that are forced in one step: a bound on what happens between two forward passes."""
+"""Tokens that are forced in one step: bounds the time between two forward passes."""
 MAX_IDLE = 256
 """Steps after which the matcher of a sequence that does not run is dropped."""
 MAX_PROTOTYPES = 32
-"""Built grammars that are kept for the next request that brings the same one."""
+"""Built grammars in memory, for further requests with the same one."""
 GRACE_S = 0.005
-"""How long a step waits for masks that are late while others could go on."""
+"""How long a step waits for late masks while other sequences could go on."""
 
 
 class GrammarError(ValueError):
-    """A constraint can not be followed any further. Belongs to one request."""
+    """A constraint cannot be followed any further. Belongs to one request."""
 
 
 class _Follower:
-    """One sequence's matcher. `tokens` are the generated tokens that it has taken in. `job` makes its mask after
-    `job_for` tokens; None there only builds."""
+    """One sequence's matcher. `tokens` are the generated tokens that it has consumed. `job` computes its mask after
+    `job_for` tokens; None: it only builds."""
 
     __slots__ = ("job", "job_for", "matcher", "seen", "tokens")
 
@@ -57,11 +57,11 @@ class Matchers:
     """Matchers of the running sequences, by sequence id.
 
     Args:
-        load: gives, for a width and the ends of text, the vocabulary and the tokenizer's way to spell a text; called
-            once, on the first need.
+        load: returns, for a width and the ends of text, the vocabulary and the tokenizer's way to spell a text;
+            called once, when first needed.
         width: of the logits.
-        eos_token_ids: what may end an answer; the first is taken where a grammar allows nothing else.
-        capacity: matchers that are kept at most, beyond those of the step in flight.
+        eos_token_ids: tokens that may end an answer; the first is forced where a grammar allows nothing else.
+        capacity: most matchers, beyond those of the step in flight.
     """
 
     def __init__(self, load: Load, width: int, eos_token_ids: list[int], capacity: int = 256) -> None:
@@ -87,18 +87,18 @@ class Matchers:
         return len(self._followers)
 
     def warm(self) -> None:
-        """Begin to read the tokenizer, which the first request would wait for otherwise. Does nothing the next time."""
+        """Begin to read the tokenizer, which the first request would wait for otherwise. Only the first call acts."""
         if not self._warmed:
             self._warmed = True
             self._builder.submit(self._get_tokenizer)
 
-    def begin(self, wanted: Iterable[tuple[int, StructuredOutputs, list[int] | None]]) -> None:
-        """Begin to make masks for (sequence id, its constraint, its generated tokens so far).
+    def begin(self, requests: Iterable[tuple[int, StructuredOutputs, list[int] | None]]) -> None:
+        """Begin to compute masks for (sequence id, its constraint, its generated tokens so far).
 
-        No tokens: it does not sample in this step, but will soon, so its grammar is built.
+        None for the tokens: the sequence does not sample in this step; only its grammar is built.
         """
         self._num_steps += 1
-        for seq_id, constraint, tokens in wanted:
+        for seq_id, constraint, tokens in requests:
             follower = self._followers.get(seq_id)
             if follower is None:
                 follower = self._followers[seq_id] = _Follower()
@@ -114,9 +114,9 @@ class Matchers:
         self._drop_idle()
 
     def wait(self, seq_ids: list[int], others: bool) -> set[int]:
-        """Those of `seq_ids` whose masks are not there yet.
+        """Return those of `seq_ids` whose masks are not ready.
 
-        If `others` have something to do, they are not kept waiting for long; else this waits for one at least.
+        If `others` can go on, this waits for at most `GRACE_S`; otherwise until at least one mask is ready.
         """
         jobs = {seq_id: job for seq_id in seq_ids if (job := self._followers[seq_id].job) is not None}
         late = {seq_id for seq_id, job in jobs.items() if not job.done()}
@@ -130,9 +130,9 @@ class Matchers:
         return late
 
     def mask(self, seq_id: int, constraint: StructuredOutputs, tokens: list[int]) -> Mask:
-        """The mask after `tokens`, of a sequence that `wait` did not name.
+        """Return the mask after `tokens` of a sequence that `wait` did not return.
 
-        Raises `GrammarError` if its tokens do not follow its constraint, or following it takes too much.
+        Raises `GrammarError` if its tokens do not follow its constraint, or following it takes too much work.
         """
         follower = self._followers.setdefault(seq_id, _Follower())
         job, follower.job = follower.job, None
@@ -147,7 +147,7 @@ class Matchers:
             raise GrammarError(str(error)) from None
 
     def accept(self, seq_id: int, token_id: int, params: SamplingParams, num_generated: int) -> list[int]:
-        """Take in the token just sampled. Returns those that must follow it, which are taken in too.
+        """Consume the token just sampled. Return the tokens that must follow it, which are consumed too.
 
         `num_generated` counts the sampled token. Raises `GrammarError` if it does not follow the constraint.
         """
@@ -161,7 +161,7 @@ class Matchers:
                 if next_id is None:
                     break
                 if next_id in barred and num_generated + len(forced) < params.min_tokens:
-                    # The sampler says why this can not be.
+                    # The sampler reports why this cannot be.
                     break
                 forced.append(next_id)
                 self._take(follower, [next_id])
@@ -173,7 +173,7 @@ class Matchers:
         return forced
 
     def close(self) -> None:
-        """Forget everything. May be called twice."""
+        """Drop all matchers and end the threads. May be called twice."""
         for thread in (self._masks, self._builder):
             thread.shutdown(wait=True, cancel_futures=True)
         self._followers.clear()
@@ -188,12 +188,12 @@ class Matchers:
         mask = np.zeros(self._words, np.uint32)
         if tokens is None:
             return mask
-        known = len(follower.tokens)
-        if follower.tokens != tokens[:known]:
+        num_known = len(follower.tokens)
+        if follower.tokens != tokens[:num_known]:
             # A step was taken back.
             follower.matcher.reset()
-            follower.tokens, known = [], 0
-        self._take(follower, tokens[known:])
+            follower.tokens, num_known = [], 0
+        self._take(follower, tokens[num_known:])
         only = self._only(follower.matcher)
         if only is not None:
             mask[only // 32] = np.uint32(1 << (only % 32))
@@ -207,7 +207,7 @@ class Matchers:
 
     def _take(self, follower: _Follower, tokens: list[int]) -> None:
         matcher = follower.matcher
-        # One that has stopped waits for the end of the text and takes in nothing, not even that.
+        # A matcher that has stopped consumes nothing, not even the end of text.
         at_end = matcher.is_stopped() and not matcher.is_error() and tokens in ([i] for i in self._eos_token_ids)
         if tokens and not at_end and not matcher.consume_tokens(tokens):
             self._check(matcher)
@@ -215,7 +215,7 @@ class Matchers:
         follower.tokens += tokens
 
     def _only(self, matcher: Any) -> int | None:
-        """The one token that may come next, or None if there is a choice."""
+        """Return the one token that may come next, or None if there is a choice."""
         if matcher.is_stopped():
             self._check(matcher)
             return self._eos_token_ids[0]
@@ -224,22 +224,22 @@ class Matchers:
 
     def _check(self, matcher: Any) -> None:
         if matcher.is_error():
-            said = matcher.get_error().replace("<non-verbose/>", "").strip()
-            raise GrammarError(f"the constraint can not be followed: {said[:300]}")
+            message = matcher.get_error().replace("<non-verbose/>", "").strip()
+            raise GrammarError(f"the constraint can not be followed: {message[:300]}")
 
     def _prototype(self, constraint: StructuredOutputs) -> Any:
         key = msgspec.msgpack.encode(constraint)
-        found = self._prototypes.get(key)
-        if found is None:
-            # As late as this: most engines never see a constraint, and none waits for llguidance when it starts.
+        matcher = self._prototypes.get(key)
+        if matcher is None:
+            # Imported here: most engines never see a constraint, and a start need not wait for llguidance.
             from headrace.grammar.compile import build_matcher, compile_grammar
 
-            found = build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
-            self._prototypes[key] = found
+            matcher = build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
+            self._prototypes[key] = matcher
             if len(self._prototypes) > MAX_PROTOTYPES:
                 self._prototypes.popitem(last=False)
         self._prototypes.move_to_end(key)
-        return found
+        return matcher
 
     def _get_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -261,8 +261,8 @@ class Matchers:
 
 
 def jumps(params: SamplingParams) -> bool:
-    """Whether forced tokens may be appended without a forward pass: not where something else wants to see or to change
-    what the model says there."""
+    """Whether forced tokens may be appended without a forward pass: not where another parameter needs or changes the
+    logits there."""
     return (
         params.logprobs is None
         and not params.steers

@@ -1,9 +1,9 @@
-"""JSON Schema's logic written in the words that llguidance takes: `not`, `if`, `dependencies`, `propertyNames`,
+"""JSON Schema's logic rewritten into keywords that llguidance supports: `not`, `if`, `dependencies`, `propertyNames`,
 `contains`, and a `oneOf` whose branches overlap.
 
 A negation is pushed inward by the laws of logic until it meets a keyword that has an opposite (`minimum` has one,
-`multipleOf` has none that llguidance knows). What has none is refused with the keyword's name. The result means the
-same as the schema, or less where a warning says so: never more.
+`multipleOf` has none that llguidance supports). A keyword without one is refused by name. The result allows the same
+values as the schema, or fewer where a warning says so, never more. Called by `schemas`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.grammar.logic import (
 )
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-# Which keywords say nothing about an answer.
+# Annotations, which do not restrict an answer.
 NOTES = frozenset(
     "$schema $id id $comment title description default examples example deprecated readOnly writeOnly $anchor "
     "contentMediaType contentEncoding contentSchema $defs definitions $vocabulary x-guidance".split()
@@ -36,14 +36,14 @@ NOTES = frozenset(
 HARD = frozenset("not if then else dependencies dependentRequired dependentSchemas contains propertyNames".split())
 LOGIC = frozenset("not if oneOf allOf anyOf uniqueItems contains".split())
 MAX_PLACES = 4
-"""Among how many first items of an array the one that must be there is put, where nothing bounds the array."""
+"""Of an unbounded array, the first items among which the required one is placed."""
 MAX_NODES = 5000
 MAX_NUMBER = 24
-"""How far from zero a number is sought that is no multiple of another."""
+"""Greatest distance from zero of a number that is to be no multiple of another."""
 
 
 class Rewriter:
-    """One schema's rewriting. `definitions` are the schemas that were made for references to negated ones."""
+    """The rewriting of one schema. `definitions` are schemas for references to others, affirmed or negated."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
@@ -53,28 +53,28 @@ class Rewriter:
         self._num_nodes = 0
 
     def whole(self) -> Schema:
-        """The root, rewritten. Raises `UnsupportedError`."""
-        made = self.affirm(self.root, "#")
-        if self.definitions and isinstance(made, dict):
-            made = made | {"$defs": self.definitions}
-        return made
+        """Return the root, rewritten. Raises `UnsupportedError`."""
+        schema = self.affirm(self.root, "#")
+        if self.definitions and isinstance(schema, dict):
+            schema = schema | {"$defs": self.definitions}
+        return schema
 
     def affirm(self, schema: Any, path: str) -> Schema:
-        """A schema that means `schema`."""
+        """Return a schema that means `schema`."""
         self._count(path)
         if not isinstance(schema, dict):
             return bool(schema)
         if path != "#" and isinstance(schema.get("$id"), str):
             raise UnsupportedError(f'"$id" at {path}')
-        if (told := self._told(schema, path)) is not None:
-            return told
-        left_out = HARD | {"$defs", "definitions"}
-        made = {key: self._inner(key, value, f"{path}/{key}") for key, value in schema.items() if key not in left_out}
-        also: list[Schema] = []
+        if (values := self._enumerated(schema, path)) is not None:
+            return values
+        skipped = HARD | {"$defs", "definitions"}
+        result = {key: self._inner(key, value, f"{path}/{key}") for key, value in schema.items() if key not in skipped}
+        further: list[Schema] = []
         if "not" in schema:
-            also.append(self.deny(schema["not"], f"{path}/not"))
+            further.append(self.deny(schema["not"], f"{path}/not"))
         if "if" in schema:
-            also.append(self._condition(schema, path, False))
+            further.append(self._condition(schema, path, False))
         for name, needed in dependencies(schema):
             at = f"{path}/dependencies"
             then = (
@@ -82,21 +82,21 @@ class Rewriter:
                 if isinstance(needed, list)
                 else both([{"required": [name]}, self.affirm(needed, at)])
             )
-            also.append(either([{"properties": {name: False}}, then]))
+            further.append(either([{"properties": {name: False}}, then]))
         if "contains" in schema:
-            also.append(self._contains(schema, self.affirm(schema["contains"], f"{path}/contains"), path))
+            further.append(self._contains(schema, self.affirm(schema["contains"], f"{path}/contains"), path))
         if "propertyNames" in schema:
-            also.append(self._names(schema["propertyNames"], f"{path}/propertyNames"))
+            further.append(self._names(schema["propertyNames"], f"{path}/propertyNames"))
         if "oneOf" in schema:
-            made["oneOf"] = made["oneOf"] if isinstance(made["oneOf"], list) else []
+            result["oneOf"] = result["oneOf"] if isinstance(result["oneOf"], list) else []
             apart = self._one_of(schema["oneOf"], f"{path}/oneOf")
             if apart is not None:
-                del made["oneOf"]
-                also.append(apart)
-        return self._joined(made, also)
+                del result["oneOf"]
+                further.append(apart)
+        return self._joined(result, further)
 
-    def _told(self, schema: dict[str, Any], path: str) -> Schema | None:
-        """An `enum` instead of a schema whose logic is about values that can be counted; None if it is not."""
+    def _enumerated(self, schema: dict[str, Any], path: str) -> Schema | None:
+        """Return an `enum` in place of a schema whose logic is about a finite number of values; None for any other."""
         if not LOGIC.intersection(schema):
             return None
         seek = lambda pointer: resolve(self.root, pointer, path)  # noqa: E731
@@ -106,49 +106,49 @@ class Rewriter:
                 self._narrow(path, "numbers with a fraction are left out")
             if values is None or len(values) > evaluate.MAX_VALUES:
                 return None
-            left: list[Any] = []
+            matches: list[Any] = []
             for value in values:
-                if evaluate.holds(schema, value, seek) and json.dumps(value) not in map(json.dumps, left):
-                    left.append(value)
+                if evaluate.holds(schema, value, seek) and json.dumps(value) not in map(json.dumps, matches):
+                    matches.append(value)
         except evaluate.UndecidedError:
             return None
-        return {"enum": left} if left else False
+        return {"enum": matches} if matches else False
 
     def deny(self, schema: Any, path: str) -> Schema:
-        """A schema that means that `schema` does not hold."""
+        """Return a schema that means that `schema` does not hold."""
         self._count(path)
         if not isinstance(schema, dict):
             return not schema
         ways: list[Schema] = []
-        without: list[UnsupportedError] = []
-        # Older drafts pass over what stands beside a reference, newer ones do not: to break it alone is right in both.
+        errors: list[UnsupportedError] = []
+        # Older drafts ignore keywords beside a reference, newer ones do not: to break the reference is right in both.
         for key in ["$ref"] if "$ref" in schema else schema:
             if key not in NOTES:
                 try:
                     ways.append(self._deny_keyword(key, schema, f"{path}/{key}"))
                 except UnsupportedError as error:
-                    without.append(error)
-        return self._of_ways(ways, without, path)
+                    errors.append(error)
+        return self._of_ways(ways, errors, path)
 
-    def _of_ways(self, ways: list[Schema], without: list[UnsupportedError], path: str) -> Schema:
-        made = either(ways)
-        if without and made is False:
-            raise without[0]
-        for error in without:
-            # To break one rule is enough; this one is always kept.
+    def _of_ways(self, ways: list[Schema], errors: list[UnsupportedError], path: str) -> Schema:
+        schema = either(ways)
+        if errors and schema is False:
+            raise errors[0]
+        for error in errors:
+            # To break one rule is enough; this one is never broken.
             self._narrow(path, f"answers that differ by {error} are left out")
-        return made
+        return schema
 
     def _deny_one(self, parts: Sequence[tuple[Any, str]], path: str) -> Schema:
-        """One of the schemas does not hold."""
+        """Return a schema that means that one of the schemas does not hold."""
         ways: list[Schema] = []
-        without: list[UnsupportedError] = []
+        errors: list[UnsupportedError] = []
         for part, at in parts:
             try:
                 ways.append(self.deny(part, at))
             except UnsupportedError as error:
-                without.append(error)
-        return self._of_ways(ways, without, path)
+                errors.append(error)
+        return self._of_ways(ways, errors, path)
 
     # -- negated keywords
 
@@ -185,16 +185,16 @@ class Rewriter:
                 return either([{"type": "object", "properties": {name: False}} for name in value])
             case "properties":
                 ways: list[Schema] = []
-                without: list[UnsupportedError] = []
+                errors: list[UnsupportedError] = []
                 for name, inner in value.items():
                     try:
                         wrong = self.deny(inner, f"{path}/{name}")
                     except UnsupportedError as error:
-                        without.append(error)
+                        errors.append(error)
                     else:
                         if wrong is not False:
                             ways.append({"type": "object", "required": [name], "properties": {name: wrong}})
-                return self._of_ways(ways, without, path)
+                return self._of_ways(ways, errors, path)
             case "not":
                 return self.affirm(value, path)
             case "allOf":
@@ -234,18 +234,18 @@ class Rewriter:
                 return False
             case "multipleOf" if value > 0:
                 self._narrow(path, f"numbers are sought from -{MAX_NUMBER} to {MAX_NUMBER} only")
-                sought: list[Schema] = [{"enum": [x for x in range(-MAX_NUMBER, MAX_NUMBER + 1) if x % value]}]
+                numbers: list[Schema] = [{"enum": [x for x in range(-MAX_NUMBER, MAX_NUMBER + 1) if x % value]}]
                 # Between two multiples there is none.
-                sought.append({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": value})
-                return either(sought)
+                numbers.append({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": value})
+                return either(numbers)
             case "pattern":
-                found = [{"type": "string", "pattern": each} for each in witness.others(value)]
-                if found:
+                texts = [{"type": "string", "pattern": each} for each in witness.others(value)]
+                if texts:
                     self._narrow(path, "some texts without it are left out")
-                    return either(found)
+                    return either(texts)
             case "additionalProperties":
-                taken = [*schema.get("properties", ()), *schema.get("patternProperties", ())]
-                return self._with_property(self._fresh(schema, taken), self.deny(value, path), path)
+                names = [*schema.get("properties", ()), *schema.get("patternProperties", ())]
+                return self._with_property(self._fresh(schema, names), self.deny(value, path), path)
             case "patternProperties":
                 ways = []
                 for pattern, inner in value.items():
@@ -268,23 +268,23 @@ class Rewriter:
         self._narrow(path, f"the property that differs is always {name!r}")
         return {"type": "object", "required": [name], "properties": {name: value}}
 
-    def _fresh(self, schema: dict[str, Any], taken: Sequence[str]) -> str:
-        """A name of which the schema's own keywords say nothing."""
+    def _fresh(self, schema: dict[str, Any], names: Sequence[str]) -> str:
+        """Return a property name that no keyword of the schema restricts."""
         patterns = list(schema.get("patternProperties", ()))
         for name in ("other", "more", "x", "0", "_", "Z9", "~"):
-            if name not in taken and not any(found_in(pattern, name) for pattern in patterns):
+            if name not in names and not any(found_in(pattern, name) for pattern in patterns):
                 return name
         raise UnsupportedError('a negated "additionalProperties"')
 
     def _other_types(self, types: Sequence[str], path: str) -> Schema:
-        left = [name for name in TYPES if name not in types]
+        others = [name for name in TYPES if name not in types]
         if "integer" in types and "number" not in types:
-            left = [name for name in left if name != "number"]
+            others = [name for name in others if name != "number"]
             self._narrow(path, "numbers with a fraction are left out")
-        return {"type": left} if left else False
+        return {"type": others} if others else False
 
     def _none_of(self, values: Sequence[Any], path: str) -> Schema:
-        """Anything that is equal to none of `values`."""
+        """Return a schema of all values but `values`."""
         whole = [
             name for name, kind in (("array", list), ("object", dict)) if not any(isinstance(x, kind) for x in values)
         ]
@@ -310,7 +310,7 @@ class Rewriter:
         return either(ways)
 
     def _reference(self, turn: str, pointer: Any, path: str) -> dict[str, Any]:
-        """A reference to what `pointer` means ("yes"), or to its opposite ("not")."""
+        """Return a reference to the target of `pointer` ("yes"), or to its opposite ("not")."""
         if not isinstance(pointer, str):
             raise UnsupportedError(f'"$ref" at {path}')
         name = self._named.get((turn, pointer))
@@ -335,7 +335,7 @@ class Rewriter:
         first = len(schema.get("prefixItems", ()))
         return self._somewhere(self.deny(value, path), first, schema.get("maxItems"), path)
 
-    # -- keywords that llguidance does not know
+    # -- keywords that llguidance does not support
 
     def _condition(self, schema: dict[str, Any], path: str, negated: bool) -> Schema:
         turn = self.deny if negated else self.affirm
@@ -344,25 +344,25 @@ class Rewriter:
         fails = self.deny(schema["if"], f"{path}/if") if other is not False else False
         return either([both([holds, then]), both([fails, other])])
 
-    def _contains(self, schema: dict[str, Any], wanted: Schema, path: str) -> Schema:
+    def _contains(self, schema: dict[str, Any], item: Schema, path: str) -> Schema:
         least = schema.get("minContains", 1)
         if least == 0 and "maxContains" not in schema:
             return True
         if least != 1 or "maxContains" in schema:
             raise UnsupportedError(f'"minContains" or "maxContains" at {path}')
-        found = self._somewhere(wanted, 0, schema.get("maxItems"), f"{path}/contains")
-        return either([{"type": [name for name in TYPES if name != "array"]}, found])
+        arrays = self._somewhere(item, 0, schema.get("maxItems"), f"{path}/contains")
+        return either([{"type": [name for name in TYPES if name != "array"]}, arrays])
 
-    def _somewhere(self, wanted: Schema, first: int, most: Any, path: str) -> Schema:
-        """An array that has `wanted` among its items from place `first` on."""
-        if wanted is False:
+    def _somewhere(self, item: Schema, first: int, most: Any, path: str) -> Schema:
+        """Return the schema of arrays with `item` among their items from place `first` on."""
+        if item is False:
             return False
         last = first + MAX_PLACES
         if isinstance(most, int) and most <= last:
             last = most
         else:
             self._narrow(path, f"the item is sought among the first {last}")
-        return either([at_place(wanted, place) for place in range(first, last)])
+        return either([at_place(item, place) for place in range(first, last)])
 
     def _names(self, names: Any, path: str) -> Schema:
         pattern = self._pattern_of(self.affirm(names, path), path)
@@ -372,31 +372,31 @@ class Rewriter:
         return closed if pattern else {"maxProperties": 0}
 
     def _pattern_of(self, schema: Schema, path: str) -> str | None:
-        """A regex of the strings that meet `schema`; None for all, "" for none."""
+        """Return a regex of the strings that meet `schema`; None for all, "" for none."""
         if isinstance(schema, bool):
             return None if schema else ""
-        told = {key: value for key, value in schema.items() if key not in NOTES}
-        types = told.pop("type", "string")
+        keywords = {key: value for key, value in schema.items() if key not in NOTES}
+        types = keywords.pop("type", "string")
         if "string" not in ([types] if isinstance(types, str) else types):
             return ""
-        if not told:
+        if not keywords:
             return None
-        if set(told) == {"pattern"}:
-            return str(told["pattern"])
-        if set(told) <= {"enum", "const"} and len(told) == 1:
-            values = told.get("enum", [told.get("const")])
+        if set(keywords) == {"pattern"}:
+            return str(keywords["pattern"])
+        if set(keywords) <= {"enum", "const"} and len(keywords) == 1:
+            values = keywords.get("enum", [keywords.get("const")])
             return "^(" + "|".join(re.escape(each) for each in values if isinstance(each, str)) + ")$"
-        if set(told) <= {"minLength", "maxLength"}:
-            return f"^(.|\\n){{{told.get('minLength', 0)},{told.get('maxLength', '')}}}$"
-        if set(told) == {"anyOf"}:
-            found = [self._pattern_of(each, path) for each in told["anyOf"]]
-            if None in found:
+        if set(keywords) <= {"minLength", "maxLength"}:
+            return f"^(.|\\n){{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}}$"
+        if set(keywords) == {"anyOf"}:
+            patterns = [self._pattern_of(each, path) for each in keywords["anyOf"]]
+            if None in patterns:
                 return None
-            return "|".join(f"({each})" for each in found if each)
+            return "|".join(f"({each})" for each in patterns if each)
         raise UnsupportedError(f'"propertyNames" at {path}')
 
     def _one_of(self, branches: Any, path: str) -> Schema | None:
-        """The branches, each without the others; None to leave it to llguidance, which knows some that are apart."""
+        """Return the branches, each without the others; None where llguidance is to handle them."""
         if not isinstance(branches, list) or len(branches) < 2:
             return None
         ways = []
@@ -423,18 +423,18 @@ class Rewriter:
             return {name: self.affirm(each, f"{path}/{name}") for name, each in value.items()}
         return value
 
-    def _joined(self, made: dict[str, Any], also: list[Schema]) -> Schema:
-        more = [each for each in also if each is not True]
-        if False in more:
+    def _joined(self, result: dict[str, Any], further: list[Schema]) -> Schema:
+        restrictions = [each for each in further if each is not True]
+        if False in restrictions:
             return False
-        if more:
-            made["allOf"] = [*made.get("allOf", ()), *more]
-        return made
+        if restrictions:
+            result["allOf"] = [*result.get("allOf", ()), *restrictions]
+        return result
 
     def _narrow(self, path: str, why: str) -> None:
-        told = f"{path}: {why}, though the schema allows them" if "left out" in why else f"{path}: {why}"
-        if told not in self.warnings:
-            self.warnings.append(told)
+        warning = f"{path}: {why}, though the schema allows them" if "left out" in why else f"{path}: {why}"
+        if warning not in self.warnings:
+            self.warnings.append(warning)
 
     def _count(self, path: str) -> None:
         self._num_nodes += 1
@@ -443,6 +443,6 @@ class Rewriter:
 
 
 def is_plain(schema: Schema) -> bool:
-    """Whether no keyword in `schema` is among those that are rewritten, by a look at its text."""
+    """Whether the text of `schema` has no keyword that is rewritten."""
     text = json.dumps(schema)
     return not any(f'"{key}"' in text for key in HARD | LOGIC)

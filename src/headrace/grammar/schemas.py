@@ -1,7 +1,7 @@
-"""JSON schemas on their way to llguidance: what it does not take is written in words that it takes, with the same
-meaning, where that can be done; the rest is left for it to refuse. `locate` finds the place that it complains of.
+"""JSON schemas for llguidance: keywords that it does not support are rewritten, where that is possible, into keywords
+of the same meaning that it does; it refuses the others. `locate` finds the place that an error message is about.
 
-Pure functions of plain JSON.
+Pure functions of plain JSON. Called by `compile`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from headrace.grammar import rewrite
 from headrace.grammar.logic import Schema, UnsupportedError
 
-# Draft 2020-12, "Validation", section 7.3, of which llguidance holds an answer to these.
+# Draft 2020-12, "Validation", section 7.3: the formats that llguidance enforces.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 # Keywords whose value is one schema, a list of them, or an object of them.
 ONE = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
@@ -25,30 +25,32 @@ LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
 
-class Brought(msgspec.Struct, frozen=True):
+class PlainSchema(msgspec.Struct, frozen=True):
+    """A schema that llguidance takes, and what of the original is not enforced."""
+
     schema: Schema
     warnings: list[str] = []
 
 
-def bring(schema: Any, closed: bool = False) -> Brought:
-    """`schema` in the form that llguidance takes, and what was left out of it, in words.
+def plain_schema(schema: Any, closed: bool = False) -> PlainSchema:
+    """Return `schema` in the form that llguidance takes, and what was left out of it, in words.
 
     `closed`: objects have no other properties than those named, where the schema does not say. Raises
-    `UnsupportedError` for logic that can not be brought into that form.
+    `UnsupportedError` for logic that cannot be brought into that form.
     """
     warnings: list[str] = []
-    plain = _bring(schema, "#", closed, warnings)
+    plain = _plain(schema, "#", closed, warnings)
     if rewrite.is_plain(plain) or not _refused(plain):
-        return Brought(plain, warnings)
+        return PlainSchema(plain, warnings)
     rewriter = rewrite.Rewriter(plain)
     try:
-        made = rewriter.whole()
+        rewritten = rewriter.whole()
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError, ArithmeticError) as error:
         if isinstance(error, UnsupportedError):
             raise
         # Only a keyword whose value is of a wrong type leads here.
         raise UnsupportedError(f"a keyword whose value is none that it may have ({error})") from None
-    return Brought(made, warnings + rewriter.warnings)
+    return PlainSchema(rewritten, warnings + rewriter.warnings)
 
 
 def _refused(schema: Schema) -> bool:
@@ -58,23 +60,23 @@ def _refused(schema: Schema) -> bool:
     return llguidance.LLMatcher.validate_grammar_with_warnings(grammar)[0]
 
 
-def _bring(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
+def _plain(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    result = dict(schema)
     for key, at, inner in children(schema):
-        brought = _bring(inner, f"{path}/{'/'.join(at)}", closed, warnings)
-        if brought is not inner:
-            _put(made, schema, key, at, brought)
-    _check_count(made, path)
-    form = made.get("format")
+        replacement = _plain(inner, f"{path}/{'/'.join(at)}", closed, warnings)
+        if replacement is not inner:
+            _put(result, schema, key, at, replacement)
+    _check_count(result, path)
+    form = result.get("format")
     if isinstance(form, str) and form not in FORMATS:
-        # A format that is not of the standard's list is no more than a note to the reader (section 7.2.3).
-        del made["format"]
+        # A format outside the standard's list is an annotation (section 7.2.3).
+        del result["format"]
         warnings.append(f"format {form!r} at {path} is not enforced")
-    if closed and "properties" in made and "additionalProperties" not in made:
-        made["additionalProperties"] = False
-    return made
+    if closed and "properties" in result and "additionalProperties" not in result:
+        result["additionalProperties"] = False
+    return result
 
 
 def _check_count(schema: dict[str, Any], path: str) -> None:
@@ -92,17 +94,17 @@ def _check_count(schema: dict[str, Any], path: str) -> None:
         raise UnsupportedError(f'"minProperties" of {least} at {path}, more than one of them without a name')
 
 
-def _put(made: dict[str, Any], schema: dict[str, Any], key: str, at: list[str], brought: Any) -> None:
+def _put(result: dict[str, Any], schema: dict[str, Any], key: str, at: list[str], replacement: Any) -> None:
     if len(at) == 1:
-        made[key] = brought
+        result[key] = replacement
         return
-    if made[key] is schema[key]:
-        made[key] = schema[key].copy()
-    made[key][int(at[1]) if isinstance(made[key], list) else at[1]] = brought
+    if result[key] is schema[key]:
+        result[key] = schema[key].copy()
+    result[key][int(at[1]) if isinstance(result[key], list) else at[1]] = replacement
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[str, list[str], Any]]:
-    """(keyword, path below this schema, schema) of the schemas right inside `schema`."""
+    """(keyword, path below this schema, schema) of the schemas directly inside `schema`."""
     for key in ONE:
         if isinstance(schema.get(key), dict | bool):
             yield key, [key], schema[key]
@@ -117,16 +119,16 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[str, list[str], Any]]:
                     yield key, [key, name], inner
 
 
-def locate(schema: Schema, said: str) -> str:
-    """Where in `schema` is what an error message speaks of: a JSON pointer, or "" if nothing of it is found."""
-    words = re.findall(r'"([^"\n]{1,200})"', said)
+def locate(schema: Schema, message: str) -> str:
+    """Return the place in `schema` that an error message is about: a JSON pointer, or "" if none is found."""
+    words = re.findall(r'"([^"\n]{1,200})"', message)
     for pattern in (r"Unknown format: (\S+)", r"Invalid type: (\S+)", r"Pointer '([^']*)'"):
-        words += re.findall(pattern, said)
-    if "oneOf" in said:
+        words += re.findall(pattern, message)
+    if "oneOf" in message:
         words.append("oneOf")
-    if "min/maxProperties" in said:
+    if "min/maxProperties" in message:
         words += ["minProperties", "maxProperties"]
-    expressions = re.findall(r"regex parse error:\s*\n\s*(.+)", said)
+    expressions = re.findall(r"regex parse error:\s*\n\s*(.+)", message)
     stack: list[tuple[str, Any]] = [("#", schema)]
     for path, here in stack:
         if not isinstance(here, dict):

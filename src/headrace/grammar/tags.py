@@ -1,9 +1,9 @@
 """`format` of a structural tag: a form of text put together from parts, each an object with a `type`.
 
-const_string {value}; json_schema {json_schema}; regex {pattern}; any_text, which what follows it ends; token
+const_string {value}; json_schema {json_schema}; regex {pattern}; any_text, which ends where the next part begins; token
 {token_id}, for special tokens, which no text allows; sequence {elements}; or {elements}; optional {content};
 tag {begin, content, end}; tags_with_separator {tags, separator, at_least_one, stop_after_first}. The names are
-xgrammar's where it has the thing, so that clients of vLLM may bring theirs; optional and token are our own.
+xgrammar's where it has the thing, so that those of vLLM's clients work; optional and token are headrace's own.
 
 From plain JSON to Lark; knows no tokenizer. Called by `compile`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from headrace.protocol.errors import RequestError
 
 Body = Callable[[Any], str]
-"""From a JSON schema to what stands behind %json in Lark."""
+"""From a JSON schema to the text behind %json in Lark."""
 
 FIELDS = {
     "const_string": {"value"},
@@ -34,7 +34,7 @@ FIELDS = {
 
 
 class Lark:
-    """The rules of one format. `body` makes the schemas' text; `field` is what errors name."""
+    """The rules of one format. `body` writes schemas as text; `field` is the name in errors."""
 
     def __init__(self, body: Body, field: str) -> None:
         self.lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
@@ -42,13 +42,13 @@ class Lark:
         self._field = field
 
     def rule(self, expression: str, attributes: str = "") -> str:
-        """A rule of its own for an expression; its name."""
+        """Add a rule for an expression. Return its name."""
         name = f"part_{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {expression}")
         return name
 
     def expression(self, part: Any, at: str = "format") -> str:
-        """A part as a Lark expression. Raises `RequestError` naming what is no part."""
+        """Return a part as a Lark expression. Raises `RequestError` naming what is no part."""
         match self._checked(part, at):
             case {"type": "const_string", "value": str(value)}:
                 return lark_text(value)
@@ -79,8 +79,8 @@ class Lark:
     def _checked(self, part: Any, at: str) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in FIELDS:
-            known = ", ".join(FIELDS)
-            raise RequestError(f"{self._field}.{at}.type", kind, f"one of {known}")
+            kinds = ", ".join(FIELDS)
+            raise RequestError(f"{self._field}.{at}.type", kind, f"one of {kinds}")
         for name in part:
             if name not in FIELDS[kind] | {"type"}:
                 raise RequestError(f"{self._field}.{at}.{name}", part[name], "a field of this type", "unknown_field")
@@ -97,7 +97,7 @@ class Lark:
             elif place == len(elements):
                 parts.append("TEXT")
             else:
-                # Free text ends where what follows it is first met.
+                # Free text ends where the next part is first met.
                 follower = self.expression(elements[place], f"{at}.elements[{place}]")
                 place += 1
                 if follower.startswith("<["):
@@ -114,17 +114,17 @@ class Lark:
         if not isinstance(separator, str):
             raise RequestError(f"{self._field}.{at}.separator", separator, "a text")
         more = "" if part.get("stop_after_first") else f" ({lark_text(separator)} {one})*" if separator else f" {one}*"
-        made = self.rule(one + more)
-        return made if part.get("at_least_one") else f"{made}?"
+        rule = self.rule(one + more)
+        return rule if part.get("at_least_one") else f"{rule}?"
 
 
 def lark_text(text: str) -> str:
-    """A text as a Lark literal."""
+    """Return a text as a Lark literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def lark(form: Any, body: Body, field: str, then: str = "") -> str:
-    """The Lark grammar of a format, after which comes the rule `then`. Raises `RequestError`."""
-    made = Lark(body, field)
-    start = made.expression(form)
-    return "\n".join([*made.lines, f"start: {start} {then}"])
+    """Return the Lark grammar of a format, after which comes the rule `then`. Raises `RequestError`."""
+    rules = Lark(body, field)
+    start = rules.expression(form)
+    return "\n".join([*rules.lines, f"start: {start} {then}"])

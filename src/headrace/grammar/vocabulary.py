@@ -1,5 +1,5 @@
-"""`Vocabulary`: which bytes each token stands for, as the detokeniser reads them, so that what a mask allows is what
-the client will read. Made from a `Tokenizer` by whoever has one; here it becomes what llguidance needs. Knows no files.
+"""`Vocabulary`: which bytes each token stands for, as the detokeniser reads them, so that a mask allows the text that
+the client will read. Callers with a `Tokenizer` make it; here it becomes llguidance's tokenizer. Knows no files.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
         width: int,
         eos_token_ids: list[int],
     ) -> Vocabulary:
-        """The first `num_tokens` of a tokenizer's tokens, brought to the `width` of the logits."""
+        """Make one of a tokenizer's first `num_tokens` tokens, padded to the `width` of the logits."""
         tokens = [token_bytes(i) for i in range(min(num_tokens, width))]
         special = {i for i in range(len(tokens)) if is_special(i)} | set(eos_token_ids)
         return cls(tokens + [b""] * (width - len(tokens)), sorted(special), list(eos_token_ids))
 
 
 class _Wrapped:
-    """The attributes by which llguidance knows a tokenizer."""
+    """The attributes of a tokenizer that llguidance reads."""
 
     bos_token_id = None
 
@@ -53,16 +53,16 @@ class _Wrapped:
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
-            # llguidance asks so whether bytes will do.
+            # llguidance tries whether bytes will do.
             raise TypeError("a text")
         return self._encode(text)
 
 
 def make_tokenizer(vocabulary: Vocabulary, encode: Encode | None = None) -> LLTokenizer:
-    """llguidance's view of the vocabulary.
+    """Make llguidance's tokenizer of the vocabulary.
 
-    `encode` spells a text as the model's tokenizer would inside an answer; llguidance asks it how forced text is to be
-    written. Without it, the longest token comes first. Takes about 4 ms for 1000 tokens, with the interpreter held.
+    `encode` spells a text as the model's tokenizer would inside an answer; llguidance calls it to spell forced text.
+    Without it, the longest token comes first. Takes about 4 ms for 1000 tokens, with the interpreter held.
     """
     import llguidance
 
@@ -74,30 +74,30 @@ _MARK = "\x02"
 
 
 def _exact(tokens: list[bytes], encode: Encode | None) -> Encode:
-    """`encode` in the middle of a text: many tokenizers put a space before what they take for a beginning."""
+    """Return `encode` for the middle of a text: many tokenizers put a space before the beginning of one."""
     longest: dict[bytes, int] = {}
 
     def spell(text: str) -> list[int]:
-        wanted = text.encode()
-        for begun in (text, _MARK + text):
-            token_ids = [] if encode is None else encode(begun)
-            while token_ids and len(said := b"".join(tokens[i] for i in token_ids)) >= len(wanted):
-                if said == wanted:
+        data = text.encode()
+        for candidate in (text, _MARK + text):
+            token_ids = [] if encode is None else encode(candidate)
+            while token_ids and len(spelling := b"".join(tokens[i] for i in token_ids)) >= len(data):
+                if spelling == data:
                     return token_ids
                 token_ids = token_ids[1:]
-        return longest_first(wanted)
+        return longest_first(data)
 
     def longest_first(data: bytes) -> list[int]:
         if not longest:
             longest.update((token, i) for i, token in reversed(list(enumerate(tokens))) if token)
         most = max(map(len, longest))
-        found: list[int] = []
+        token_ids: list[int] = []
         while data:
             head = next((data[:n] for n in range(min(most, len(data)), 0, -1) if data[:n] in longest), None)
             if head is None:
                 raise ValueError(f"no token begins with the byte {data[0]}")
-            found.append(longest[head])
+            token_ids.append(longest[head])
             data = data[len(head) :]
-        return found
+        return token_ids
 
     return spell

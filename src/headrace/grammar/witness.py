@@ -1,7 +1,7 @@
 """Examples for regexes: a text that matches one, and regexes of texts that surely do not.
 
-For schemas that say that some property, or some text, must not be of a form. What is found is sound and seldom all.
-Reads patterns by Python's own parser; a pattern that it does not know has no examples.
+For schemas in which some property, or some text, must not be of a form. The results are sound and seldom all there are.
+Python's own parser reads the patterns; one that it cannot read has no examples. Called by `rewrite`.
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ _LETTERS = [chr(i) for i in range(0x20, 0x7F)]
 
 
 def example(pattern: str) -> str | None:
-    """A short text in which `pattern` is found, or None if none is at hand."""
+    """Return a short text in which `pattern` is found, or None."""
     try:
-        made = _build(_parser.parse(pattern))
-        return made if re.search(pattern, made) else None
+        text = _build(_parser.parse(pattern))
+        return text if re.search(pattern, text) else None
     except (re.error, ValueError, OverflowError, RecursionError):
         return None
 
 
 def others(pattern: str) -> list[str]:
-    """Regexes of texts in which `pattern` is not found: each is right, and together they may not be all of them."""
+    """Return regexes of texts in which `pattern` is not patterns: each is right; together they need not cover all."""
     try:
         parsed = _parser.parse(pattern)
         least, most = parsed.getwidth()
     except (re.error, OverflowError, RecursionError):
         return []
-    found = []
+    patterns = []
     parts = list(parsed)
     begins = bool(parts) and parts[0] == (_constants.AT, _constants.AT_BEGINNING)
     ends = bool(parts) and parts[-1] == (_constants.AT, _constants.AT_END)
     if least > 0:
-        found.append(f"^(.|\\n){{0,{min(least, 1000) - 1}}}$")
+        patterns.append(f"^(.|\\n){{0,{min(least, 1000) - 1}}}$")
     if begins and ends and most < 1000 and len(parts) > 1:
-        found.append(f"^(.|\\n){{{most + 1},}}$")
+        patterns.append(f"^(.|\\n){{{most + 1},}}$")
     inner = parts[1:] if begins else parts
     if begins and inner and (first := _letters(inner[0])) is not None:
-        found.append(f"^[^{first}](.|\\n)*$")
+        patterns.append(f"^[^{first}](.|\\n)*$")
     if not begins and inner:
         for part in inner:
             needed = _letters(part)
             if needed is not None:
-                found.append(f"^[^{needed}]*$")
+                patterns.append(f"^[^{needed}]*$")
                 break
-    return found
+    return patterns
 
 
 def _letters(part: tuple[Any, Any]) -> str | None:
-    """What stands inside [...] for the letters that `part` begins with; None if it may be empty, or is not known."""
+    """Return the inside of [...] for the letters that `part` begins with; None if it may be empty, or is unknown."""
     kind, value = part
     if kind is _constants.LITERAL:
         return re.escape(chr(value))
     if kind is _constants.IN and value and value[0][0] is not _constants.NEGATE:
-        said = ""
+        letters = ""
         for inner, what in value:
             if inner is _constants.LITERAL:
-                said += re.escape(chr(what))
+                letters += re.escape(chr(what))
             elif inner is _constants.RANGE:
-                said += f"{re.escape(chr(what[0]))}-{re.escape(chr(what[1]))}"
+                letters += f"{re.escape(chr(what[0]))}-{re.escape(chr(what[1]))}"
             else:
                 return None
-        return said
+        return letters
     if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT) and value[0] > 0:
         return _letters(value[2][0]) if len(value[2]) else None
     if kind is _constants.SUBPATTERN and len(value[3]):
@@ -73,34 +73,34 @@ def _letters(part: tuple[Any, Any]) -> str | None:
 
 
 def _build(parsed: Any) -> str:
-    said = ""
+    text = ""
     for kind, value in parsed:
         if kind is _constants.LITERAL:
-            said += chr(value)
+            text += chr(value)
         elif kind is _constants.NOT_LITERAL:
-            said += next(letter for letter in "aA1" if ord(letter) != value)
+            text += next(letter for letter in "aA1" if ord(letter) != value)
         elif kind is _constants.ANY:
-            said += "a"
+            text += "a"
         elif kind is _constants.IN:
-            said += _one_of(value)
+            text += _one_of(value)
         elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
             if value[0] > 100:
                 raise ValueError("a long repetition")
-            said += _build(value[2]) * value[0]
+            text += _build(value[2]) * value[0]
         elif kind is _constants.SUBPATTERN:
-            said += _build(value[3])
+            text += _build(value[3])
         elif kind is _constants.BRANCH:
-            said += min((_build(each) for each in value[1]), key=len)
+            text += min((_build(each) for each in value[1]), key=len)
         elif kind is not _constants.AT:
             raise ValueError(f"{kind} in a pattern")
-    return said
+    return text
 
 
 def _one_of(items: Any) -> str:
     negated = items[0][0] is _constants.NEGATE
-    tried = re.compile(_class(items))
+    regex = re.compile(_class(items))
     for letter in "a0_-. A" + "".join(_LETTERS):
-        if tried.fullmatch(letter):
+        if regex.fullmatch(letter):
             return letter
     raise ValueError("no plain letter" + (" outside a class" if negated else ""))
 
@@ -114,16 +114,16 @@ def _class(items: Any) -> str:
         _constants.CATEGORY_WORD: r"\w",
         _constants.CATEGORY_NOT_WORD: r"\W",
     }
-    said = ""
+    letters = ""
     for kind, value in items:
         if kind is _constants.NEGATE:
-            said += "^"
+            letters += "^"
         elif kind is _constants.LITERAL:
-            said += re.escape(chr(value))
+            letters += re.escape(chr(value))
         elif kind is _constants.RANGE:
-            said += f"{re.escape(chr(value[0]))}-{re.escape(chr(value[1]))}"
+            letters += f"{re.escape(chr(value[0]))}-{re.escape(chr(value[1]))}"
         elif kind is _constants.CATEGORY:
-            said += names[value]
+            letters += names[value]
         else:
             raise ValueError(f"{kind} in a class")
-    return f"[{said}]"
+    return f"[{letters}]"

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import DraftTokens, Request, ScheduledBatch, StepResult, TokenLogprob
+from headrace.protocol.step import Draft, Request, ScheduledBatch, StepResult, TokenLogprob
 
 _EMPTY = -1
 HIDDEN_SIZE = 8
@@ -117,7 +117,7 @@ class Oracle:
         return generated
 
 
-Guess = Callable[[int, int, Callable[[list[int]], int]], DraftTokens | None]
+Guess = Callable[[int, int, Callable[[list[int]], int]], Draft | None]
 
 
 class SimulatedExecutor:
@@ -203,12 +203,10 @@ class SimulatedExecutor:
 
     def _paths(self, batch: ScheduledBatch, index: int) -> list[tuple[list[int], list[int]]]:
         """Return the block table and the draft tokens of every path of chunk `index`; there is one without a tree."""
-        table, draft = batch.block_tables[index], batch.drafts.get(index, DraftTokens([]))
-        if not draft.paths:
-            return [(table, draft.token_ids)]
+        table, draft = batch.block_tables[index], batch.drafts.get(index, Draft([]))
         num_whole = (batch.starts[index] + batch.lens[index]) // self.block_size
         tables = [table, *(table[:num_whole] + tail for tail in draft.tails)]
-        return [(t, [draft.token_ids[node] for node in path]) for t, path in zip(tables, draft.paths, strict=True)]
+        return [(t, [draft.token_ids[node] for node in path]) for t, path in zip(tables, draft.paths(), strict=True)]
 
     def _sample_all(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
         """Sample the token after chunk `index`, and one more after each draft token that equals the one before."""
@@ -320,8 +318,8 @@ class SimulatedExecutor:
         if sum(batch.lens) != len(batch.token_ids):
             raise InvariantError("I-12", f"{len(batch.token_ids)} tokens for chunks of {sum(batch.lens)}")
         for index, (start, length, table) in enumerate(zip(batch.starts, batch.lens, batch.block_tables, strict=True)):
-            draft = batch.drafts.get(index, DraftTokens([]))
-            stop = start + length + (len(draft.paths[0]) if draft.paths else len(draft.token_ids))
+            draft = batch.drafts.get(index, Draft([]))
+            stop = start + length + len(draft.paths()[0])
             if length < 1 or len(table) != -(-stop // self.block_size):
                 raise InvariantError("I-8", f"a table of {len(table)} blocks for {start} ... {stop}")
             for block in (*table[start // self.block_size :], *tails.get(index, [])):

@@ -1,8 +1,8 @@
-"""`BeamSearchParams`: what a request may say about a beam search. Names are vLLM's, and transformers' for what vLLM
-has not.
+"""`BeamSearchParams`: the parameters of a beam search. Names are those of vLLM, or of transformers where vLLM has
+none.
 
-Frozen, checked against `headrace.protocol.bounds` when made, and sent as it is from the server to the engine. Knows no
-tensors and no model; the search itself is `core.beams`.
+Frozen, checked against `headrace.protocol.bounds` at construction, and sent as it is from the server to the engine.
+Knows no tensors and no model; the search itself is `core.beams`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 
-# What else a request with beams may set: where answers end and how they become text. The rest changes the distribution
-# that is searched, or asks for a draw, and there is none.
+# Other parameters of a request with beams: where answers end and how they become text. The rest changes the
+# distribution that is searched, or belongs to a draw, and there is none.
 KEPT = frozenset(
     "seed max_tokens ignore_eos stop_token_ids include_stop_str_in_output detokenize skip_special_tokens "
     "spaces_between_special_tokens".split()
@@ -79,23 +79,23 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         )
 
     def num_kept(self, num_stop_ids: int) -> int:
-        """Continuations of one group that a step looks at, over all of its beams: so many that, though each beam meet
-        every stop token, the group goes on (transformers' rule)."""
+        """Continuations of one group that a step ranks, over all of its beams: enough for the group to go on if each
+        beam meets every stop token (transformers' rule)."""
         return max(2, 1 + num_stop_ids) * self.beam_width // self.num_beam_groups
 
     def num_candidates(self, num_stop_ids: int) -> int:
-        """Continuations of each beam that are enough to choose a step's best from. Other groups can push down as many
-        tokens as they have beams."""
+        """Continuations of each beam from which a step's best can be chosen. Other groups can push down as many tokens
+        as they have beams."""
         return self.num_kept(num_stop_ids) + (self.beam_width if self.num_beam_groups > 1 else 0)
 
     def step_params(self, params: SamplingParams, num_stop_ids: int) -> SamplingParams:
-        """What the engine asks of a step for each beam: the likeliest tokens, nothing drawn."""
+        """Parameters of one step of a beam: its likeliest tokens, nothing drawn."""
         num_top = self.num_candidates(num_stop_ids)
         return msgspec.structs.replace(params, temperature=0.0, logprobs=num_top, speculation=False)
 
 
 def check_combination(params: SamplingParams) -> None:
-    """Raise `RequestError` for the first parameter that has no meaning in a beam search, or none that is offered."""
+    """Raise `RequestError` for the first parameter that a beam search does not support."""
     plain = SamplingParams(temperature=params.temperature)
     if params.temperature not in (0.0, 1.0):
         raise RequestError("temperature", params.temperature, "0, 1 or left out: a beam search draws nothing")

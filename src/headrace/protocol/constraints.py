@@ -1,8 +1,8 @@
 """`StructuredOutputs`: the form that an answer must have. Names are vLLM's.
 
-Frozen, checked against `headrace.protocol.bounds` when made, and sent as it is from the server to the engine. Here is
-checked what needs no compiler: that one form is named, and that its text is of bounded size and depth. Whether it can
-be honoured is `headrace.grammar`'s matter. Knows no tokens and no tensors.
+Frozen, checked against `headrace.protocol.bounds` at construction, and sent as it is from the server to the engine. The
+checks here need no compiler: one form is named, and its text is of bounded size and depth. `headrace.grammar` checks
+whether it can be compiled. Knows no tokens and no tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     `disable_any_whitespace`: nothing may; `disable_additional_properties`: objects have no other properties than
     their schema names, where it does not say.
 
-    `prefix`: what comes before the form, as JSON text of a `format` (see `headrace.grammar.tags`): the server's way to
-    let a model reason first.
+    `prefix`: text before the form, as JSON text of a `format` (see `headrace.grammar.tags`); with it the server lets a
+    model reason first.
 
     Raises `RequestError` naming the field, the value and the bound.
     """
@@ -51,9 +51,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prefix: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            raise RequestError("structured_outputs", given, f"exactly one of {', '.join(KINDS)}")
+        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
+            raise RequestError("structured_outputs", kinds, f"exactly one of {', '.join(KINDS)}")
         self._check_types()
         if self.json is not None:
             text = self.json if isinstance(self.json, str) else schema_text(self.json)
@@ -102,24 +102,24 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         bounds.check("structured_text", "".join(choice), field)
 
 
-def constraint_of(given: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
-    """A `StructuredOutputs`, or one made of a plain dict of its fields. Raises `RequestError` for all else."""
-    if isinstance(given, StructuredOutputs):
-        return given
-    if not isinstance(given, Mapping):
-        raise RequestError("structured_outputs", given, "a StructuredOutputs, or an object of its fields")
-    for name in given:
+def constraint_of(value: StructuredOutputs | Mapping[str, Any]) -> StructuredOutputs:
+    """Return the `StructuredOutputs` of a plain dict of its fields. Raises `RequestError` for anything else."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError("structured_outputs", value, "a StructuredOutputs, or an object of its fields")
+    for name in value:
         if name not in StructuredOutputs.__struct_fields__:
             raise RequestError(
-                f"structured_outputs.{name}", given[name], "a field that headrace knows", "unknown_field"
+                f"structured_outputs.{name}", value[name], "a field that headrace knows", "unknown_field"
             )
-    return StructuredOutputs(**given)
+    return StructuredOutputs(**value)
 
 
 def schema_text(schema: dict[str, Any], field: str = "json") -> str:
-    """A JSON schema as text, its keys in the order given, which is the order of the properties in an answer.
+    """Return a JSON schema as text, its keys in their order, which is the order of the properties in an answer.
 
-    Raises `RequestError` for what is not plain JSON.
+    Raises `RequestError` for anything but plain JSON.
     """
     _check_plain(schema, field)
     try:
@@ -129,7 +129,7 @@ def schema_text(schema: dict[str, Any], field: str = "json") -> str:
 
 
 def check_json(text: str, field: str) -> None:
-    """Whether `text` is JSON of bounded size and depth. Raises `RequestError`."""
+    """Check that `text` is JSON of bounded size and depth. Raises `RequestError`."""
     bounds.check("structured_text", text, f"structured_outputs.{field}")
     try:
         value = msgspec.json.decode(text)
@@ -141,7 +141,7 @@ def check_json(text: str, field: str) -> None:
 
 
 def _check_plain(value: Any, field: str) -> None:
-    """Level by level, so that no depth is too great for the check itself."""
+    """Check level by level, so that no depth is too great for the check itself."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _inner(outer, field)]

@@ -1,9 +1,9 @@
-"""`SamplingParams`: what a request may say about how its tokens are chosen. Names and defaults are vLLM's, and
-llama-server's for what vLLM has not.
+"""`SamplingParams`: how the tokens of a request are chosen. Names and defaults are those of vLLM, or of llama-server
+where vLLM has none.
 
-Frozen, checked against `headrace.protocol.bounds` when made, and sent as it is from the server to the engine. Knows no
-tensors, no text beyond the strings that the front end turns into token ids, no model. The engine checks token ids
-against the model's width, which is not known here.
+Frozen, checked against `headrace.protocol.bounds` at construction, and sent as it is from the server to the engine.
+Knows no tensors, no text beyond the strings that the front end turns into token ids, no model. The engine checks token
+ids against the model's width, which is not known here.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ DEFAULT_SAMPLERS = (
     "xtc",
     "adaptive_p",
 )
-"""The order of vLLM V1 (penalties, temperature, min_p, top_k, top_p), with what it has not in between. Wherever it
-stands, adaptive_p runs last: it looks at what the others left, and draws."""
+"""The order of vLLM V1 (penalties, temperature, min_p, top_k, top_p), with headrace's further samplers in between.
+Wherever it stands, adaptive_p runs last: it draws from the candidates of the others."""
 
 # llama-server's spelling.
 ALIASES = {"typ_p": "typical_p"}
@@ -76,8 +76,8 @@ ALIASES = {"typ_p": "typical_p"}
 
 class Watermark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The mark of Kirchenbauer et al. 2023 (arXiv 2301.10226, algorithm 2): the token before and `hashing_key` make a
-    share `gamma` of the vocabulary green, and green logits get `delta` more. Whoever has `gamma` and `hashing_key` can
-    tell such a text: `headrace.sampling.watermark.detect`.
+    share `gamma` of the vocabulary green, and green logits get `delta` more. With `gamma` and
+    `hashing_key` such a text can be detected: `headrace.sampling.watermark.detect`.
 
     Raises `RequestError` naming the field, the value and the bound.
     """
@@ -91,28 +91,27 @@ class Watermark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             bounds.check(f"watermark_{name}", getattr(self, name), f"watermark.{name}")
 
 
-def watermark_of(given: Watermark | Mapping[str, Any] | bool) -> Watermark | None:
-    """A `Watermark`, made of true (the defaults) or of a plain dict of its fields; None of false. Raises
-    `RequestError` for all else."""
-    if isinstance(given, Watermark):
-        return given
-    if isinstance(given, bool):
-        return Watermark() if given else None
-    if not isinstance(given, Mapping):
-        raise RequestError("watermark", given, "true, false, a Watermark, or an object of its fields")
-    for name in given:
+def watermark_of(value: Watermark | Mapping[str, Any] | bool) -> Watermark | None:
+    """Return the `Watermark` of true (the defaults) or of a plain dict of its fields, None for false. Raises
+    `RequestError` for anything else."""
+    if isinstance(value, Watermark):
+        return value
+    if isinstance(value, bool):
+        return Watermark() if value else None
+    if not isinstance(value, Mapping):
+        raise RequestError("watermark", value, "true, false, a Watermark, or an object of its fields")
+    for name in value:
         if name not in Watermark.__struct_fields__:
-            raise RequestError(f"watermark.{name}", given[name], "a field that headrace knows", "unknown_field")
-    return Watermark(**given)
+            raise RequestError(f"watermark.{name}", value[name], "a field that headrace knows", "unknown_field")
+    return Watermark(**value)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Parameters of one request.
 
-    Without `speculation` nothing is guessed ahead for it; that changes its speed, and nothing else of it while
-    verification is coupled.
-    The fields from `bad_words_token_ids` on are what the front end makes of texts with its tokenizer; a caller without
-    a tokenizer may give them. `thinking_token_ids` are the ids that begin and that end the reasoning.
+    Without `speculation` nothing is drafted for the request; while verification is coupled, that changes its speed
+    alone. The front end fills in the fields from `bad_words_token_ids` on from texts, with its tokenizer; a caller
+    without a tokenizer may set them. `thinking_token_ids` are the ids that begin and that end the reasoning.
     `logits_processors` are functions (prompt token ids, token ids so far, logits) -> logits, float32 [V], pure, for
     engines in the caller's own process.
 
@@ -233,8 +232,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def penalizes(self) -> bool:
         """Whether repetition, frequency or presence of tokens changes logits."""
-        told = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
-        return told and self.repeat_last_n != 0 and self.uses("penalties")
+        has_penalty = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return has_penalty and self.repeat_last_n != 0 and self.uses("penalties")
 
     @property
     def dries(self) -> bool:
@@ -248,12 +247,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def steers(self) -> bool:
-        """Whether a number that the sampler keeps from token to token has a say in the next."""
+        """Whether the sampler has a state of its own, which the next token depends on."""
         return bool(self.mirostat) or self.adapts
 
     @property
     def needs_history(self) -> bool:
-        """Whether the sampler must see the tokens so far."""
+        """Whether the sampler needs the tokens so far."""
         return (
             self.penalizes
             or self.dries
@@ -303,11 +302,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             return
         if not trace:
             raise RequestError("trace_decode_token_ids", trace, "left out, or at least one token id")
-        told = f"{len(trace)} token ids"
+        value = f"{len(trace)} token ids"
         if self.structured_outputs is not None:
-            raise RequestError("trace_decode_token_ids", told, "left out of a structured output")
+            raise RequestError("trace_decode_token_ids", value, "left out of a structured output")
         if self.n > 1 or (self.best_of or 1) > 1:
-            raise RequestError("trace_decode_token_ids", told, "left out where n or best_of is above 1")
+            raise RequestError("trace_decode_token_ids", value, "left out where n or best_of is above 1")
         # As vLLM: the answer is no longer than the trace, and an end of text in it is a token like others.
         most = len(trace) if self.max_tokens is None else min(self.max_tokens, len(trace))
         msgspec.structs.force_setattr(self, "max_tokens", most)

@@ -1,7 +1,7 @@
 """`SpeculativeConfig`: which drafter guesses, how far, and how guesses are verified. Names are vLLM's.
 
-Pure: `config.EngineConfig` holds one, the command line makes it of a JSON object. Every field is checked when it is
-made, by the table `ROWS`; whether the model can meet it, `drafters.build` finds out. Knows no model, no tensors.
+Pure: `config.EngineConfig` holds one, the command line makes it of a JSON object. The table `ROWS` has the range of
+every field, checked at construction; `drafters.build` checks whether it fits the model. Knows no model, no tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_NODES = 128
 
 
 class Method(NamedTuple):
-    """What a method is by itself: `num_drafts` tokens deep, whether it has a model of its own, and whether it guesses
-    trees where nobody says otherwise (of `num_nodes`)."""
+    """Defaults of a method: `num_drafts` tokens deep, in trees of `num_nodes` (None: chains); and whether it has a
+    model of its own."""
 
     num_drafts: int
     has_model: bool = True
@@ -72,11 +72,11 @@ OPTIONAL = ("num_speculative_tokens", "num_tree_nodes", "exit_layer")
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to speculate. A guess can not change the output of `mode` "coupled"; "rejection" keeps the distribution
-    (Leviathan et al. 2023, arXiv 2211.17192). None means: the method's own, or the model's.
+    """How to speculate. Drafts cannot change the output of `mode` "coupled"; "rejection" keeps the distribution
+    (Leviathan et al. 2023, arXiv 2211.17192). None: the default of the method, or of the model.
 
-    `adaptive` drafts less, or not at all, where it measures that this is faster. Raises `RequestError` naming the
-    field as speculative_config.FIELD, the value and the bound.
+    With `adaptive` the engine drafts less, or not at all, where that is measured to be faster. Raises `RequestError`
+    naming the field as speculative_config.FIELD, the value and the bound.
     """
 
     method: str = ""
@@ -129,40 +129,40 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def num_drafts(self) -> int:
-        """Tokens guessed ahead at most."""
-        own = METHODS[self.method].num_drafts
+        """The most tokens drafted ahead."""
+        default = METHODS[self.method].num_drafts
         if self.method == "lookahead":
-            own = min(self.lookahead_window + self.lookahead_ngram - 2, MAX_DRAFTS)
-        return self.num_speculative_tokens or own
+            default = min(self.lookahead_window + self.lookahead_ngram - 2, MAX_DRAFTS)
+        return self.num_speculative_tokens or default
 
     @property
     def num_nodes(self) -> int:
-        """Tokens guessed in one step at most, over all branches. Rejection sampling takes chains."""
+        """The most tokens drafted in one step, over all branches. Rejection sampling takes chains."""
         if self.mode == "rejection":
             return self.num_drafts
-        own = METHODS[self.method].num_nodes or 0
+        default = METHODS[self.method].num_nodes or 0
         if self.method == "lookahead":
             columns = self.lookahead_window + self.lookahead_guesses
-            own = min(columns * (self.lookahead_ngram - 1), MAX_NODES)
-        return max(self.num_tree_nodes or own, self.num_drafts)
+            default = min(columns * (self.lookahead_ngram - 1), MAX_NODES)
+        return max(self.num_tree_nodes or default, self.num_drafts)
 
 
-def speculative_config(given: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig | None:
-    """A config, made of a JSON object, of its text, or of a dict. Raises `RequestError` for all else."""
-    if given is None or isinstance(given, SpeculativeConfig):
-        return given
-    if isinstance(given, str):
+def speculative_config(value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig | None:
+    """Return the config of a JSON object, of its text, or of a dict. Raises `RequestError` for anything else."""
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError(FIELD, given, f"a JSON object ({error})") from error
-    if not isinstance(given, Mapping):
-        raise RequestError(FIELD, given, 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}')
-    for name in given:
+            raise RequestError(FIELD, value, f"a JSON object ({error})") from error
+    if not isinstance(value, Mapping):
+        raise RequestError(FIELD, value, 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}')
+    for name in value:
         if name not in SpeculativeConfig.__struct_fields__:
-            known = ", ".join(SpeculativeConfig.__struct_fields__)
-            raise RequestError(f"{FIELD}.{name}", given[name], f"a field that headrace knows: {known}")
-    return SpeculativeConfig(**given)
+            names = ", ".join(SpeculativeConfig.__struct_fields__)
+            raise RequestError(f"{FIELD}.{name}", value[name], f"a field that headrace knows: {names}")
+    return SpeculativeConfig(**value)
 
 
 def _check(name: str, value: object, row: Row, whole: bool) -> None:

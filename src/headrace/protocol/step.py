@@ -62,23 +62,84 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]
 
 
-class DraftTokens(msgspec.Struct, array_like=True, gc=False):
-    """Draft tokens after the last known token of a sequence: a chain, or a tree if there are `parents`.
+class Draft(msgspec.Struct, array_like=True, gc=False):
+    """Draft tokens of one sequence: a chain, or a tree if there are `parents`. This class alone handles the shape.
 
-    `parents[i]` is the node that node i follows, -1 for the last known token; parents come before their children. For a
-    tree the core adds `paths`, each the nodes from a first draft token to a leaf, and their blocks: path 0 uses the
-    sequence's own blocks, path p uses `tails[p - 1]` from the first block that holds a draft token.
+    Node i holds `token_ids[i]` and follows node `parents[i]`; -1 is the last known token of the sequence. Parents come
+    before their children, and two children of a node differ in their tokens. Without `parents` each node follows the
+    one before it. A tree is computed as paths (`paths`): path 0 in the blocks of the sequence, path p in the blocks
+    `tails[p - 1]` in place of those from the first block on that holds a draft token. The scheduler fills in `tails`.
     """
 
     token_ids: list[int]
     parents: list[int] = []
-    paths: list[list[int]] = []
     tails: list[list[int]] = []
 
     @property
     def depth(self) -> int:
-        """The greatest number of tokens that can be accepted."""
-        return max(map(len, self.paths)) if self.paths else len(self.token_ids)
+        """The most tokens that can be accepted."""
+        return max(self.depths(), default=0)
+
+    def depths(self) -> list[int]:
+        """Depth of each node; 1 follows the last known token."""
+        if not self.parents:
+            return list(range(1, len(self.token_ids) + 1))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def children(self, node: int) -> list[int]:
+        """The nodes that follow `node` (-1: the last known token), in their order."""
+        if self.parents:
+            return [child for child, parent in enumerate(self.parents) if parent == node]
+        return [node + 1] if node + 1 < len(self.token_ids) else []
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from a first one to `node`."""
+        if not self.parents:
+            return list(range(node + 1))
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def paths(self) -> list[list[int]]:
+        """The paths to all leaves, at least one. Path 0 takes the first child of every node."""
+        if not self.parents:
+            return [list(range(len(self.token_ids)))]
+        inner = set(self.parents)
+        return sorted(self.path(leaf) for leaf in range(len(self.parents)) if leaf not in inner)
+
+    def path_id(self, nodes: list[int]) -> int:
+        """The first of `paths` that begins with `nodes`, 0 if none does."""
+        return next((i for i, path in enumerate(self.paths()) if path[: len(nodes)] == nodes), 0)
+
+    def subset(self, nodes: list[int]) -> Draft:
+        """The draft of `nodes` alone, which are in order and hold the parents of all of them."""
+        token_ids = [self.token_ids[node] for node in nodes]
+        if not self.parents:
+            return Draft(token_ids)
+        places = {-1: -1} | {node: place for place, node in enumerate(nodes)}
+        parents = [places[self.parents[node]] for node in nodes]
+        return Draft(token_ids, [] if parents == list(range(-1, len(parents) - 1)) else parents)
+
+    def cut(self, max_depth: int, max_nodes: int) -> Draft:
+        """The draft without nodes deeper than `max_depth`, and of the rest the first `max_nodes`."""
+        nodes = [node for node, depth in enumerate(self.depths()) if depth <= max_depth]
+        return self.subset(nodes[: max(0, max_nodes)])
+
+    def flaw(self) -> str:
+        """Why `parents` make no tree, or ""."""
+        num = len(self.token_ids)
+        if not self.parents:
+            return ""
+        if len(self.parents) != num or any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
+            return f"parents {self.parents} make no tree of {num} nodes"
+        if len(set(zip(self.parents, self.token_ids, strict=True))) < num:
+            return "two children of a node are the same token"
+        return ""
 
 
 class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
@@ -115,7 +176,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     histories: dict[int, list[int]] = {}
     states: dict[int, float] = {}
     pooling: dict[int, tuple[Pooling, list[float]]] = {}
-    drafts: dict[int, DraftTokens] = {}
+    drafts: dict[int, Draft] = {}
     ended: list[int] = []
     asks: bool = False
 
@@ -135,8 +196,8 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     step. `errors[i]` is the reason why chunk i failed; its sequence alone is ended, and its blocks are never published.
 
     `further[i]` are tokens sampled after token_ids[i], one for each accepted draft token, `further_logprobs[i]` theirs,
-    and `paths[i]` a path of the tree that has all of these. `drafts[i]` are draft tokens after all known ones. The next
-    `rest` steps need no `asks`, unless fewer sequences run than in this one.
+    and `paths[i]` the path of the draft that holds them (`Draft.paths`). `drafts[i]` are draft tokens after all known
+    ones. The next `rest` steps need no `asks`, unless fewer sequences run than in this one.
     """
 
     step_id: int
@@ -151,7 +212,7 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     further: dict[int, list[int]] = {}
     further_logprobs: dict[int, list[TokenLogprob]] = {}
     paths: dict[int, int] = {}
-    drafts: dict[int, DraftTokens] = {}
+    drafts: dict[int, Draft] = {}
     rest: int = 0
 
 

@@ -1,7 +1,8 @@
-"""Whose fault an exception in a step is. What one request causes ends that request; what all cause ends the engine.
+"""Which request an exception in a step belongs to. A fault of one request ends that request, one of all ends the
+engine.
 
-The runner computes the halves of a step that failed, down to single requests. Those that fail alone own the
-fault, unless every one does: then it is the device's or the engine's own. Knows no tensors; called by the runner alone.
+The runner computes the halves of a step that failed, down to single requests. The fault belongs to those that fail
+alone, unless every one does: then it is a fault of the device or the engine. Knows no tensors; called by the runner.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ INTERNAL = "internal_error: "
 NO_MEMORY = "out_of_memory: "
 NOT_FINITE = "numerical_error: the model's logits are not finite"
 NO_THREAD = "can't start new thread"
-"""What Python says when the system has no memory or no number left for one."""
+"""Python's message where the system has no memory or no number for another thread."""
 MOST_ALONE = 3
-"""So many steps in a row in which nobody but single, failing requests were computed are the engine's fault."""
+"""Steps in a row, each with one request that fails, after which the fault is the engine's."""
 
 
 class Blame:
-    """Reasons for the chunks that failed in a step, and the verdict on the step as a whole."""
+    """Reasons for the chunks that failed in a step, and whether the step as a whole fails."""
 
     def __init__(self) -> None:
         self._num_in_row = 0
         self._error: BaseException | None = None
 
     def reason(self, error: BaseException, num_rows: int = 0) -> str:
-        """Why a chunk fails that `error` was raised for; "" for what nobody's request can be blamed for.
+        """Return why the chunk fails that raised `error`; "" for an error that belongs to no request.
 
-        `num_rows`: of the only chunk that was computed. One that computes a single row needs no more than any other: if
-        there is no memory for that, there is none for anybody, and a new process may find some.
+        `num_rows`: of the only chunk that was computed. A chunk of a single row needs as little memory as any: if there
+        is none for it, there is none for any request, and a new process may have some.
         """
         if is_out_of_memory(error):
             if num_rows == 1:
@@ -41,7 +42,7 @@ class Blame:
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
         if isinstance(error, ImportError | OSError) or str(error) == NO_THREAD:
-            # The process's surroundings: a library that finds no memory to be loaded into, no file left to open.
+            # Faults around the process: no memory to load a library into, no more files to open.
             return ""
         # The grammars' library is Rust, whose panics are no Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -51,19 +52,19 @@ class Blame:
         return f"{INTERNAL}{type(error).__name__}"
 
     def settle(self, result: StepResult, num_chunks: int) -> None:
-        """The step of so many chunks is over. Raises the error that all of them ran into."""
+        """End the step of so many chunks. Raises the error that all of them ran into."""
         error, self._error = self._error, None
         num_failed = sum(reason.startswith((INTERNAL, NO_MEMORY)) for reason in result.errors.values())
         if not num_failed or num_failed < num_chunks or error is None:
             self._num_in_row = 0
             return
-        # One request may be too large for the memory, and another after it; that is no fault of the engine's.
+        # One request may be too large for the memory, and another after it: no fault of the engine.
         self._num_in_row += not isinstance(error, MemoryError)
         if num_chunks > 1 or self._num_in_row >= MOST_ALONE:
             raise error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's and numpy's kind, a GPU's kind, and the words by which torch tells it of a CPU."""
+    """Whether it is Python's or numpy's error, a GPU's, or has torch's message for a CPU."""
     kind = type(error).__name__
     return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error)

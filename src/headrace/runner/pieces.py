@@ -1,23 +1,23 @@
-"""From a `ScheduledBatch` to the rows of forward passes: pieces of chunks, guesses included, in portions that fit.
+"""From a `ScheduledBatch` to the rows of forward passes: pieces of chunks, with their drafts, in portions that fit.
 
-A chain of guesses follows its chunk's tokens as more rows of one piece. Of a tree the first path does; every other node
-is a piece of one row, whose block table is that of a path through it. What several paths share is computed once and
-written to the blocks of each (`Piece.copies`). Knows ints; called by the runner.
+A chain of draft tokens follows its chunk's tokens as more rows of one piece. Of a tree the first path does; every other
+node is a piece of one row, whose block table is that of a path through it. Rows that several paths share are computed
+once and written to the blocks of each (`Piece.copies`). Knows ints; called by the runner.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace.protocol.step import DraftTokens, ScheduledBatch
+from headrace.protocol.step import Draft, ScheduledBatch
 
 
 @dataclass(slots=True)
 class Piece:
     """Rows of chunk `chunk_id` that are computed together, from position `start` on, in the blocks of `table`.
 
-    The last rows are the guesses `nodes`. `last`: the row before those is the chunk's last. `copies` are (row, slot)
-    pairs in the rows' order: further places for the keys and values of a row.
+    The last rows are the draft tokens `nodes`. `last`: the row before those is the chunk's last. `copies` are (row,
+    slot) pairs in the rows' order: further places for the keys and values of a row.
     """
 
     chunk_id: int
@@ -32,31 +32,32 @@ class Piece:
     def num_known(self) -> int:
         return len(self.token_ids) - len(self.nodes)
 
-    def without_guesses(self) -> Piece:
+    def without_draft(self) -> Piece:
         return Piece(self.chunk_id, self.start, self.token_ids[: self.num_known], self.table, self.last)
 
 
 def make_pieces(batch: ScheduledBatch, chunk_id: int, token_ids: list[int], block_size: int) -> list[Piece]:
-    """The pieces of a chunk whose known tokens are `token_ids`."""
+    """Return the pieces of a chunk whose known tokens are `token_ids`."""
     start, table = batch.starts[chunk_id], batch.block_tables[chunk_id]
     draft = batch.drafts.get(chunk_id)
     if draft is None:
         return [Piece(chunk_id, start, token_ids, table)]
-    if not draft.paths:
+    if not draft.parents:
         nodes = list(range(len(draft.token_ids)))
         return [Piece(chunk_id, start, token_ids + draft.token_ids, table, nodes=nodes)]
     return _tree(chunk_id, start, token_ids, table, draft, block_size)
 
 
 def _tree(
-    chunk_id: int, start: int, token_ids: list[int], table: list[int], draft: DraftTokens, block_size: int
+    chunk_id: int, start: int, token_ids: list[int], table: list[int], draft: Draft, block_size: int
 ) -> list[Piece]:
     stop = start + len(token_ids)
     num_whole = stop // block_size
     tables = [table, *(table[:num_whole] + tail for tail in draft.tails)]
-    trunk = draft.paths[0]
+    paths = draft.paths()
+    trunk = paths[0]
     users: dict[int, list[int]] = {}
-    for path_id, path in enumerate(draft.paths):
+    for path_id, path in enumerate(paths):
         for node in path:
             users.setdefault(node, []).append(path_id)
 
@@ -64,16 +65,16 @@ def _tree(
         return tables[path_id][position // block_size] * block_size + position % block_size
 
     first = Piece(chunk_id, start, token_ids + [draft.token_ids[node] for node in trunk], table, nodes=list(trunk))
-    # Positions that lie in a block which a guess falls into, and are computed in this very step.
+    # Positions of this step in a block that holds a draft token too.
     for position in range(max(start, num_whole * block_size), stop):
-        first.copies += [(position - start, slot(path_id, position)) for path_id in range(1, len(draft.paths))]
+        first.copies += [(position - start, slot(path_id, position)) for path_id in range(1, len(paths))]
     for depth, node in enumerate(trunk):
         row, position = len(token_ids) + depth, stop + depth
         first.copies += [(row, slot(path_id, position)) for path_id in users[node] if path_id]
     pieces = [first]
     for node in sorted(users.keys() - set(trunk)):
         home, *others = users[node]
-        position = stop + draft.paths[home].index(node)
+        position = stop + paths[home].index(node)
         copies = [(0, slot(path_id, position)) for path_id in others]
         pieces.append(
             Piece(chunk_id, position, [draft.token_ids[node]], tables[home], last=False, nodes=[node], copies=copies)
@@ -82,8 +83,8 @@ def _tree(
 
 
 def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int) -> list[list[Piece]]:
-    """Cut the step where a program can not take more at once; how it is cut changes no bits. `groups` are the pieces of
-    one chunk each; a chunk's last row and its guesses stay together."""
+    """Cut the step where a program takes no more at once; the cut changes no bits. `groups` are the pieces of one chunk
+    each; a chunk's last row and its draft stay together."""
     if sum(map(num_rows, groups)) <= max_rows and sum(map(len, groups)) <= max_pieces:
         return [[piece for group in groups for piece in group]] if groups else []
     portions: list[list[Piece]] = [[]]
@@ -111,7 +112,7 @@ def num_rows(group: list[Piece]) -> int:
 
 
 def _split(piece: Piece, size: int) -> tuple[Piece, Piece]:
-    """The first `size` rows, which are known, and the others."""
+    """Split into the first `size` rows, which are known tokens, and the others."""
     copies = [copy for copy in piece.copies if copy[0] < size]
     head = Piece(piece.chunk_id, piece.start, piece.token_ids[:size], piece.table, last=False, copies=copies)
     copies = [(row - size, slot) for row, slot in piece.copies if row >= size]

@@ -1,9 +1,9 @@
-"""Verification: which guesses the target would have said itself, one round of draws for each token of depth.
+"""Verification: which draft tokens the target accepts; one round of draws for each depth.
 
-Coupled: at every node the target's own sample, with its own keyed noise, decides; a guess is kept if and only if it is
-that token, so ids and log-probabilities are those without guesses, to the bit. Rejection: the sample is distributed as
-the target's, and is a guess as often as may be (`sampling.rejection`). Knows logits and parameters; must not know the
-program. Called by the runner.
+Coupled: at every node the target's own sample, with its own keyed noise, decides; a draft token is accepted if and only
+if it is that sample, so ids and log-probabilities are those without speculation, to the bit. Rejection: the sample is
+distributed as the target's, and is a draft token as often as possible (`sampling.rejection`). A chunk without a draft
+is drawn from once. Knows logits and parameters; must not know the program or the drafter. Called by the runner.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Logits
-from headrace.drafters.speculator import Speculator
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
-from headrace.protocol.step import DraftTokens, ScheduledBatch, StepResult
+from headrace.protocol.step import Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE
 from headrace.sampling import rejection
 from headrace.sampling.sampler import Drawn, Row, Sampler
@@ -25,47 +24,44 @@ F32 = NDArray[np.float32]
 
 
 @dataclass(slots=True)
-class Trial:
-    """A chunk whose guesses are verified. `rows[n]`: where the logits after node n lie, -1 for the last known token.
-    `coupled`: not by rejection sampling, for which `chances` are what each guess was drawn from, if by chance. `nodes`
-    were kept so far, and `token_ids` were drawn: one more, while it is open, unless it has just begun."""
+class Verification:
+    """A chunk that samples, and its draft (of no tokens: a chunk without one).
+
+    `rows[n]` is the row of the logits after node n, -1 for the last known token. `is_coupled`: not verified by
+    rejection sampling, which needs `draft_probs` [n, V], what each token was drawn from (None: chosen without chance).
+    `accepted` are the accepted nodes and `token_ids` the drawn tokens: one more than nodes when drawing has ended.
+    `best[n]` is the likeliest token after node n.
+    """
 
     chunk_id: int
-    draft: DraftTokens
+    draft: Draft
     rows: dict[int, int]
-    coupled: bool = True
-    chances: F32 | None = None
+    is_coupled: bool = True
+    draft_probs: F32 | None = None
     is_open: bool = False
-    nodes: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    best: list[int] = field(default_factory=list)
     state: float | None = None
 
     @property
     def node(self) -> int:
-        """The last that was kept."""
-        return self.nodes[-1] if self.nodes else -1
+        """The last accepted one."""
+        return self.accepted[-1] if self.accepted else -1
 
     def children(self) -> list[int]:
-        """The guesses after the last that was kept, in their order."""
-        node = self.node
-        if self.draft.parents:
-            return [i for i, parent in enumerate(self.draft.parents) if parent == node]
-        return [node + 1] if node + 1 < len(self.draft.token_ids) else []
+        """The nodes after the last accepted one, in their order."""
+        return self.draft.children(self.node)
 
     def take(self, drawn: Drawn) -> bool:
-        """Note what was drawn after the last node; -> whether that was a guess, which is kept then."""
+        """Append what was drawn after the last node. Return whether that is a draft token, which is accepted then."""
         self.token_ids.append(drawn.token_id)
         self.state = drawn.state
         for child in self.children():
             if self.draft.token_ids[child] == drawn.token_id:
-                self.nodes.append(child)
+                self.accepted.append(child)
                 return True
         return False
-
-    def path(self) -> int:
-        """A path of the tree that holds all nodes that were kept."""
-        num = len(self.nodes)
-        return next((i for i, path in enumerate(self.draft.paths) if path[:num] == self.nodes), 0)
 
 
 def rejects(row: Row) -> bool:
@@ -73,23 +69,21 @@ def rejects(row: Row) -> bool:
     return not row.params.greedy and not row.params.steers
 
 
-def draw_rejecting(sampler: Sampler, logits: F32, rows: list[Row], trials: list[Trial]) -> list[Drawn | ValueError]:
-    """As `Sampler.sample_rows`, for the rows of `trials` after their last nodes, by rejection sampling."""
-    found: list[Drawn | ValueError] = []
-    for x, row, trial, pool in zip(logits, rows, trials, sampler.shares(logits, rows), strict=True):
-        if isinstance(pool, ValueError):
-            found.append(pool)
-            continue
-        children = trial.children()
-        guesses = [trial.draft.token_ids[child] for child in children]
-        chances = [None if trial.chances is None else trial.chances[child] for child in children]
-        token_id = rejection.draw(*pool, guesses, chances, row.params.seed or 0, row.position)
-        found.append(sampler.told(x, row, Drawn(token_id, state=row.state)))
-    return found
+def draw_rejecting(sampler: Sampler, logits: F32, row: Row, verification: Verification) -> Drawn | ValueError:
+    """Draw from `logits` [1, V] after the last node by rejection sampling; errors as of `Sampler.sample_rows`."""
+    (pool,) = sampler.shares(logits, [row])
+    if isinstance(pool, ValueError):
+        return pool
+    children, probs = verification.children(), verification.draft_probs
+    token_ids = [verification.draft.token_ids[child] for child in children]
+    chances = [None if probs is None else probs[child] for child in children]
+    token_id = rejection.draw(*pool, token_ids, chances, row.params.seed or 0, row.position)
+    return sampler.with_logprob(logits[0], row, Drawn(token_id, state=row.state))
 
 
 class Rounds:
-    """Draws the tokens of a step from its logits: one for each trial, then one more after each guess that was kept.
+    """Draws the tokens of a step from its logits: one for each chunk that samples, then one more after each accepted
+    draft token.
 
     `matchers`: None for an engine that takes no constraints.
     """
@@ -99,143 +93,128 @@ class Rounds:
         self.matchers = matchers
 
     def draw(
-        self,
-        batch: ScheduledBatch,
-        trials: list[Trial],
-        logits: Logits,
-        result: StepResult,
-        speculator: Speculator | None = None,
+        self, batch: ScheduledBatch, verifications: list[Verification], logits: Logits, result: StepResult
     ) -> None:
-        """Sample from `logits`: one token for each trial, and more where guesses are kept. What is wrong with a row
-        fails its own chunk (R-17)."""
-        for trial in trials:
-            if not logits.finite[trial.rows[-1]]:
-                result.errors.setdefault(trial.chunk_id, NOT_FINITE)
-        masks = self._masks(batch, [trial.chunk_id for trial in trials], result)
-        live = [
-            trial for trial in trials if trial.chunk_id not in result.errors and trial.chunk_id not in result.deferred
-        ]
-        tried = [trial for trial in live if trial.draft.token_ids]
-        if tried and speculator is not None:
-            for trial in tried:
-                known, trial.chances = speculator.chances(batch.seq_ids[trial.chunk_id], trial.draft)
-                trial.coupled = not (known and speculator.rejects)
-        for trial, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
-            i = trial.chunk_id
+        """Sample from `logits` one token for each chunk, and more where draft tokens are accepted. A row that cannot be
+        sampled from fails its own chunk (R-17)."""
+        for each in verifications:
+            if not logits.finite[each.rows[-1]]:
+                result.errors.setdefault(each.chunk_id, NOT_FINITE)
+        masks = self._masks(batch, [each.chunk_id for each in verifications], result)
+        sound = [v for v in verifications if v.chunk_id not in result.errors and v.chunk_id not in result.deferred]
+        for verification, drawn in zip(sound, self._sample(batch, sound, logits, masks), strict=True):
+            i = verification.chunk_id
             if isinstance(drawn, ValueError):
                 result.errors[i] = f"sampling_error: {drawn}"
-                trial.is_open = False
                 continue
             result.token_ids[i] = drawn.token_id
             if drawn.logprob is not None:
                 result.logprobs[i] = drawn.logprob
             if drawn.state is not None:
                 result.states[i] = drawn.state
-            if trial.draft.token_ids:
-                trial.is_open = trial.take(drawn)
+            if verification.draft.token_ids:
+                verification.is_open = verification.take(drawn)
             if i in masks:
                 self._accept(batch, i, drawn.token_id, 1, result)
-        if tried:
-            self._go_on(batch, tried, logits, result, speculator)
+        drafts = [each for each in sound if each.draft.token_ids]
+        if drafts:
+            self._draw_deeper(batch, drafts, logits, result)
 
-    def _go_on(
-        self,
-        batch: ScheduledBatch,
-        trials: list[Trial],
-        logits: Logits,
-        result: StepResult,
-        speculator: Speculator | None,
+    def _draw_deeper(
+        self, batch: ScheduledBatch, verifications: list[Verification], logits: Logits, result: StepResult
     ) -> None:
-        """One more token after each guess that was kept, as deep as they are."""
+        """Draw one more token after each accepted one, as deep as that goes."""
         best = logits.best
-        while live := [trial for trial in trials if self._is_open(trial, logits, result)]:
-            bound = [trial for trial in live if batch.params[trial.chunk_id].structured_outputs is not None]
-            masks = self._further_masks(batch, bound, result)
-            live = [trial for trial in live if trial.is_open]
-            for trial, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
-                i = trial.chunk_id
-                # What is wrong here is told by the next step, which begins at this token.
+        while live := [each for each in verifications if self._is_open(each, logits, result)]:
+            constrained = [each for each in live if batch.params[each.chunk_id].structured_outputs is not None]
+            masks = self._further_masks(batch, constrained, result)
+            live = [each for each in live if each.is_open]
+            for verification, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
+                i = verification.chunk_id
+                # The next step begins at this token, and reports what is wrong.
                 if isinstance(drawn, ValueError):
-                    trial.is_open = False
+                    verification.is_open = False
                     continue
-                trial.is_open = trial.take(drawn)
+                verification.is_open = verification.take(drawn)
                 result.further.setdefault(i, []).append(drawn.token_id)
-                result.paths[i] = trial.path()
+                result.paths[i] = verification.draft.path_id(verification.accepted)
                 if drawn.logprob is not None:
                     result.further_logprobs.setdefault(i, []).append(drawn.logprob)
                 if drawn.state is not None:
                     result.states[i] = drawn.state
                 if i in masks:
-                    self._accept(batch, i, drawn.token_id, len(trial.token_ids), result)
-        for trial in trials:
-            # A guess whose own token was not drawn after: it was computed, and will be again.
-            trial.nodes = trial.nodes[: len(trial.token_ids) - 1]
-            if speculator is not None and trial.token_ids:
-                likeliest = [best[trial.rows[node]] for node in range(len(trial.draft.token_ids))]
-                speculator.verified(batch.seq_ids[trial.chunk_id], trial.draft, likeliest, trial.nodes)
+                    self._accept(batch, i, drawn.token_id, len(verification.token_ids), result)
+        for each in verifications:
+            # An accepted token after which nothing was drawn is computed again in the next step.
+            each.accepted = each.accepted[: max(0, len(each.token_ids) - 1)]
+            each.best = [best[each.rows[node]] for node in range(len(each.draft.token_ids))]
 
-    def _is_open(self, trial: Trial, logits: Logits, result: StepResult) -> bool:
+    def _is_open(self, verification: Verification, logits: Logits, result: StepResult) -> bool:
         return (
-            trial.is_open
-            and logits.finite[trial.rows[trial.node]]
-            and trial.chunk_id not in result.errors
-            and trial.chunk_id not in result.forced
+            verification.is_open
+            and logits.finite[verification.rows[verification.node]]
+            and verification.chunk_id not in result.errors
+            and verification.chunk_id not in result.forced
         )
 
     def _sample(
-        self, batch: ScheduledBatch, trials: list[Trial], logits: Logits, masks: dict[int, Mask]
+        self, batch: ScheduledBatch, verifications: list[Verification], logits: Logits, masks: dict[int, Mask]
     ) -> list[Drawn | ValueError]:
-        """What is drawn after the last node of each trial."""
-        if not trials:
+        """Draw a token after the last node of each."""
+        if not verifications:
             return []
-        places = [trial.rows[trial.node] for trial in trials]
+        places = [each.rows[each.node] for each in verifications]
         rows = [
-            self._row(batch, trial, logits.best[at], masks.get(trial.chunk_id))
-            for trial, at in zip(trials, places, strict=True)
+            self._row(batch, each, logits.best[place], masks.get(each.chunk_id))
+            for each, place in zip(verifications, places, strict=True)
         ]
         num = len(places)
         numbers = logits.rows[:num] if places == list(range(num)) else logits.rows[places]
         drawn = self.sampler.sample_rows(numbers, rows)
-        for k, (trial, row) in enumerate(zip(trials, rows, strict=True)):
-            if not trial.coupled and rejects(row) and trial.children():
-                drawn[k : k + 1] = draw_rejecting(self.sampler, numbers[k : k + 1], [row], [trial])
+        for k, (each, row) in enumerate(zip(verifications, rows, strict=True)):
+            if not each.is_coupled and rejects(row) and each.children():
+                drawn[k] = draw_rejecting(self.sampler, numbers[k : k + 1], row, each)
         return drawn
 
-    def _further_masks(self, batch: ScheduledBatch, trials: list[Trial], result: StepResult) -> dict[int, Mask]:
-        """Masks after guesses that were kept. Those that are late end their trials, whose next step waits for them."""
+    def _further_masks(
+        self, batch: ScheduledBatch, verifications: list[Verification], result: StepResult
+    ) -> dict[int, Mask]:
+        """Masks after accepted draft tokens. A late mask closes its verification; the next step waits for it."""
         masks: dict[int, Mask] = {}
         matchers = self.matchers
-        if not trials or matchers is None:
+        if not verifications or matchers is None:
             return masks
-        wanted = []
-        for trial in trials:
-            i, constraint = trial.chunk_id, batch.params[trial.chunk_id].structured_outputs
+        requests = []
+        for verification in verifications:
+            i, constraint = verification.chunk_id, batch.params[verification.chunk_id].structured_outputs
             if constraint is not None:
-                tokens = batch.histories[i][batch.num_prompts[i] :] + trial.token_ids
-                wanted.append((batch.seq_ids[i], constraint, tokens))
-        matchers.begin(wanted)
-        late = matchers.wait([seq_id for seq_id, _, _ in wanted], others=True)
-        for trial, (seq_id, constraint, tokens) in zip(trials, wanted, strict=True):
+                tokens = batch.histories[i][batch.num_prompts[i] :] + verification.token_ids
+                requests.append((batch.seq_ids[i], constraint, tokens))
+        matchers.begin(requests)
+        late = matchers.wait([seq_id for seq_id, _, _ in requests], others=True)
+        for verification, (seq_id, constraint, tokens) in zip(verifications, requests, strict=True):
             try:
                 if seq_id in late:
-                    trial.is_open = False
+                    verification.is_open = False
                 else:
-                    masks[trial.chunk_id] = matchers.mask(seq_id, constraint, tokens)
+                    masks[verification.chunk_id] = matchers.mask(seq_id, constraint, tokens)
             except GrammarError:
-                trial.is_open = False
+                verification.is_open = False
         return masks
 
     def _masks(self, batch: ScheduledBatch, chunk_ids: list[int], result: StepResult) -> dict[int, Mask]:
         """The masks of the chunks that have a constraint. Those whose masks are late are deferred to another step."""
-        bound = [i for i in chunk_ids if batch.params[i].structured_outputs is not None and i not in result.errors]
+        constrained = [
+            i for i in chunk_ids if batch.params[i].structured_outputs is not None and i not in result.errors
+        ]
         masks: dict[int, Mask] = {}
-        if not bound:
+        if not constrained:
             return masks
         if self.matchers is None:
-            result.errors.update(dict.fromkeys(bound, "structured_output_error: the engine has no tokenizer"))
+            result.errors.update(dict.fromkeys(constrained, "structured_output_error: the engine has no tokenizer"))
             return masks
-        late = self.matchers.wait([batch.seq_ids[i] for i in bound], others=len(batch) > len(bound))
-        for i in bound:
+        late = self.matchers.wait([batch.seq_ids[i] for i in constrained], others=len(batch) > len(constrained))
+        for i in constrained:
             constraint = batch.params[i].structured_outputs
             if batch.seq_ids[i] in late:
                 result.deferred.add(i)
@@ -248,7 +227,7 @@ class Rounds:
         return masks
 
     def _accept(self, batch: ScheduledBatch, i: int, token_id: int, num: int, result: StepResult) -> None:
-        """Tell the matcher of the `num`-th token of chunk i in this step."""
+        """Advance the matcher by the `num`-th token of chunk i in this step."""
         num_generated = batch.starts[i] + batch.lens[i] + num - batch.num_prompts[i]
         try:
             forced = self.matchers.accept(batch.seq_ids[i], token_id, batch.params[i], num_generated)  # type: ignore[union-attr]
@@ -258,16 +237,16 @@ class Rounds:
         if forced:
             result.forced[i] = forced
 
-    def _row(self, batch: ScheduledBatch, trial: Trial, best: int, mask: Mask | None) -> Row:
-        i, known = trial.chunk_id, trial.token_ids
-        # Where guesses are asked for every sequence's tokens are at hand; few samplers look at them.
+    def _row(self, batch: ScheduledBatch, verification: Verification, best: int, mask: Mask | None) -> Row:
+        i, token_ids = verification.chunk_id, verification.token_ids
+        # Where drafts are wanted the tokens of every sequence are in the batch; few samplers look at them.
         history = batch.histories.get(i, []) if not batch.asks or batch.params[i].needs_history else []
         return Row(
             params=batch.params[i],
-            position=batch.starts[i] + batch.lens[i] + len(known),
+            position=batch.starts[i] + batch.lens[i] + len(token_ids),
             num_prompt=batch.num_prompts[i],
-            history=history + known if history and known else history,
+            history=history + token_ids if history and token_ids else history,
             best=best,
-            state=trial.state if known else batch.states.get(i),
+            state=verification.state if token_ids else batch.states.get(i),
             mask=mask,
         )

@@ -1,7 +1,7 @@
-"""Filters: which token ids may be drawn, and how likely each is. Everything that comes after changes of logits.
+"""Filters: which token ids may be drawn, and how likely each is. They run after all edits of logits.
 
 `Candidates` go in, fewer or cooler ones come out. Mass is counted in integers (`weights`), so a sum has no order to
-depend on, and a native implementation of `select` gives the same tokens. Knows no noise but the coin it is handed, no
+depend on, and a native implementation of `select` gives the same tokens. Knows no noise but the coin passed in, no
 history, no batch. Called by `sampler`.
 """
 
@@ -21,7 +21,7 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 ONE = 44
-"""A weight of 1 is 2**ONE: 2**18 of them still add up in 64 bits, and what is below 2**-45 counts as nothing."""
+"""A weight of 1 is 2**ONE: 2**18 of them still add up in 64 bits, and less than 2**-45 counts as 0."""
 
 _MAGIC = 6755399441055744.0  # 1.5 * 2**52: adding it rounds to an integer, which the low bits then hold
 _MAGIC_BITS = np.int64(np.float64(_MAGIC).view(np.int64))
@@ -35,9 +35,10 @@ ADAPTIVE_SHARPNESS, ADAPTIVE_WIDTH = 10.0, 0.3
 
 @dataclass(slots=True)
 class Candidates:
-    """Token ids, ascending, and their scaled logits, of which the greatest is 0. Logits proper are `base` above.
+    """Token ids, ascending, and their scaled logits, of which the greatest is 0. The logits themselves are greater by
+    `base`.
 
-    If the greatest sum of scaled logit and noise is below `bar`, the winner may be one that was left out.
+    If the greatest sum of scaled logit and noise is below `bar`, the winner may be a token that is not among them.
     """
 
     token_ids: I64
@@ -46,7 +47,7 @@ class Candidates:
     bar: float = -math.inf
 
     def take(self, which: NDArray[np.bool_] | I64) -> Candidates:
-        """Those that a mask or ascending indices name. The greatest must not be lost, or `settled` be called."""
+        """The candidates of a mask or of ascending indices. If the greatest is not among them, call `settled`."""
         return Candidates(self.token_ids[which], self.scaled[which], self.base)
 
     def settled(self) -> Candidates:
@@ -60,7 +61,7 @@ class Candidates:
 class Cut(NamedTuple):
     """What `select` does to a row. `floor`: least scaled logit kept. 0 in `top_k` and 1 in `top_p` keep all.
 
-    `key` is (seed, position) of the draw that comes right after it: who can not win may be left out then.
+    `key` is (seed, position) of a draw right after it: tokens that cannot win may be left out then.
     """
 
     temperature: float = 1.0
@@ -72,7 +73,7 @@ class Cut(NamedTuple):
 
 class Select(Protocol):
     def __call__(self, rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
-        """`select` of every row."""
+        """Apply `select` to every row."""
         ...
 
 
@@ -82,11 +83,11 @@ def select_all(rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[
 
 
 def select(x: F32, greatest: float, cut: Cut) -> Candidates:
-    """Temperature, min_p, top_k and top_p of the logits `x` [V], whose maximum is `greatest`.
+    """Apply temperature, min_p, top_k and top_p to the logits `x` [V], whose maximum is `greatest`.
 
-    scaled = (x - greatest) / temperature in float64; kept is what is above -inf and not below `floor`, is among the
-    `top_k` greatest, and in the shortest head of the ranking whose weights, as a float64, reach top_p times the sum
-    of the weights of all that the others kept. The ranking is by x, equal ones by lower id.
+    scaled = (x - greatest) / temperature in float64. A token is kept if that is above -inf and not below `floor`, if
+    it is among the `top_k` greatest, and in the shortest head of the ranking whose weights, as a float64, reach top_p
+    times the sum of the weights of all that the other filters keep. The ranking is by x, equal ones by lower id.
     """
     if 0 < cut.top_k < len(x):
         token_ids = np.sort(largest(x, cut.top_k))
@@ -95,25 +96,25 @@ def select(x: F32, greatest: float, cut: Cut) -> Candidates:
         token_ids = np.arange(len(x))
         scaled = x.astype(np.float64)
     scaled -= greatest
-    # A tiny temperature sends all but the likeliest to -inf, which is its meaning.
+    # A tiny temperature sends all but the likeliest to -inf, as it should.
     with np.errstate(over="ignore"):
         scaled /= cut.temperature
     keep = scaled >= cut.floor if cut.floor > -math.inf else scaled > -math.inf
     if not keep.all():
         token_ids, scaled = token_ids[keep], scaled[keep]
     if cut.top_p < 1.0:
-        kept = np.sort(_nucleus(x[token_ids], weights(scaled), cut.top_p))
-        token_ids, scaled = token_ids[kept], scaled[kept]
+        places = np.sort(_nucleus(x[token_ids], weights(scaled), cut.top_p))
+        token_ids, scaled = token_ids[places], scaled[places]
     return Candidates(token_ids, scaled, base_of(greatest, cut.temperature))
 
 
 def base_of(greatest: float, temperature: float) -> float:
-    """The greatest logit over the temperature; of a tiny one as it is, for then nothing else is left."""
+    """The greatest logit over the temperature. A tiny temperature keeps nothing else: the logit is then as it is."""
     return greatest / temperature if temperature >= 1e-30 else greatest
 
 
 def weights(scaled: F64) -> I64:
-    """round(exp(scaled) * 2**ONE) of numbers up to 0, by float64 additions and products alone.
+    """Return round(exp(scaled) * 2**ONE) for numbers up to 0, by float64 additions and products alone.
 
     Cody and Waite's reduction by ln 2 in two parts, then the Taylor polynomial of degree 12: within 2e-16 before the
     rounding. Written without a library's exp, and without fma, so that any language gives the same integers.
@@ -139,7 +140,7 @@ def weights(scaled: F64) -> I64:
 
 
 def largest(x: F32 | F64, k: int) -> I64:
-    """Indices of the `k` greatest entries, best first, ties by lower index."""
+    """Return the indices of the `k` greatest entries, best first, ties by lower index."""
     if k <= 0:
         return np.empty(0, np.int64)
     if k >= len(x):
@@ -150,7 +151,8 @@ def largest(x: F32 | F64, k: int) -> I64:
 
 
 def _nucleus(x: F32 | F64, mass: I64, top_p: float) -> I64:
-    """Indices of the shortest head of the ranking by `x` that holds `top_p` of the sum of `mass`, best first."""
+    """Return the indices of the shortest head of the ranking by `x` that holds `top_p` of the sum of `mass`, best
+    first."""
     target = top_p * float(mass.sum())
     width = min(256, len(x))
     while True:
@@ -164,84 +166,86 @@ def _nucleus(x: F32 | F64, mass: I64, top_p: float) -> I64:
 # -- one filter after the other
 
 
-def temperature(found: Candidates, params: SamplingParams) -> Candidates:
-    """Logits over the temperature. With a `dynatemp_range` that is
+def temperature(pool: Candidates, params: SamplingParams) -> Candidates:
+    """Divide by the temperature. With a `dynatemp_range` that is
 
     low + (high - low) * (H / log(number of candidates)) ** exponent, H being the entropy and low, high the
     temperature less and more the range, low not below 0 (llama.cpp's dynamic temperature). 0 leaves the likeliest.
     """
     warmth = params.temperature
     if params.dynatemp_range > 0.0:
-        if len(found.token_ids) < 2:
-            return found
+        if len(pool.token_ids) < 2:
+            return pool
         low, high = max(0.0, warmth - params.dynatemp_range), warmth + params.dynatemp_range
-        share = min(1.0, max(0.0, _entropy(found) / math.log(len(found.token_ids))))
+        share = min(1.0, max(0.0, _entropy(pool) / math.log(len(pool.token_ids))))
         warmth = low + (high - low) * share**params.dynatemp_exponent
     if warmth == 0.0:
-        return found.take(found.scaled == 0.0)
+        return pool.take(pool.scaled == 0.0)
     with np.errstate(over="ignore"):
-        scaled = found.scaled / warmth
+        scaled = pool.scaled / warmth
     keep = scaled > -np.inf
-    return Candidates(found.token_ids[keep], scaled[keep], base_of(found.base, warmth))
+    return Candidates(pool.token_ids[keep], scaled[keep], base_of(pool.base, warmth))
 
 
-def min_p(found: Candidates, params: SamplingParams) -> Candidates:
-    """Those of at least `min_p` times the likeliest one's probability (Nguyen et al. 2024, arXiv 2407.01082)."""
-    return found.take(found.scaled >= math.log(params.min_p))
+def min_p(pool: Candidates, params: SamplingParams) -> Candidates:
+    """Keep those of at least `min_p` times the likeliest one's probability (Nguyen et al. 2024, arXiv 2407.01082)."""
+    return pool.take(pool.scaled >= math.log(params.min_p))
 
 
-def top_k(found: Candidates, params: SamplingParams) -> Candidates:
-    """The `top_k` likeliest (Fan et al. 2018)."""
-    return found.take(np.sort(largest(found.scaled, params.top_k)))
+def top_k(pool: Candidates, params: SamplingParams) -> Candidates:
+    """Keep the `top_k` likeliest (Fan et al. 2018)."""
+    return pool.take(np.sort(largest(pool.scaled, params.top_k)))
 
 
-def top_p(found: Candidates, params: SamplingParams) -> Candidates:
-    """The shortest head of the ranking that holds `top_p` of the mass (Holtzman et al. 2020)."""
-    return found.take(np.sort(_nucleus(found.scaled, weights(found.scaled), params.top_p)))
+def top_p(pool: Candidates, params: SamplingParams) -> Candidates:
+    """Keep the shortest head of the ranking that holds `top_p` of the mass (Holtzman et al. 2020)."""
+    return pool.take(np.sort(_nucleus(pool.scaled, weights(pool.scaled), params.top_p)))
 
 
-def typical_p(found: Candidates, params: SamplingParams) -> Candidates:
-    """Those whose surprise is nearest to the entropy, until they hold `typical_p` (Meister et al. 2023, section 3)."""
-    mass = weights(found.scaled)
-    far = np.abs(_log_sum(mass) - found.scaled - _entropy(found))
+def typical_p(pool: Candidates, params: SamplingParams) -> Candidates:
+    """Keep those whose surprise is nearest to the entropy, until they hold `typical_p` (Meister et al. 2023, section
+    3)."""
+    mass = weights(pool.scaled)
+    far = np.abs(_log_sum(mass) - pool.scaled - _entropy(pool))
     # The nearest have the greatest -far; the rest is as for top_p.
-    return found.take(np.sort(_nucleus(-far, mass, params.typical_p))).settled()
+    return pool.take(np.sort(_nucleus(-far, mass, params.typical_p))).settled()
 
 
-def top_n_sigma(found: Candidates, params: SamplingParams) -> Candidates:
-    """Those within `top_n_sigma` standard deviations of the greatest logit (Tang et al. 2024, arXiv 2411.07641)."""
-    away = found.scaled - found.scaled.sum() / len(found.scaled)
+def top_n_sigma(pool: Candidates, params: SamplingParams) -> Candidates:
+    """Keep those within `top_n_sigma` standard deviations of the greatest logit (Tang et al. 2024, arXiv
+    2411.07641)."""
+    away = pool.scaled - pool.scaled.sum() / len(pool.scaled)
     deviation = math.sqrt(float((away * away).sum()) / len(away))
-    return found.take(found.scaled >= -params.top_n_sigma * deviation)
+    return pool.take(pool.scaled >= -params.top_n_sigma * deviation)
 
 
-def xtc(found: Candidates, params: SamplingParams, coin: float) -> Candidates:
+def xtc(pool: Candidates, params: SamplingParams, coin: float) -> Candidates:
     """Exclude top choices (p-e-w, text-generation-webui #6335): where `coin` is below `xtc_probability`, all tokens
     of at least `xtc_threshold` go, except the unlikeliest of them."""
     if coin >= params.xtc_probability:
-        return found
-    mass = weights(found.scaled)
+        return pool
+    mass = weights(pool.scaled)
     top = np.flatnonzero(mass >= params.xtc_threshold * float(mass.sum()))
     if len(top) < 2:
-        return found
-    last = top[found.scaled[top] == found.scaled[top].min()][-1]
+        return pool
+    last = top[pool.scaled[top] == pool.scaled[top].min()][-1]
     keep = np.ones(len(mass), np.bool_)
     keep[top] = False
     keep[last] = True
-    return found.take(keep).settled()
+    return pool.take(keep).settled()
 
 
-def mirostat(found: Candidates, params: SamplingParams, mu: float, vocab_size: int) -> Candidates:
-    """What mirostat keeps (Basu et al. 2021, arXiv 2007.14966, algorithms 1 and 2): with version 1 the top k, k from
-    a fit of Zipf's law to the hundred likeliest; with version 2 the tokens of a surprise up to `mu` bits."""
+def mirostat(pool: Candidates, params: SamplingParams, mu: float, vocab_size: int) -> Candidates:
+    """Keep what mirostat allows (Basu et al. 2021, arXiv 2007.14966, algorithms 1 and 2): with version 1 the top k, k
+    from a fit of Zipf's law to the hundred likeliest; with version 2 the tokens of a surprise up to `mu` bits."""
     if params.mirostat == 2:
-        keep = surprise(found) <= mu
-        return found.take(keep) if keep.any() else found.take(largest(found.scaled, 1))
-    head = -np.sort(-found.scaled)[:MIROSTAT_HEAD]
+        keep = surprise(pool) <= mu
+        return pool.take(keep) if keep.any() else pool.take(largest(pool.scaled, 1))
+    head = -np.sort(-pool.scaled)[:MIROSTAT_HEAD]
     ranks = np.arange(1, len(head))
     steps = np.log((ranks + 1) / ranks)
     slope = float((steps * (head[:-1] - head[1:])).sum() / (steps * steps).sum()) if len(head) > 1 else 1.0
-    return found.take(np.sort(largest(found.scaled, _zipf_k(slope, mu, vocab_size, len(found.scaled)))))
+    return pool.take(np.sort(largest(pool.scaled, _zipf_k(slope, mu, vocab_size, len(pool.scaled)))))
 
 
 def _zipf_k(slope: float, mu: float, vocab_size: int, most: int) -> int:
@@ -255,27 +259,27 @@ def _zipf_k(slope: float, mu: float, vocab_size: int, most: int) -> int:
     return most if bits >= 62 else max(1, min(most, int(2.0**bits)))
 
 
-def adaptive_p(found: Candidates, params: SamplingParams, mean: float) -> Candidates:
-    """Candidates as likely as they are near to a probability (llama.cpp #17927): all are kept, and likeliest is one
-    that has a = 2 `adaptive_target` - `mean`, held between 0 and 1. `mean` is the running one of what was drawn.
+def adaptive_p(pool: Candidates, params: SamplingParams, mean: float) -> Candidates:
+    """Make candidates likelier the nearer they are to a probability (llama.cpp #17927), a = 2 `adaptive_target` -
+    `mean` held between 0 and 1. All are kept. `mean` is the running mean of the drawn tokens' probabilities.
 
     With d = |p - a| / 0.3 a logit becomes -10 d^2 / (1 + d): a parabola near a, a slope further off.
     """
     aim = min(1.0, max(0.0, 2.0 * params.adaptive_target - mean))
-    away = np.abs(probabilities(found) - aim) / ADAPTIVE_WIDTH
-    return Candidates(found.token_ids, -ADAPTIVE_SHARPNESS * away * away / (1.0 + away), 0.0).settled()
+    away = np.abs(probabilities(pool) - aim) / ADAPTIVE_WIDTH
+    return Candidates(pool.token_ids, -ADAPTIVE_SHARPNESS * away * away / (1.0 + away), 0.0).settled()
 
 
-def probabilities(found: Candidates) -> F64:
-    """Of every candidate, among them all."""
-    mass = weights(found.scaled)
+def probabilities(pool: Candidates) -> F64:
+    """Return the probability of each candidate among them all."""
+    mass = weights(pool.scaled)
     shares: F64 = mass / float(mass.sum())
     return shares
 
 
-def surprise(found: Candidates) -> F64:
-    """-log2 of the probability of every candidate."""
-    bits: F64 = (_log_sum(weights(found.scaled)) - found.scaled) / math.log(2.0)
+def surprise(pool: Candidates) -> F64:
+    """Return -log2 of the probability of each candidate."""
+    bits: F64 = (_log_sum(weights(pool.scaled)) - pool.scaled) / math.log(2.0)
     return bits
 
 
@@ -283,9 +287,9 @@ def _log_sum(mass: I64) -> float:
     return math.log(float(mass.sum()) * 2.0**-ONE)
 
 
-def _entropy(found: Candidates) -> float:
+def _entropy(pool: Candidates) -> float:
     """In nats: log of the sum less the mean of the scaled logits."""
-    mass = weights(found.scaled)
+    mass = weights(pool.scaled)
     near = mass > 0
-    mean = float((mass[near] * found.scaled[near]).sum()) / float(mass.sum())
+    mean = float((mass[near] * pool.scaled[near]).sum()) / float(mass.sum())
     return _log_sum(mass) - mean

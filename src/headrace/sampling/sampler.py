@@ -1,10 +1,10 @@
-"""The sampler: from rows of logits to one token id each, and to log-probabilities where they are asked for.
+"""The sampler: from rows of logits to one token id each, and to log-probabilities where they are requested.
 
 Order: log-probabilities of the raw logits; the caller's processors and logit_bias; penalties and DRY; the watermark;
 masks and bans; then `SamplingParams.order` (by default vLLM V1's: temperature, min_p, top_k, top_p, others in between,
-adaptive_p last) or mirostat; then the argmax of (what is left + keyed Gumbel noise), which is a draw from the filtered
+adaptive_p last) or mirostat; then the argmax of (scaled logits + keyed Gumbel noise), which is a draw from the filtered
 distribution (Gumbel-max: Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). Ties fall to the lower token id
-everywhere. A row's numbers are made from that row only, in orders that depend on nothing else: what comes out can not
+everywhere. A row's numbers are computed from that row alone, in orders that depend on nothing else: the result cannot
 depend on the batch. Knows no sequences and no requests; called by the runner.
 """
 
@@ -27,10 +27,10 @@ F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 SPAN = 32
-"""Rows worked on together: bounds the memory for edited rows and for candidates."""
+"""Rows that are sampled together: bounds the memory for edited rows and for candidates."""
 
 FEW = 512
-"""So many candidates of a row, or fewer, get their noise in one call with other rows'."""
+"""Rows of at most so many candidates get their noise in one call."""
 
 MAX_PLANS = 1024
 
@@ -38,16 +38,16 @@ NONE_LEFT = "no token is left: biases, bans and masks forbid all of them"
 
 
 class NonFiniteLogitsError(ValueError):
-    """A row of logits with a NaN, with +inf, or with nothing but -inf. (-inf alone means: this token never.)"""
+    """A row of logits with a NaN, with +inf, or with nothing but -inf. (A single -inf bans its token.)"""
 
 
 @dataclass(slots=True)
 class Row:
-    """What is to be known of a row of logits to draw from it.
+    """A row of logits to draw from, without the logits.
 
     `position` is the index, in its sequence, of the token to be drawn; `num_prompt` of the tokens before it are the
     prompt; `history` are all of them, or nothing unless `params.needs_history`. `best` is the row's likeliest token,
-    the lowest id of equals, where that is known. `state` is what the sampler told after the sequence's last token.
+    the lowest id of equals, where that is known. `state` is `Drawn.state` of the sequence's last token.
     `mask`: bit t % 32 of word t // 32 is set if token t is allowed.
     """
 
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(slots=True)
 class Drawn:
-    """A row's token; log-probabilities and the sampler's state where there are any."""
+    """The token drawn for a row, its log-probability if requested, and the sampler's state if it has one."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -70,7 +70,7 @@ class Drawn:
 
 
 class _Plan(NamedTuple):
-    """What follows from the parameters alone: stages that edit the row, what `select` does, the stages after it."""
+    """Stages of a set of parameters: those that edit the row, what `select` does, and those after it."""
 
     first: list[str]
     cut: Cut
@@ -81,7 +81,7 @@ class _Plan(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A row that waits for its draw: its logits after all edits, their maximum, and what is left to be done."""
+    """A row that needs a draw: its logits after all edits, their maximum, and the stages to come."""
 
     place: int
     row: Row
@@ -92,7 +92,7 @@ class _Open(NamedTuple):
 
 
 class Sampler:
-    """Samples rows of `vocab_size` logits that lie on the host. `select` may be a backend's own."""
+    """Samples rows of `vocab_size` logits in host memory. `select` may be a backend's own."""
 
     def __init__(self, vocab_size: int, eos_token_ids: list[int], select: Select = select_all) -> None:
         self.vocab_size = vocab_size
@@ -103,10 +103,10 @@ class Sampler:
         self._plans: dict[int, tuple[SamplingParams, _Plan]] = {}
 
     def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
-        """For each row of `logits` [S, V] its token, or why there is none: an error belongs to its row alone.
+        """Return for each row of `logits` [S, V] its token, or the error of that row alone.
 
-        That is a `NonFiniteLogitsError` for a row that no token can be drawn from; or a biased token id beyond the
-        vocabulary, a missing seed, bans that leave no token, a processor of the caller's that failed.
+        Errors: `NonFiniteLogitsError` for a row that no token can be drawn from; others for a biased token id beyond
+        the vocabulary, a missing seed, bans that allow no token, and a logits processor that failed.
         """
         self._verify(logits)
         if len(logits) != len(rows):
@@ -117,43 +117,43 @@ class Sampler:
         return drawn
 
     def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
-        """For each row of `logits` [S, V] the distribution that `sample_rows` draws from: token ids, ascending, and
-        their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
+        """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,
+        and their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
         `sample_rows`."""
         self._verify(logits)
-        found: list[tuple[Ids, F64] | ValueError] = []
+        distributions: list[tuple[Ids, F64] | ValueError] = []
         for x, row in zip(logits, rows, strict=True):
             try:
                 pool = self._pool(x, row)
             except (RequestError, ValueError) as error:
-                found.append(_own(error))
+                distributions.append(_as_value_error(error))
                 continue
-            found.append((pool.token_ids, filters.probabilities(pool)))
-        return found
+            distributions.append((pool.token_ids, filters.probabilities(pool)))
+        return distributions
 
     def rank(self, logits: F32, rows: list[Row], width: int) -> list[Ids | ValueError]:
-        """For each row of `logits` [S, V] the `width` tokens with the greatest sums of scaled logit and noise, best
-        first: the first is what `sample_rows` gives. Where fewer may be drawn, there are fewer."""
+        """Return the `width` tokens with the greatest sums of scaled logit and noise, best first, for each row of
+        `logits` [S, V]: the first is that of `sample_rows`. Where fewer may be drawn, there are fewer."""
         self._verify(logits)
-        found: list[Ids | ValueError] = []
+        rankings: list[Ids | ValueError] = []
         for x, row in zip(logits, rows, strict=True):
             try:
                 pool = self._pool(x, row)
             except (RequestError, ValueError) as error:
-                found.append(_own(error))
+                rankings.append(_as_value_error(error))
                 continue
             sums = pool.scaled
             if not row.params.greedy and len(pool.token_ids) > 1:
                 words = noise.bits(row.params.seed or 0, row.position, pool.token_ids)
                 sums = sums + noise.gumbel(words)
             elif row.params.greedy:
-                # All may follow, and the likeliest does.
+                # Any token may follow; the likeliest does.
                 pool, sums = Candidates(np.arange(len(x)), x.astype(np.float64), 0.0), x.astype(np.float64)
-            found.append(pool.token_ids[largest(sums, min(width, len(sums)))])
-        return found
+            rankings.append(pool.token_ids[largest(sums, min(width, len(sums)))])
+        return rankings
 
     def _pool(self, x: F32, row: Row) -> Candidates:
-        """What may be drawn from the row, all filters passed."""
+        """Return the candidates of a row after all filters."""
         opened = self._open(0, x, row)
         if not isinstance(opened, _Open):
             return Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
@@ -163,7 +163,7 @@ class Sampler:
         return _steered(pool, row, self.vocab_size) if opened.plan.steers else pool
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
-        """Log-probabilities of known tokens: row i of `logits` [P, V] foretold `next_token_ids[i]`."""
+        """Return log-probabilities of known tokens: `next_token_ids[i]` under row i of `logits` [P, V]."""
         self._verify(logits)
         if len(logits) != len(next_token_ids):
             raise ValueError(f"{len(logits)} rows of logits, {len(next_token_ids)} tokens")
@@ -174,44 +174,44 @@ class Sampler:
             raise ValueError(f"logits have shape {logits.shape}, expected [S, {self.vocab_size}]")
 
     def _sample_some(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
-        found: list[Drawn | ValueError] = []
-        waiting: list[_Open] = []
+        results: list[Drawn | ValueError] = []
+        open_rows: list[_Open] = []
         for index, (x, row) in enumerate(zip(logits, rows, strict=True)):
             try:
                 opened = self._open(index, x, row)
             except (RequestError, ValueError) as error:
-                found.append(_own(error))
+                results.append(_as_value_error(error))
                 continue
             if isinstance(opened, _Open):
-                waiting.append(opened)
-                found.append(Drawn(-1))
+                open_rows.append(opened)
+                results.append(Drawn(-1))
             else:
-                found.append(opened)
-        for opened, drawn in zip(waiting, self._draw(waiting), strict=True):
-            found[opened.place] = drawn
-        for index, drawn in enumerate(found):
+                results.append(opened)
+        for opened, drawn in zip(open_rows, self._draw(open_rows), strict=True):
+            results[opened.place] = drawn
+        for index, drawn in enumerate(results):
             if isinstance(drawn, Drawn) and rows[index].params.logprobs is not None:
                 try:
-                    found[index] = self.told(logits[index], rows[index], drawn)
+                    results[index] = self.with_logprob(logits[index], rows[index], drawn)
                 except ValueError as error:
-                    found[index] = error
-        return found
+                    results[index] = error
+        return results
 
-    def told(self, x: F32, row: Row, drawn: Drawn) -> Drawn:
-        """`drawn`, with its log-probability if the row's parameters ask for that. Raises `NonFiniteLogitsError`."""
+    def with_logprob(self, x: F32, row: Row, drawn: Drawn) -> Drawn:
+        """Return `drawn` with its log-probability if the parameters request it. Raises `NonFiniteLogitsError`."""
         if row.params.logprobs is not None:
             drawn.logprob = token_logprob(x, drawn.token_id, row.params.logprobs)
         return drawn
 
     def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
-        """The row after all edits; or its token, where that needs no draw."""
+        """Return the row after all edits; or its token, where that needs no draw."""
         params, best = row.params, row.best
         history = np.array(row.history, np.int64)
-        must = edits.replayed(params, row.position - row.num_prompt)
-        if must is None:
-            must = edits.forced(params, history)
-        if must is not None and must < self.vocab_size and (row.mask is None or _allows(row.mask, must)):
-            return Drawn(must, state=row.state)
+        token_id = edits.replayed(params, row.position - row.num_prompt)
+        if token_id is None:
+            token_id = edits.forced(params, history)
+        if token_id is not None and token_id < self.vocab_size and (row.mask is None or _allows(row.mask, token_id)):
+            return Drawn(token_id, state=row.state)
         plan = self._plan(params)
         bans = edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
         if plan.edits or bans or row.mask is not None:
@@ -237,9 +237,9 @@ class Sampler:
         return _Open(index, row, x, float(x[best]), cut, plan)
 
     def _plan(self, params: SamplingParams) -> _Plan:
-        known = self._plans.get(id(params))
-        if known is not None:
-            return known[1]
+        entry = self._plans.get(id(params))
+        if entry is not None:
+            return entry[1]
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         stages = _stages(params, self.vocab_size)
@@ -259,7 +259,7 @@ class Sampler:
         return plan
 
     def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
-        """A copy of the row with processors, biases, penalties, the watermark, masks and bans."""
+        """Return a copy of the row after processors, biases, penalties, the watermark, masks and bans."""
         params = row.params
         if index >= len(self._edited):
             self._edited = np.empty((min(SPAN, max(index + 1, 2 * len(self._edited))), self.vocab_size), np.float32)
@@ -269,7 +269,7 @@ class Sampler:
             edits.biased(edited, params.logit_bias)
         for stage in first:
             edits.edit(stage, edited, history, row.num_prompt, params)
-        # What comes after nothing is not marked.
+        # The first token follows none, so it has no mark.
         if isinstance(params.watermark, Watermark) and row.history:
             watermark.marked(edited, params.watermark, row.history[-1])
         if params.allowed_token_ids:
@@ -279,23 +279,24 @@ class Sampler:
         edited[[token_id for token_id in bans if token_id < self.vocab_size]] = -np.inf
         return edited
 
-    def _draw(self, waiting: list[_Open]) -> list[Drawn | ValueError]:
-        if not waiting:
+    def _draw(self, open_rows: list[_Open]) -> list[Drawn | ValueError]:
+        if not open_rows:
             return []
-        rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in waiting), strict=True)
+        rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in open_rows), strict=True)
         pools = self._select(list(rows), list(greatest), list(cuts))
-        made: list[Drawn | ValueError] = []
+        drawn: list[Drawn | ValueError] = []
         finals: list[Candidates] = []
         wholes: list[Candidates] = []
-        for opened, pool in zip(waiting, pools, strict=True):
+        for opened, pool in zip(open_rows, pools, strict=True):
             for stage in opened.plan.stages:
                 pool = self._stage(stage, pool, opened.row)
             wholes.append(pool)
             finals.append(_steered(pool, opened.row, self.vocab_size) if opened.plan.steers else pool)
-        for opened, whole, token_id in zip(waiting, wholes, _gumbel_argmax(waiting, finals), strict=True):
-            steers = opened.plan.steers
-            made.append(Drawn(token_id, state=_next_state(opened.row, whole, token_id) if steers else opened.row.state))
-        return made
+        for opened, whole, token_id in zip(open_rows, wholes, _gumbel_argmax(open_rows, finals), strict=True):
+            row = opened.row
+            state = _next_state(row, whole, token_id) if opened.plan.steers else row.state
+            drawn.append(Drawn(token_id, state=state))
+        return drawn
 
     def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
         params = row.params
@@ -319,7 +320,7 @@ _FILTERS = {
 }
 
 
-def _own(error: Exception) -> ValueError:
+def _as_value_error(error: Exception) -> ValueError:
     return error if isinstance(error, ValueError) else ValueError(str(error))
 
 
@@ -335,14 +336,14 @@ def _state(row: Row) -> float:
 
 
 def _steered(pool: Candidates, row: Row, vocab_size: int) -> Candidates:
-    """What mirostat or adaptive-p makes of the candidates."""
+    """Apply mirostat or adaptive-p to the candidates."""
     if row.params.mirostat:
         return filters.mirostat(pool, row.params, _state(row), vocab_size)
     return filters.adaptive_p(pool, row.params, _state(row))
 
 
 def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
-    """The state after `token_id`, which was drawn from what was made of `pool`, under mirostat or adaptive-p."""
+    """The state of mirostat or adaptive-p after `token_id`; `pool` are the candidates before either."""
     params = row.params
     place = int(np.searchsorted(pool.token_ids, token_id))
     if params.mirostat:
@@ -352,7 +353,7 @@ def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
 
 
 def _stages(params: SamplingParams, vocab_size: int) -> list[str]:
-    """The samplers that do something, in their order. Mirostat takes the place of the filters."""
+    """The samplers with an effect, in their order. Mirostat takes the place of the filters."""
     active = {
         "penalties": params.penalizes,
         "dry": params.dries,
@@ -371,9 +372,11 @@ def _stages(params: SamplingParams, vocab_size: int) -> list[str]:
 
 
 def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[str]]:
-    """The stages that one `select` does alike, and the others. min_p and top_k both keep a head of the ranking, so
-    their order does not matter, nor does temperature's to top_k."""
-    cut, taken = Cut(), 0
+    """Split the stages into those that one `select` does alike, and the others.
+
+    min_p and top_k both keep a head of the ranking, so their order does not matter, nor does temperature's to top_k.
+    """
+    cut, num_stages = Cut(), 0
     for stage in stages:
         if stage == "temperature" and cut.floor == -np.inf and params.dynatemp_range == 0.0:
             cut = cut._replace(temperature=params.temperature)
@@ -382,11 +385,11 @@ def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[s
         elif stage == "top_k":
             cut = cut._replace(top_k=params.top_k)
         elif stage == "top_p":
-            return cut._replace(top_p=params.top_p), stages[taken + 1 :]
+            return cut._replace(top_p=params.top_p), stages[num_stages + 1 :]
         else:
             break
-        taken += 1
-    return cut, stages[taken:]
+        num_stages += 1
+    return cut, stages[num_stages:]
 
 
 def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
@@ -407,34 +410,34 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
     )
 
 
-def _gumbel_argmax(waiting: list[_Open], pools: list[Candidates]) -> list[int]:
+def _gumbel_argmax(open_rows: list[_Open], pools: list[Candidates]) -> list[int]:
     """Of each pool the id whose scaled logit plus noise is greatest."""
-    found = [int(pool.token_ids[0]) if len(pool.token_ids) == 1 else -1 for pool in pools]
+    token_ids = [int(pool.token_ids[0]) if len(pool.token_ids) == 1 else -1 for pool in pools]
     few = [i for i, pool in enumerate(pools) if 1 < len(pool.token_ids) <= FEW]
     if few:
         counts = [len(pools[i].token_ids) for i in few]
-        seeds = [waiting[i].row.params.seed or 0 for i in few]
-        positions = [waiting[i].row.position for i in few]
+        seeds = [open_rows[i].row.params.seed or 0 for i in few]
+        positions = [open_rows[i].row.position for i in few]
         words = noise.bits_of_rows(seeds, positions, counts, np.concatenate([pools[i].token_ids for i in few]))
         sums = noise.gumbel(words) + np.concatenate([pools[i].scaled for i in few])
         start = 0
         for i, count in zip(few, counts, strict=True):
             best = int(np.argmax(sums[start : start + count]))
             if sums[start + best] >= pools[i].bar:
-                found[i] = int(pools[i].token_ids[best])
+                token_ids[i] = int(pools[i].token_ids[best])
             start += count
-    for i, opened in enumerate(waiting):
-        if found[i] < 0 or (len(pools[i].token_ids) == 1 and pools[i].bar > -np.inf):
-            # Too many for the others' company; or the winner may have been left out, once in 10**8 draws.
+    for i, opened in enumerate(open_rows):
+        if token_ids[i] < 0 or (len(pools[i].token_ids) == 1 and pools[i].bar > -np.inf):
+            # Too many for the common call; or the winner may have been left out, once in 10**8 draws.
             pool = pools[i] if pools[i].bar == -np.inf else select(opened.x, opened.greatest, opened.cut)
-            found[i] = _of_many(pool, opened.row.params.seed or 0, opened.row.position)
-    return found
+            token_ids[i] = _of_many(pool, opened.row.params.seed or 0, opened.row.position)
+    return token_ids
 
 
 def _of_many(pool: Candidates, seed: int, position: int) -> int:
     """The same for one pool of any size."""
     token_ids, scaled = pool.token_ids, pool.scaled
-    # Whoever is further below the likeliest token's sum than noise can lift need not be looked at.
+    # Noise cannot lift a token from further below the likeliest one's sum.
     first = token_ids[np.argmax(scaled)][None]
     floor = noise.gumbel(noise.bits(seed, position, first))[0] - noise.GUMBEL_MAX - 1e-6
     near = scaled >= floor

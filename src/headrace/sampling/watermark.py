@@ -1,9 +1,9 @@
-"""The watermark: which tokens are green, what that does to logits, and how to tell a marked text.
+"""The watermark: which tokens are green, what that changes in logits, and how a marked text is detected.
 
 Kirchenbauer et al., "A Watermark for Large Language Models", ICML 2023 (arXiv 2301.10226), algorithm 2 and equation 3.
 A token is green after another if the keyed noise of (`hashing_key`, the token before, its own id) is below `gamma`:
-each by itself, so that a detector looks at the tokens of the text only, and the width of the vocabulary does not
-matter. Knows no model and no text. Called by `sampler`; `detect` is for whoever holds a text.
+each by itself, so that a detector reads the tokens of the text alone, whatever the width of the vocabulary. Knows no
+model and no text. Called by `sampler`; `detect` is for users who hold a text.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Bools = NDArray[np.bool_]
 
 
 class Detection(NamedTuple):
-    """What a text tells of a mark: `num_tokens` were looked at, `num_green` of them are green. `z_score` is by how many
-    deviations that is more than chance gives, `p_value` the chance of as many or more without the mark."""
+    """Evidence of a mark in a text: of `num_tokens` tokens, `num_green` are green. `z_score` is by how many standard
+    deviations these are more than chance gives, `p_value` the chance of as many or more without the mark."""
 
     num_tokens: int
     num_green: int
@@ -45,9 +45,9 @@ def marked(x: NDArray[np.float32], mark: Watermark, previous: int) -> None:
 
 
 def detect(token_ids: Sequence[int], mark: Watermark | None = None) -> Detection:
-    """Look for `mark` (the default one, if None) in a text. Its first token is only what comes before the second.
+    """Look for `mark` (the default one, if None) in a text. Its first token only precedes the second.
 
-    A pair of tokens that comes again is green again, so each pair counts once. z = (g - gamma T) / sqrt(T gamma (1 -
+    A repeated pair of tokens is green again, so each pair counts once. z = (g - gamma T) / sqrt(T gamma (1 -
     gamma)) of g green among T; above 4 is 1 in 30,000 unmarked texts. Raises `RequestError` for fewer than two tokens.
     """
     mark = Watermark() if mark is None else mark
@@ -58,9 +58,9 @@ def detect(token_ids: Sequence[int], mark: Watermark | None = None) -> Detection
     pairs = np.unique(np.stack([np.array(token_ids[:-1], np.int64), np.array(token_ids[1:], np.int64)]), axis=1)
     total = pairs.shape[1]
     words = noise.bits_of_rows([mark.hashing_key] * total, pairs[0].tolist(), [1] * total, pairs[1], noise.WATERMARK)
-    found = int(np.count_nonzero(words < _bar(mark)))
-    z = (found - mark.gamma * total) / math.sqrt(total * mark.gamma * (1.0 - mark.gamma))
-    return Detection(total, found, z, math.erfc(z / math.sqrt(2.0)) / 2.0)
+    num_green = int(np.count_nonzero(words < _bar(mark)))
+    z = (num_green - mark.gamma * total) / math.sqrt(total * mark.gamma * (1.0 - mark.gamma))
+    return Detection(total, num_green, z, math.erfc(z / math.sqrt(2.0)) / 2.0)
 
 
 def _bar(mark: Watermark) -> np.uint64:

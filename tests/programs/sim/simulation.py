@@ -22,7 +22,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.errors import ContextLengthError, RequestError
-from headrace.protocol.step import BeamResult, DraftTokens, Finish, Request, ScheduledBatch, StepOutput
+from headrace.protocol.step import BeamResult, Draft, Finish, Request, ScheduledBatch, StepOutput
 
 
 class Violation(Exception):
@@ -180,7 +180,7 @@ class Simulation:
     def _draw_rest(self) -> int:
         return self.rng.choice([0, 0, 0, 0, 0, 3])
 
-    def _guess(self, step_id: int, index: int, say: Callable[[list[int]], int]) -> DraftTokens | None:
+    def _guess(self, step_id: int, index: int, say: Callable[[list[int]], int]) -> Draft | None:
         draft = draw_draft(self.rng, self.world, say)
         self._log(f"guess {draft}")
         return draft

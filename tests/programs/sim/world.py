@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import DraftTokens, Request
+from headrace.protocol.step import Draft, Request
 
 EVENTS = (
     "arrival",
@@ -105,7 +105,7 @@ def draw_world(rng: Random) -> World:
     return replace(made, policy="fair") if made.policy == "priority" and made.max_alive == 12 else made
 
 
-def draw_draft(rng: Random, world: World, say: Callable[[list[int]], int]) -> DraftTokens | None:
+def draw_draft(rng: Random, world: World, say: Callable[[list[int]], int]) -> Draft | None:
     """A chain or a tree of guesses, of which about `guess_share` are right. `say` tells what comes after some more."""
     if rng.random() >= world.guess_share:
         return None
@@ -123,8 +123,8 @@ def draw_draft(rng: Random, world: World, say: Callable[[list[int]], int]) -> Dr
             tokens.append(token)
             parents.append(parent)
     if parents == list(range(-1, len(parents) - 1)) and rng.random() < 0.5:
-        return DraftTokens(tokens)
-    return DraftTokens(tokens, parents)
+        return Draft(tokens)
+    return Draft(tokens, parents)
 
 
 def draw_request(rng: Random, world: World, name: str, group: str = "") -> Request:

@@ -27,11 +27,11 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
-from headrace.protocol.step import Request, Stats
+from headrace.protocol.step import Draft, Request, Stats
 
 if TYPE_CHECKING:
     from headrace.cli.bench.words import Words
-    from headrace.drafters.base import Context, Draft
+    from headrace.drafters.base import Context
 
 MAX_TURN_TOKENS = 512
 
@@ -66,8 +66,6 @@ class Synthetic:
         self._known[tuple(prompt)] = [*prompt, *answer]
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
-        from headrace.drafters.base import Draft
-
         drafts = []
         for context in contexts:
             text = self._texts.get(context.seq_id)
