@@ -1,7 +1,10 @@
-"""`CallContext`: what a call is known by, from its arrival to its end: in replies, lines of the log, errors and traces.
+"""`CallContext`: what a call is known by, from its arrival to its end: in replies, lines of the log, errors and traces;
+and its deadline, by which it has to be over (R-13).
 
-`serve.gates.calls` enters it with `answering`; code that works for a call reads it with `current`. Knows no routes, no
-requests and no HTTP.
+`serve.gates.calls` enters the context with `answering`; code that works for a call reads it with `current`. The
+deadline is set by `within`: by `serve.gates.deadlines` for every route, and by requests that have a timeout. Its time
+counts from the arrival of the headers, so it covers body, template, tokeniser, queue and answer; `engine.client` keeps
+it. Knows no routes, no requests and no HTTP.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ class CallContext(msgspec.Struct, frozen=True):
 
 NONE = CallContext()
 _context: ContextVar[CallContext] = ContextVar("headrace_call", default=NONE)
+_deadline: ContextVar[float | None] = ContextVar("headrace_deadline", default=None)
 
 
 def current() -> CallContext:
@@ -49,3 +53,20 @@ def answering(context: CallContext) -> Iterator[None]:
         yield
     finally:
         _context.reset(token)
+
+
+def deadline() -> float | None:
+    """Monotonic seconds at which the call that is being answered has to be over; None: never."""
+    return _deadline.get()
+
+
+@contextlib.contextmanager
+def within(seconds: float | None, arrival: float) -> Iterator[None]:
+    """What is opened in the block has to be over so long after `arrival`, or at the deadline that holds already if that
+    is earlier. None sets no further deadline."""
+    ends = [end for end in (_deadline.get(), None if seconds is None else arrival + seconds) if end is not None]
+    token = _deadline.set(min(ends, default=None))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from headrace.engine.client import EngineClient
-from headrace.engine.deadlines import current as current_deadline
+from headrace.engine.context import deadline
 from headrace.engine.rates import Limits, Rates
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import salted
@@ -174,7 +174,7 @@ class Front:
             )
             for token_ids in prompts
         ]
-        stream = self.client.submit([request for group in groups for request in group], arrival, current_deadline())
+        stream = self.client.submit([request for group in groups for request in group], arrival, deadline())
         states = [
             RequestState(request, self.tokenizer, index, arrival)
             for group in groups
@@ -193,7 +193,7 @@ class Front:
     ) -> Generation:
         known = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
         requests = [make_search(ids, beam, params, self.info, **known) for ids in prompts]  # type: ignore[arg-type]
-        stream = self.client.submit(requests, arrival, current_deadline())
+        stream = self.client.submit(requests, arrival, deadline())
         num = beam.num_answers
         states = [RequestState(r, self.tokenizer, index, arrival) for r in requests for index in range(num)]
         return Generation(stream, states, num, self.observer, per_request=num)

@@ -1,7 +1,7 @@
 """What a chat answer is made of, and what takes its text apart: content, reasoning and tool calls, as they come.
 
 A parser is fed the text of one answer in pieces, however it was cut, and says what each piece adds. Called by
-`chat_answer` and read by every API that tells of a chat; `reasoning` and `tools` have the parsers. Knows no tokens.
+`serve.call.answers` and read by every API's chat; `reasoning` and `tools` have the parsers. Knows no tokens.
 """
 
 from __future__ import annotations

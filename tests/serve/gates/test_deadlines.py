@@ -13,7 +13,7 @@ import pytest
 from tests.serve.test_faults import LONG, events, is_idle
 from tests.support.server import HTTP, Live, inproc
 
-from headrace.engine import deadlines
+from headrace.engine import context
 from headrace.engine.request_stream import RequestStream
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
@@ -163,14 +163,14 @@ def test_R_13_a_thousand_calls_end_in_time_or_with_the_error(tokenizer: Tokenize
 
 def test_R_13_a_timeout_in_a_body_is_for_that_body_alone() -> None:
     """Calls that are answered in one task, as the lines of a batch are, do not take over each other's."""
-    assert deadlines.current() is None
-    with deadlines.within(5.0, 100.0):
-        assert deadlines.current() == 105.0
-        with deadlines.within(9.0, 100.0):
-            assert deadlines.current() == 105.0
-        with deadlines.within(None, 100.0):
-            assert deadlines.current() == 105.0
-        with deadlines.within(2.0, 100.0):
-            assert deadlines.current() == 102.0
-        assert deadlines.current() == 105.0
-    assert deadlines.current() is None
+    assert context.deadline() is None
+    with context.within(5.0, 100.0):
+        assert context.deadline() == 105.0
+        with context.within(9.0, 100.0):
+            assert context.deadline() == 105.0
+        with context.within(None, 100.0):
+            assert context.deadline() == 105.0
+        with context.within(2.0, 100.0):
+            assert context.deadline() == 102.0
+        assert context.deadline() == 105.0
+    assert context.deadline() is None

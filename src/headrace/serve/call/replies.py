@@ -1,4 +1,4 @@
-"""The replies of the OpenAI routes, built from `RequestState`s: choices, log-probabilities, usage and timings.
+"""Parts of replies that several APIs share, built from `RequestState`s: choices, log-probabilities, usage and timings.
 
 Pure functions from state to plain dicts, used for whole replies and for chunks of a stream, so that the two agree.
 Knows no HTTP and no engine.
@@ -10,12 +10,19 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.protocol.step import Request, TokenLogprob
 from headrace.text.outputs import RequestState
 from headrace.text.tokenizer import TokenBytes, Tokenizer
 
 # JSON has no infinity. OpenAI's clients know this number as "as good as impossible" (R-16).
 LOWEST_LOGPROB = -9999.0
+
+
+def event(body: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def clamp(logprob: float) -> float:

@@ -90,7 +90,7 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
-    # The form of the answer, see `serve.call.forms`.
+    # The form of the answer.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None

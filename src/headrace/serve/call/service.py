@@ -15,15 +15,14 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine import deadlines
+from headrace.engine import context
 from headrace.engine.generation import Front, Generation, off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve.call.answers import CompletionAnswer
+from headrace.serve.call.answers import Answer
 from headrace.serve.call.call import Call, ChatCall, TextCall, spelled
-from headrace.serve.call.chat_answer import ChatAnswer
 from headrace.serve.call.dialect import Dialect
 from headrace.text.inputs import draw_seed
 from headrace.text.reasoning import STYLES
@@ -82,7 +81,7 @@ class ServedModel:
             raise RequestError("prompt", "text", "token ids, for the engine runs without a tokenizer")
         return self.front.tokenizer
 
-    async def complete(self, call: TextCall) -> CompletionAnswer:
+    async def complete(self, call: TextCall) -> Answer:
         """Begin to go on with each prompt. Raises `HeadraceError`s of all kinds."""
         with spelled(call.spelling):
             self.check_model(call.model)
@@ -101,9 +100,9 @@ class ServedModel:
                 for prompt in call.prompts
             ]
             generation = self._open([token_ids for _, token_ids in prompts], params, call)
-        return CompletionAnswer(generation, call, self.front, self.name, [text for text, _ in prompts])
+        return Answer(generation, call, self.front.tokenizer, "cmpl", [text for text, _ in prompts])
 
-    async def chat(self, call: ChatCall) -> ChatAnswer:
+    async def chat(self, call: ChatCall) -> Answer:
         """Begin to answer a conversation. Raises `HeadraceError`s of all kinds."""
         with spelled(call.spelling):
             self.check_model(call.model)
@@ -132,7 +131,7 @@ class ServedModel:
                 truncate_prompt_tokens=call.truncate_prompt_tokens,
             )
             generation = self._open([token_ids], params, call)
-        return ChatAnswer(generation, call, self.front, self.name, [text], new_parser)
+        return Answer(generation, call, self.front.tokenizer, "chatcmpl", [text], new_parser, call.include_reasoning)
 
     async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
         """Return what `chat` would give the model: the text and its token ids. Raises `RequestError`."""
@@ -213,7 +212,7 @@ class ServedModel:
                 raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
         if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=min(rooms))
-        with deadlines.within(call.timeout, call.arrival_time):
+        with context.within(call.timeout, call.arrival_time):
             return self.front.open(
                 prompts,
                 params,

@@ -1,6 +1,6 @@
 """`DeadlineGate`, an ASGI middleware: reads the caller's x-request-timeout header and sets the call's deadline.
 
-Knows no routes and no engine; `engine.deadlines` holds the deadline.
+Knows no routes and no engine; `engine.context` holds the deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from headrace.engine.deadlines import within
+from headrace.engine.context import within
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.serve.errors import error_response

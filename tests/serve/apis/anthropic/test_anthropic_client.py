@@ -265,7 +265,7 @@ class Scripted:
         )
         self.id = "chatcmpl-1"
         self.generation = SimpleNamespace(states=[state])
-        self.request = SimpleNamespace(warnings=Warnings())
+        self.call = SimpleNamespace(warnings=Warnings())
         self._parts = parts
 
     async def parts(self) -> AsyncIterator[tuple[int, list[Part]]]:

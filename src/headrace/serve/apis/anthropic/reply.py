@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
-from headrace.serve.call.chat_answer import ChatAnswer, arguments_object
+from headrace.serve.call.answers import Answer, arguments_object
 from headrace.text.parts import Content, Part, Reasoning
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -17,7 +17,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 class MessagesAnswer:
     """A chat's answer as Anthropic tells it. Read it once, by `whole` or by `events`."""
 
-    def __init__(self, answer: ChatAnswer, request: MessagesRequest, block_size: int) -> None:
+    def __init__(self, answer: Answer, request: MessagesRequest, block_size: int) -> None:
         self._answer = answer
         self._request = request
         self._block_size = block_size
@@ -80,7 +80,7 @@ class MessagesAnswer:
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._request.model}
-        return head | {"content": content} | self._answer.request.warnings.reply()
+        return head | {"content": content} | self._answer.call.warnings.reply()
 
     def _ending(self) -> dict[str, Any]:
         finish = self._state.finish

@@ -10,7 +10,8 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
 from headrace.serve.call import llama_options, replies
-from headrace.serve.call.answers import CompletionAnswer, event
+from headrace.serve.call.answers import Answer
+from headrace.serve.call.replies import event
 from headrace.text.outputs import RequestState
 
 
@@ -21,7 +22,7 @@ class Results:
         many: the request has several prompts, so that the reply is a list.
     """
 
-    def __init__(self, answer: CompletionAnswer, request: LlamaCompletionRequest, model: str, many: bool) -> None:
+    def __init__(self, answer: Answer, request: LlamaCompletionRequest, model: str, many: bool) -> None:
         self._answer = answer
         self._request = request
         self._model = model
@@ -49,7 +50,7 @@ class Results:
     async def events(self) -> AsyncIterator[bytes]:
         """Parts of the results, the last one of each with "stop": true. Raises what the engine failed with."""
         generation = self._answer.generation
-        warned = self._answer.request.warnings.reply()
+        warned = self._answer.call.warnings.reply()
         async with generation:
             async for pieces in generation:
                 for place, piece in pieces:
@@ -94,7 +95,7 @@ class Results:
             "stopping_word": word,
             "tokens_cached": len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
             "timings": replies.timings([[state]]),
-        } | (self._answer.request.warnings.reply() if not self.stream else {})
+        } | (self._answer.call.warnings.reply() if not self.stream else {})
 
     def _probabilities(self, place: int, state: RequestState) -> dict[str, Any]:
         """Those of the tokens that came since this was last asked."""

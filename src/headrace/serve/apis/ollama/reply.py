@@ -10,9 +10,8 @@ import msgspec
 
 from headrace.serve.apis.ollama.request import GenerationRequest
 from headrace.serve.call import replies
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.chat_answer import ChatAnswer, arguments_object
-from headrace.text.parts import Content, Part, Reasoning, ToolCall
+from headrace.serve.call.answers import Answer, arguments_object
+from headrace.text.parts import Content, Reasoning, ToolCall
 
 
 class Lines:
@@ -41,7 +40,7 @@ class Lines:
         """One object. Raises what the engine failed with."""
         content = thinking = ""
         calls = Calls()
-        async for parts in _parts(self._answer):
+        async for _, parts in self._answer.parts():
             content += "".join(part.text for part in parts if isinstance(part, Content))
             thinking += "".join(part.text for part in parts if isinstance(part, Reasoning))
             calls.take([part for part in parts if isinstance(part, ToolCall)])
@@ -52,7 +51,7 @@ class Lines:
         """Lines of JSON, the last one with "done": true. Raises what the engine failed with."""
         calls = Calls()
         warned = self._warnings()
-        async for parts in _parts(self._answer):
+        async for _, parts in self._answer.parts():
             content = "".join(part.text for part in parts if isinstance(part, Content))
             thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
             calls.take([part for part in parts if isinstance(part, ToolCall)])
@@ -69,7 +68,7 @@ class Lines:
         return {"model": self._request.model, "created_at": now()}
 
     def _warnings(self) -> dict[str, list[str]]:
-        return self._answer.request.warnings.reply()
+        return self._answer.call.warnings.reply()
 
     def _said(self, content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         more = {"thinking": thinking} if thinking else {}
@@ -134,18 +133,6 @@ class Calls:
             }
             made.append({"id": call.id, "function": function})
         return made
-
-
-async def _parts(answer: Answer) -> AsyncIterator[list[Part]]:
-    """The parts of the call's one answer; those of a text completion are all content."""
-    if isinstance(answer, ChatAnswer):
-        async for _, parts in answer.parts():
-            yield parts
-        return
-    async with answer.generation:
-        async for pieces in answer.generation:
-            for _, piece in pieces:
-                yield [Content(piece.text)] if piece.text else []
 
 
 def _ns(seconds: float | None) -> int:

@@ -6,18 +6,20 @@ of batches; `responses` shares `call_fields`. Knows no HTTP.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
+
+import msgspec
 
 from headrace.engine.generation import off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
+from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
 from headrace.serve.call import replies
-from headrace.serve.call.answers import CompletionAnswer
-from headrace.serve.call.call import ChatCall, TextCall
-from headrace.serve.call.chat_answer import ChatAnswer
-from headrace.serve.call.forms import form_of
+from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.schema import (
     PASSED_ON,
     ChatCompletionRequest,
@@ -40,8 +42,18 @@ BEAM_FIELDS = {
     "diversity_penalty": 0,
 }
 
+# vLLM's older ways to ask for a form, and the fields of `StructuredOutputs` that they are.
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_structural_tag": "structural_tag",
+}
 
-async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionAnswer:
+
+async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
     """POST /v1/completions. Raises `HeadraceError`s of all kinds."""
     request = parse(CompletionRequest, body)
     model.check_model(request.model)
@@ -49,10 +61,11 @@ async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionAnswer
     if request.logprobs is not None:
         fields["sampling"]["logprobs"] = request.logprobs
     prompts = as_prompts(request.prompt)
-    return await model.complete(TextCall(**fields, prompts=prompts, echo=bool(request.echo)))
+    call = TextCall(**fields, prompts=prompts, echo=bool(request.echo))
+    return CompletionReply(await model.complete(call), call, model)
 
 
-async def chat(model: ServedModel, body: dict[str, Any]) -> ChatAnswer:
+async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
     """POST /v1/chat/completions. Raises `HeadraceError`s of all kinds."""
     request = parse(ChatCompletionRequest, body)
     model.check_model(request.model)
@@ -75,7 +88,7 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatAnswer:
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
     )
-    return await model.chat(call)
+    return ChatReply(await model.chat(call), model)
 
 
 async def tokenize(model: ServedModel, body: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +182,58 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
         "warnings": request.warnings,
         "spelling": spelling,
     }
+
+
+def form_of(request: Sampled) -> tuple[StructuredOutputs | None, dict[str, str]]:
+    """Return the form that a request asks for, and the spelling under which errors about it name its field.
+
+    Raises `RequestError` for a form that is none, and for two of them.
+    """
+    forms: dict[str, dict[str, Any]] = {}
+    for name, kind in GUIDED.items():
+        value = getattr(request, name)
+        if value not in (None, False):
+            forms[name] = {kind: value, "whitespace_pattern": request.guided_whitespace_pattern}
+    if request.structured_outputs is not None:
+        forms["structured_outputs"] = request.structured_outputs
+    fields = _of_response_format(request.response_format)
+    if fields is not None:
+        forms["response_format"] = fields
+    if not forms:
+        if request.guided_whitespace_pattern is not None:
+            raise RequestError("guided_whitespace_pattern", request.guided_whitespace_pattern, "beside guided_json")
+        return None, {}
+    name, *others = forms
+    if others:
+        raise RequestError(others[0], getattr(request, others[0]), f"left out: {name} says what form the answer has")
+    spelling = {"structured_outputs": name}
+    with spelled(spelling):
+        return constraint_of(forms[name]), spelling
+
+
+def _of_response_format(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The fields of a `StructuredOutputs`; None for plain text."""
+    if response_format is None:
+        return None
+    field = "response_format"
+    match response_format.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            # llama-server's way to give a schema.
+            return {"json": response_format["schema"]} if response_format.get("schema") else {"json_object": True}
+        case "json_schema":
+            inner = response_format.get("json_schema", response_format)
+            if not isinstance(inner, Mapping):
+                raise RequestError(f"{field}.json_schema", inner, "an object with a schema")
+            schema = inner.get("schema")
+            if schema is None:
+                raise RequestError(f"{field}.json_schema.schema", None, "given")
+            return {"json": schema}
+        case "structural_tag":
+            return {"structural_tag": msgspec.json.encode(response_format).decode()}
+        case other:
+            raise RequestError(f"{field}.type", other, "text, json_object, json_schema or structural_tag")
 
 
 def beam_params(request: Sampled) -> BeamSearchParams | None:

@@ -31,8 +31,8 @@ from headrace.serve.apis.openai.responses_input import (
     read,
 )
 from headrace.serve.call import replies, reply_forms
+from headrace.serve.call.answers import Answer
 from headrace.serve.call.call import ChatCall
-from headrace.serve.call.chat_answer import ChatAnswer
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_body, json_response
@@ -49,7 +49,7 @@ RUNNING = ("queued", "in_progress")
 class ResponseAnswer:
     """A response that was accepted. Read it once, by `whole` or by `events`; `close` aborts what still runs."""
 
-    def __init__(self, api: Responses, request: ResponsesRequest, chat: ChatAnswer, response: dict[str, Any]) -> None:
+    def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: dict[str, Any]) -> None:
         self.api, self.request, self.chat, self.response = api, request, chat, response
         self.output = Output(response)
         self._num_told = 0
@@ -104,7 +104,7 @@ class ResponseAnswer:
         """The events of new parts. Log-probabilities of tokens go with the next text that comes."""
         state = self.chat.generation.states[0]
         fresh, self._num_told = state.logprobs[self._num_told :], len(state.logprobs)
-        if self.chat.request.logprobs is not None:
+        if self.chat.call.logprobs is not None:
             self._logprobs += replies.chat_logprobs(self.chat.tokenizer, fresh)["content"]
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
@@ -270,7 +270,7 @@ class Responses:
             logger.warning("response %s is not kept: %s", response["id"], error)
             self.store.discard(response["id"])
 
-    async def _chat(self, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]) -> ChatAnswer:
+    async def _chat(self, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]) -> Answer:
         """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
         while True:
             messages = messages_of(request.instructions, items)
@@ -312,7 +312,7 @@ class Responses:
             error = {"code": "server_error", "message": "the server ended before this response did"}
             self.keep(response | {"status": "failed", "error": error})
 
-    def _object(self, request: ResponsesRequest, chat: ChatAnswer, response_id: str) -> dict[str, Any]:
+    def _object(self, request: ResponsesRequest, chat: Answer, response_id: str) -> dict[str, Any]:
         params = chat.generation.states[0].request.params
         form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
         reasoning = request.reasoning
@@ -349,7 +349,7 @@ class Responses:
             "metadata": request.metadata or {},
             "seed": params.seed,
         }
-        return response | chat.request.warnings.reply()
+        return response | chat.call.warnings.reply()
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
