@@ -12,7 +12,7 @@ from tests.security import rig
 from tests.support.server import HTTP, Live, logged
 
 from headrace.engine.logs import Lines, escaped
-from headrace.serve.apis.openai import completions
+from headrace.serve.call import service
 
 CANARY = "xyzzy-prompt-of-a-client"
 FORGED = "x\r\nINFO     11-21 20:00:00 headrace.server: all is well\x1b[2J\u2028\x85\u202e"
@@ -52,7 +52,7 @@ def test_S_22_nor_when_something_breaks_that_nobody_foresaw(
         except KeyError as error:
             raise ValueError(f"in {CANARY}\r\nINFO forged") from error
 
-    monkeypatch.setattr(completions.OpenAI, "_params", broken)
+    monkeypatch.setattr(service.ServedModel, "_params", broken)
     body = {"prompt": CANARY, "max_tokens": 2}
     reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.ALICE))
     assert reply.status_code == 500

@@ -1,6 +1,6 @@
 """How the model that is served writes tool calls and reasoning: chosen once, from flags or from its chat template.
 
-Makes, for each chat, the parsers of its answers. Knows formats by name, and no HTTP.
+Makes, for each chat, the parsers of its answers. Knows formats by name, and no HTTP. Used by `serve.call.service`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NONE = "none"
 """As the name of a parser: there is none."""
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh")
 EFFORTS = ("reasoning_effort", "enable_thinking", "thinking")
-"""Variables by which chat templates are told how much to reason."""
+"""Variables of chat templates that say how much to reason."""
 FALLBACK = "hermes"
 """For models whose chat template shows no format."""
 
@@ -41,7 +41,7 @@ FALLBACK = "hermes"
 class Dialect(NamedTuple):
     """`tools` and `reasoning` are names of `tools.registry` and `reasoning`; None where there is no such thing.
     `shows_tools`: whether the chat template has a place for tools. `token_ids`: those of the marks that are special
-    tokens, which are left out of text unless it is asked for them. `template`: the sources. `efforts`: the variables of
+    tokens, which are usually left out of text. `template`: the sources. `efforts`: the variables of
     the chat template that say how much to reason."""
 
     tools: str | None = None
@@ -61,7 +61,8 @@ class Dialect(NamedTuple):
         reasoning_parser: str | None = None,
         enable_auto_tool_choice: bool = True,
     ) -> Dialect:
-        """A parser that is not named is found by what the template shows. Raises `RequestError`."""
+        """Return the dialect of a model; a parser that is not named is detected by what the template shows. Raises
+        `RequestError`."""
         sources = [] if template is None else template.sources
         tools, style = registry.detect(sources), reasoning.detect(sources)
         if tool_call_parser is not None:
@@ -69,9 +70,9 @@ class Dialect(NamedTuple):
             tools = None if tool_call_parser == NONE else registry.format_name(tool_call_parser)
         if reasoning_parser is not None:
             style = None if reasoning_parser in (NONE, "") else reasoning.style_name(reasoning_parser)
-        for what, name, given in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
+        for what, name, flag in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
             if name is not None:
-                logger.info("%s: %s, %s", what, name, "found in the chat template" if given is None else "as told")
+                logger.info("%s: %s, %s", what, name, "found in the chat template" if flag is None else "as told")
         return cls(
             tools,
             style,
@@ -88,31 +89,31 @@ class Dialect(NamedTuple):
         return any(mark in self.token_ids for mark in _marks(form, self.reasoning))
 
     def constraint(
-        self, use: ToolUse, prompt: str, given: StructuredOutputs | None
+        self, use: ToolUse, prompt: str, form: StructuredOutputs | None
     ) -> tuple[StructuredOutputs | None, bool]:
-        """What the answers are held to, and whether that sees to the form of all calls. `given` is what the request
-        asks of the content.
+        """Return what the answers are held to, and whether that ensures the form of all calls. `form` is that of the
+        content, if the request names one.
 
-        An answer that must be calls is nothing else. One that may be calls is calls or JSON as asked for.
+        An answer that must be calls is nothing else. One that may be calls is calls or JSON of that form.
         """
-        form = self.format_for(use)
-        made, enforced = given, False
-        is_json = given is not None and given.kind in ("json", "json_object")
-        if form is not None and (use.mode == "required" or is_json):
-            part = registry.form(form, Wanted(use.schemas, not use.parallel, self.template, self.token_ids))
-            if use.mode == "auto" and given is not None:
-                schema = json.loads(given.json) if isinstance(given.json, str) else {"type": "object"}
+        calls = self.format_for(use)
+        constraint, enforced = form, False
+        is_json = form is not None and form.kind in ("json", "json_object")
+        if calls is not None and (use.mode == "required" or is_json):
+            part = registry.form(calls, Wanted(use.schemas, not use.parallel, self.template, self.token_ids))
+            if use.mode == "auto" and form is not None:
+                schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
                 part = {"type": "or", "elements": [part, {"type": "json_schema", "json_schema": schema}]}
             tag = msgspec.json.encode({"type": "structural_tag", "format": part}).decode()
             # Where a tool does not say that it takes other arguments than those it names, it takes none.
-            given = given or StructuredOutputs(json_object=True, disable_additional_properties=True)
-            made, enforced = msgspec.structs.replace(given, **{**_ONLY, "structural_tag": tag}), True
-        if made is None or self.reasoning is None:
-            return made, enforced
+            base = form or StructuredOutputs(json_object=True, disable_additional_properties=True)
+            constraint, enforced = msgspec.structs.replace(base, **{**_ONLY, "structural_tag": tag}), True
+        if constraint is None or self.reasoning is None:
+            return constraint, enforced
         before = reasoning.prefix(self.reasoning, prompt, self.token_ids)
         if before is None:
-            return made, enforced
-        return msgspec.structs.replace(made, prefix=msgspec.json.encode(before).decode()), enforced
+            return constraint, enforced
+        return msgspec.structs.replace(constraint, prefix=msgspec.json.encode(before).decode()), enforced
 
     def set_effort(self, call: ChatCall, effort: str, variables: dict[str, Any]) -> None:
         """Put a call's `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
@@ -165,5 +166,5 @@ def _special(tokenizer: Tokenizer | None, marks: tuple[str, ...]) -> dict[str, i
     """Ids of those of `marks` that are special tokens."""
     if tokenizer is None:
         return {}
-    found = {mark: tokenizer.token_to_id(mark) for mark in marks}
-    return {mark: i for mark, i in found.items() if i is not None and tokenizer.is_special(i)}
+    token_ids = {mark: tokenizer.token_to_id(mark) for mark in marks}
+    return {mark: i for mark, i in token_ids.items() if i is not None and tokenizer.is_special(i)}

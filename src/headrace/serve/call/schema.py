@@ -175,7 +175,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 
-# Known fields that change no answer here: told in `warnings` unless given with a value that asks for nothing.
+# Known fields that change no answer here: they end in `warnings` unless their value asks for nothing.
 IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), "a hint for speed that is not used"),
     "verbosity": ((), "the models served here have no such setting"),

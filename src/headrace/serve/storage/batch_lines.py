@@ -1,4 +1,4 @@
-"""A batch's lines in OpenAI's format: read, checked, answered, told. Used alike by /v1/batches and `run-batch`.
+"""A batch's lines in OpenAI's format: read, checked and answered. Used alike by /v1/batches and `run-batch`.
 
 Line i of the input is a request of its own, `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`; its
 output is one line too. What comes out depends on the line alone: a request without a seed gets one that its text
@@ -23,7 +23,7 @@ from headrace.text.inputs import SEED_LIMIT
 MAX_CUSTOM_ID = 512
 # Sampled answers take a seed; embeddings have no use for one.
 SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-# How long a full queue is given before a line is tried again.
+# Seconds after which a line is tried again that met a full queue.
 RETRY_S = 0.2
 
 Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -43,12 +43,12 @@ def read_line(raw: bytes, number: int, urls: Iterable[str]) -> Line:
     """One line of the input, checked as far as that goes without the model. Raises `RequestError`."""
     if len(raw) > MAX_BODY_BYTES:
         raise RequestError("line", len(raw), f"at most {MAX_BODY_BYTES} bytes long")
-    given = parse_json(raw)
-    custom_id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
+    line = parse_json(raw)
+    custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
         raise RequestError("custom_id", custom_id, f"a string of 1 to {MAX_CUSTOM_ID} characters")
-    if given.get("method") != "POST":
-        raise RequestError("method", given.get("method"), "POST")
+    if line.get("method") != "POST":
+        raise RequestError("method", line.get("method"), "POST")
     if not isinstance(url, str) or url not in tuple(urls):
         raise RequestError("url", url, "one of " + ", ".join(urls))
     if not isinstance(body, dict):
@@ -58,7 +58,7 @@ def read_line(raw: bytes, number: int, urls: Iterable[str]) -> Line:
 
 
 def refusal(number: int, custom_id: str | None, code: str, message: str) -> dict[str, Any]:
-    """The output of a line that was never asked: it could not be read, or its batch ended before its turn."""
+    """Return the output of a line that was not answered: it could not be read, or its batch ended before its turn."""
     return {
         "id": f"batch_req_{number}",
         "custom_id": custom_id,
@@ -79,7 +79,7 @@ class Answerer:
 
     Args:
         routes: what answers each url: a body in, the whole reply out, `HeadraceError`s raised.
-        priority: given to requests that name none; None where the engine takes no priorities.
+        priority: that of requests that name none; None where the engine takes no priorities.
     """
 
     def __init__(self, routes: Mapping[str, Route], priority: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Answerer:
 
     async def answer(self, line: Line) -> dict[str, Any]:
         """The output of one line. Waits while the engine's queue is full. Raises `EngineDeadError`: then the line
-        has no answer, and may be asked again."""
+        has no answer, and may be tried again."""
         while True:
             try:
                 body = self._prepared(line)

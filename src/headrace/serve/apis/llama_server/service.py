@@ -181,7 +181,7 @@ class LlamaServer:
         }
 
     def slots(self, fail_on_no_slot: bool) -> list[dict[str, Any]]:
-        """GET /slots: the places of the batch, the taken ones first. Raises `NoSlotError` if it is asked to."""
+        """GET /slots: the places of the batch, the taken ones first. Raises `NoSlotError` with `fail_on_no_slot`."""
         client, info = self.model.front.client, self.model.front.info
         num_busy = min(client.stats.num_running, info.max_num_seqs)
         if fail_on_no_slot and num_busy == info.max_num_seqs:

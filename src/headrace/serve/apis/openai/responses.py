@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: a chat told as items and typed events, kept for a while, and gone on with by its id.
+"""OpenAI's /v1/responses: a chat as items and typed events, stored for a while, and continued by its id.
 
 A request becomes a `ChatCall` in `responses_input`; its answer becomes items and events in `responses_events`. Stored
 responses live in `serve.storage.store`, bounded, the oldest giving way. Raises `HeadraceError`s; `add_routes` puts the
@@ -77,7 +77,7 @@ class ResponseAnswer:
         return self.response
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as events. What the engine fails with is told as `response.failed`."""
+        """The response as events. What the engine fails with becomes `response.failed`."""
         yield encode(self.output.whole("created"))
         yield encode(self.output.whole("in_progress"))
         try:
@@ -123,7 +123,7 @@ class ResponseAnswer:
         """Close the response: its status, its usage, its place in the store."""
         cut = self.chat.finish_reason(0) == "length"
         if not self.output.items:
-            # Nothing was said; a reader still looks for a message.
+            # The answer is empty; clients still look for a message.
             events = self.output.take([Content("")], [])
         else:
             events = []
@@ -194,7 +194,7 @@ class Responses:
         return answer
 
     async def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Create a response and read it to its end, as batches do: not stored unless that is asked for."""
+        """Create a response and read it to its end, as batches do: not stored unless the request says so."""
         answer = await self.create({"store": False} | body)
         try:
             return await answer.whole()
@@ -228,16 +228,16 @@ class Responses:
 
     def get(self, response_id: str) -> dict[str, Any]:
         """Raises `NotFoundError`."""
-        # Whoever may not see what is stored is told nothing of what runs.
+        # A caller that may not see what is stored does not see what runs.
         if response_id in self._background and response_id in self.store:
             return self._background[response_id][0].response
-        found: dict[str, Any] = self._entry(response_id)["response"]
-        return found
+        response: dict[str, Any] = self._entry(response_id)["response"]
+        return response
 
     def items(self, response_id: str) -> list[dict[str, Any]]:
         """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
-        found: list[dict[str, Any]] = self._entry(response_id)["input"]
-        return found
+        items: list[dict[str, Any]] = self._entry(response_id)["input"]
+        return items
 
     def cancel(self, response_id: str) -> dict[str, Any]:
         """End a response that runs in the background. Raises `NotFoundError`, `RequestError`."""
@@ -286,7 +286,7 @@ class Responses:
                     items = items[1:]
 
     def _history(self, response_id: str) -> list[dict[str, Any]]:
-        """What a response was given and what it said. Raises `NotFoundError`, `RequestError` if it still runs."""
+        """Return the input and output of a response. Raises `NotFoundError`, `RequestError` if it still runs."""
         entry = self._entry(response_id)
         if entry["response"]["status"] in RUNNING or response_id in self._background:
             raise RequestError("previous_response_id", response_id, "that of a response which has ended")
@@ -388,12 +388,12 @@ def add_routes(app: FastAPI, responses: Responses) -> None:
 
     async def input_items(request: Request) -> Response:
         """What a stored response was asked."""
-        found = responses.items(request.path_params["response_id"])
-        return json_response(page(found, request, DEFAULT_PAGE))
+        items = responses.items(request.path_params["response_id"])
+        return json_response(page(items, request, DEFAULT_PAGE))
 
-    made, one = reply_forms.ResponseObject, "/v1/responses/{response_id}"
-    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=made, streams="text/event-stream")
-    routing.get(app, one, get, gives=made, query=("stream",))
+    form, one = reply_forms.ResponseObject, "/v1/responses/{response_id}"
+    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=form, streams="text/event-stream")
+    routing.get(app, one, get, gives=form, query=("stream",))
     routing.add(app, one, delete, ("DELETE",), gives=reply_forms.Deleted)
-    routing.post(app, f"{one}/cancel", cancel, gives=made)
+    routing.post(app, f"{one}/cancel", cancel, gives=form)
     routing.get(app, f"{one}/input_items", input_items, gives=reply_forms.InputItems, query=PAGE)
