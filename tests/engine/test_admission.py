@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
+from tests.server.conftest import Live
 
 from headrace.engine.admission import FIRST_GUESS, Admission
 from headrace.protocol.beam import BeamSearchParams
@@ -116,3 +120,37 @@ def test_R_21_starts_are_forgotten_where_nobody_is_turned_away() -> None:
         door.enter(5, "")
         door.leave(5, "", float(second))
     assert len(door._starts) <= 31
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+def test_R_12_a_call_is_admitted_once(
+    live: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Before it is tokenised there is a look whether so many requests fit; then all of them are admitted together."""
+    looks: list[int] = []
+    works: list[int] = []
+    queue = live.client.admission
+    check_room, admit = queue.check_room, queue.admit
+
+    def look(num: int, name: str, now: float) -> None:
+        looks.append(num)
+        monkeypatch.setattr(queue, "admit", admit)
+        check_room(num, name, now)
+        monkeypatch.setattr(queue, "admit", counted)
+
+    def counted(requests: Sequence[int], name: str, now: float) -> None:
+        works.append(len(requests))
+        admit(requests, name, now)
+
+    monkeypatch.setattr(queue, "check_room", look)
+    monkeypatch.setattr(queue, "admit", counted)
+    assert live.post(path, body).status_code == 200
+    num = len(body.get("prompt", "a")) * body.get("n", 1)
+    assert (looks, works) == ([num], [num])
