@@ -24,7 +24,8 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
-from headrace.serve.apis.openai.completions import OpenAI
+from headrace.serve.apis.openai import completions
+from headrace.serve.call.service import ServedModel
 from headrace.text.tokenizer import Tokenizer
 
 PET = {
@@ -317,11 +318,13 @@ def ask_all(bodies: list[dict[str, Any]]) -> list[dict[str, Any] | HeadraceError
         client = InprocClient(lambda: build_engine(config))
         await client.start()
         front = Front(client, Tokenizer.load(hub.resolve("builtin")))
-        api = OpenAI(front, "builtin")
+        model = ServedModel(front, "builtin")
 
         async def ask(body: dict[str, Any]) -> dict[str, Any] | HeadraceError:
             try:
-                answer = await api.completion({"prompt": "Tom has a pet.", "max_tokens": 90, "seed": 3} | body)
+                answer = await completions.complete(
+                    model, {"prompt": "Tom has a pet.", "max_tokens": 90, "seed": 3} | body
+                )
                 return await answer.whole()
             except HeadraceError as error:
                 return error
