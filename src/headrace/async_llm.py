@@ -13,7 +13,7 @@ from typing import Any
 from headrace import hub
 from headrace.engine.build import build_engine
 from headrace.engine.client import EngineClient, InprocClient, ProcessClient
-from headrace.engine.generation import Front
+from headrace.engine.generation import TextClient
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -55,7 +55,7 @@ class AsyncLLM:
             client = InprocClient(lambda: build_engine(made)) if in_process else ProcessClient(made, ServerConfig())
         if tokenizer is None and not made.skip_tokenizer_init:
             tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(made.model, made.tokenizer, made.revision))
-        self._front = Front(client, tokenizer)
+        self._front = TextClient(client, tokenizer)
         self._draw = seed_source(made.seed)
         self._starting: asyncio.Task[None] | None = None
         self._streams: dict[str, list[Any]] = {}

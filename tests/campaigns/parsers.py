@@ -269,7 +269,7 @@ def templates(runner: TemplateRunner) -> Target:
     messages = [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}]}]
 
     def use(data: bytes) -> None:
-        result = runner.run(sandbox.Job(data.decode("utf-8", "replace"), {"messages": messages}))
+        result = runner.run(sandbox.RenderJob(data.decode("utf-8", "replace"), {"messages": messages}))
         if result.error is not None:
             raise RequestError("messages", "", result.error)
 

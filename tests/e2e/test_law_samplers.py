@@ -23,8 +23,8 @@ from headrace.engine.links import ProcessLink
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request, TokenLogprob
+from headrace.text.inputs import with_token_ids
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.words import with_token_ids
 
 TOKENS = 20
 SAMPLERS: dict[str, dict[str, Any]] = {

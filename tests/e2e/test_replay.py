@@ -11,8 +11,8 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.cli.replay import replay
-from headrace.engine.recording import MAGIC, Made
-from headrace.engine.replay import Difference, read
+from headrace.engine.recording import MAGIC, StepEnd
+from headrace.engine.replay import ReplayDifference, read
 from headrace.protocol.constraints import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}}}
@@ -42,7 +42,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_the_model_did_it_does_again(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = [record for record in read(log) if isinstance(record, Made)]
+    made = [record for record in read(log) if isinstance(record, StepEnd)]
     assert any(record.times for record in made), "the pace of speculation goes by a clock"
     assert any(record.late for record in made), "masks were waited for"
     replay(log)
@@ -53,12 +53,12 @@ def test_what_the_model_did_it_does_again(log: Path, capsys: pytest.CaptureFixtu
 
 def test_control_one_bit_is_noticed(log: Path, tmp_path: Path) -> None:
     records = list(read(log))
-    [*_, made] = [record for record in records if isinstance(record, Made) and record.result.logprobs]
+    [*_, made] = [record for record in records if isinstance(record, StepEnd) and record.result.logprobs]
     [at, *_] = made.result.logprobs
     old = made.result.logprobs[at]
     made.result.logprobs[at] = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
     frames = [msgspec.msgpack.encode(record) for record in records]
     (tmp_path / "log").write_bytes(MAGIC + b"".join(len(f).to_bytes(4, "little") + f for f in frames))
-    with pytest.raises(Difference) as told:
+    with pytest.raises(ReplayDifference) as told:
         replay(tmp_path / "log")
     assert (told.value.step_id, told.value.what) == (made.result.step_id, "logprobs")

@@ -17,7 +17,7 @@ from tests.support.serving import serve
 from headrace import LLM, hub
 from headrace.engine.build import build_engine
 from headrace.engine.client import InprocClient
-from headrace.engine.generation import Front
+from headrace.engine.generation import TextClient
 from headrace.grammar import matchers as grammar_matchers
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.constraints import StructuredOutputs
@@ -317,7 +317,7 @@ def ask_all(bodies: list[dict[str, Any]]) -> list[dict[str, Any] | HeadraceError
         config = EngineConfig(model="builtin", num_threads=1, num_gpu_blocks_override=512)
         client = InprocClient(lambda: build_engine(config))
         await client.start()
-        front = Front(client, Tokenizer.load(hub.resolve("builtin")))
+        front = TextClient(client, Tokenizer.load(hub.resolve("builtin")))
         model = ServedModel(front, "builtin")
 
         async def ask(body: dict[str, Any]) -> dict[str, Any] | HeadraceError:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.server.conftest import Live
+from tests.support.server import Live
 
 from headrace.engine.admission import FIRST_GUESS, Admission
 from headrace.protocol.beam import BeamSearchParams

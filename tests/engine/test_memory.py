@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.server import Live, child
 
-from headrace.engine.memory import READ_BYTES, read_small
+from headrace.engine.links import READ_BYTES, read_small
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
 

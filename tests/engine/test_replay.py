@@ -17,8 +17,18 @@ from tests.support import fake
 
 from headrace.engine import recording
 from headrace.engine.core import EngineCore
-from headrace.engine.recording import MAGIC, Closed, Head, Made, Planned, Raised, Record, RecordedEngine, Recorder
-from headrace.engine.replay import Difference, Outcome, RecordingError, read, replay
+from headrace.engine.recording import (
+    MAGIC,
+    LogEnd,
+    LogHead,
+    Record,
+    RecordedEngine,
+    Recorder,
+    StepEnd,
+    StepError,
+    StepPlan,
+)
+from headrace.engine.replay import Outcome, RecordingError, ReplayDifference, read, replay
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -71,7 +81,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_again(path: Path, core: EngineCore | None = None) -> Outcome:
     records = read(path)
-    assert isinstance(next(records), Head)
+    assert isinstance(next(records), LogHead)
     return replay(records, core or fake.build(CONFIG))
 
 
@@ -122,34 +132,34 @@ def swap(record: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "field"),
     [
-        (Made, change_token, "token_ids"),
-        (Made, change_logprob, "logprobs"),
-        (Planned, set_first("starts"), "starts"),
-        (Planned, set_first("lens"), "lens"),
-        (Planned, set_first("token_ids"), "token_ids"),
-        (Planned, set_first("tables"), "tables"),
-        (Planned, flip_sample, "samples"),
-        (Planned, swap, "seq_ids"),
+        (StepEnd, change_token, "token_ids"),
+        (StepEnd, change_logprob, "logprobs"),
+        (StepPlan, set_first("starts"), "starts"),
+        (StepPlan, set_first("lens"), "lens"),
+        (StepPlan, set_first("token_ids"), "token_ids"),
+        (StepPlan, set_first("tables"), "tables"),
+        (StepPlan, flip_sample, "samples"),
+        (StepPlan, swap, "seq_ids"),
     ],
 )
 def test_a_changed_decision_or_token_is_noticed_at_its_step(
     log: Path, tmp_path: Path, kind: type, change: Callable[[Any], None], field: str
 ) -> None:
     records = list(read(log))
-    fit = [r for r in records if isinstance(r, kind) and len(r.seq_ids if kind is Planned else r.result.logprobs) > 1]
+    fit = [r for r in records if isinstance(r, kind) and len(r.seq_ids if kind is StepPlan else r.result.logprobs) > 1]
     record = fit[len(fit) // 2]
     change(record)
-    with pytest.raises(Difference) as told:
+    with pytest.raises(ReplayDifference) as told:
         run_again(write(tmp_path / "changed", records))
     assert told.value.what == field
-    assert told.value.step_id == (record.step_id if isinstance(record, Planned) else record.result.step_id)
+    assert told.value.step_id == (record.step_id if isinstance(record, StepPlan) else record.result.step_id)
     assert "the log has" in str(told.value)
 
 
 def test_a_request_that_is_left_out_is_noticed(log: Path, tmp_path: Path) -> None:
     records = list(read(log))
     records.remove(next(record for record in records if isinstance(record, Add)))
-    with pytest.raises(Difference):
+    with pytest.raises(ReplayDifference):
         run_again(write(tmp_path / "changed", records))
 
 
@@ -157,7 +167,7 @@ def test_another_executor_is_noticed(log: Path) -> None:
     core = fake.build(CONFIG)
     executor: Any = core.executor
     executor.oracle.next_token = lambda context, params, num: 5
-    with pytest.raises(Difference, match="token_ids"):
+    with pytest.raises(ReplayDifference, match="token_ids"):
         run_again(log, core)
 
 
@@ -171,7 +181,7 @@ def test_the_log_of_a_process_that_was_killed_ends_with_its_last_step(log: Path,
         assert 0 < outcome.num_steps < whole.num_steps
         assert outcome.end
     records = list(read(log))
-    last = max(i for i, record in enumerate(records) if isinstance(record, Planned))
+    last = max(i for i, record in enumerate(records) if isinstance(record, StepPlan))
     outcome = run_again(write(tmp_path / "cut", records[: last + 1]))
     assert (outcome.unfinished, outcome.num_steps) == (True, whole.num_steps - 1)
 
@@ -200,9 +210,9 @@ def test_a_step_that_raised_raises_again(tmp_path: Path) -> None:
     while core.has_work():  # who caught it may go on
         core.step()
     core.close()
-    assert [r.kind for r in read(tmp_path / "log") if isinstance(r, Raised)] == ["RuntimeError"]
+    assert [r.kind for r in read(tmp_path / "log") if isinstance(r, StepError)] == ["RuntimeError"]
     assert run_again(tmp_path / "log", doomed(fake.build(CONFIG))).num_raised == 1
-    with pytest.raises(Difference, match="step 4 differs in its end: the log has RuntimeError"):
+    with pytest.raises(ReplayDifference, match="step 4 differs in its end: the log has RuntimeError"):
         run_again(tmp_path / "log")
 
 
@@ -215,7 +225,7 @@ def test_a_recording_is_bounded_and_what_was_before_is_kept(tmp_path: Path, capl
         assert path.stat().st_size <= 24_096
     assert "the recording of the schedule ends" in caplog.text
     assert {each.name for each in tmp_path.iterdir()} == {"log", *(f"log.{i + 1}" for i in range(recording.NUM_KEPT))}
-    assert isinstance(list(read(path))[-1], Closed)
+    assert isinstance(list(read(path))[-1], LogEnd)
     assert "at most 20000 are written" in run_again(path).end
 
 
@@ -275,7 +285,7 @@ def test_what_can_not_be_written_down_ends_the_recording(tmp_path: Path) -> None
         core.step()
     core.close()
     [_, closed] = read(tmp_path / "log")
-    assert isinstance(closed, Closed)
+    assert isinstance(closed, LogEnd)
     assert "can not be written down" in closed.reason
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, logged
 
-from headrace.engine.logs import Lines, escaped
+from headrace.engine.logs import LineFormatter, escaped
 from headrace.serve.call import service
 
 CANARY = "xyzzy-prompt-of-a-client"
@@ -72,9 +72,9 @@ def test_S_22_control_an_open_log_does_tell(locked: Live) -> None:
         raise ValueError(CANARY + "\nINFO forged")
     except ValueError as error:
         record.exc_info = (type(error), error, error.__traceback__)
-    assert CANARY + "\\nINFO forged" in Lines(is_open=True).format(record)
+    assert CANARY + "\\nINFO forged" in LineFormatter(shows_messages=True).format(record)
     record.exc_text = None
-    assert CANARY not in Lines().format(record)
+    assert CANARY not in LineFormatter().format(record)
 
 
 def test_S_22_no_line_is_forged(locked: Live, log: io.StringIO) -> None:

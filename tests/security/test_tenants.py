@@ -12,8 +12,7 @@ from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.engine import generation, tenants
-from headrace.engine.rates import Limits, RateLimitError, Rates
-from headrace.engine.tenants import Tenant, acting_as
+from headrace.engine.tenants import Limits, RateLimitError, Rates, Tenant, acting_as
 from headrace.protocol.config import ServerConfig
 from headrace.serve.storage import store
 from headrace.serve.storage.store import Store

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.text.parts import Message, MessageParser, Part
-from headrace.text.tools import registry
+from headrace.text.parts import MessageBuilder, MessageParser, MessagePart
+from headrace.text.tools import calls
 
 Read = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and (name, arguments) of each call."""
@@ -19,12 +19,12 @@ def tool_parser(
 ) -> MessageParser:
     """A parser whose ids count the calls."""
     ids = (f"id{number}" for number in itertools.count())
-    return registry.new_parser(form, schemas or {}, enforced, lambda: next(ids), single)
+    return calls.new_parser(form, schemas or {}, enforced, lambda: next(ids), single)
 
 
-def parts(parser: MessageParser, pieces: Iterable[str]) -> list[Part]:
+def parts(parser: MessageParser, pieces: Iterable[str]) -> list[MessagePart]:
     """What comes of a text in pieces; the last one ends it."""
-    made: list[Part] = []
+    made: list[MessagePart] = []
     *most, last = list(pieces) or [""]
     for piece in most:
         made += parser.feed(piece, False)
@@ -32,7 +32,7 @@ def parts(parser: MessageParser, pieces: Iterable[str]) -> list[Part]:
 
 
 def read(parser: MessageParser, pieces: Iterable[str]) -> Read:
-    message = Message()
+    message = MessageBuilder()
     for part in parts(parser, pieces):
         message.add(part)
     return message.content, message.reasoning, [(call["name"], call["arguments"]) for call in message.calls]

@@ -121,10 +121,10 @@ def inproc(delay: float = 0.0, **config: Any) -> EngineClient:
 
 @contextlib.contextmanager
 def logged(form: str) -> Iterator[io.StringIO]:
-    """All that is logged at the level debug, as the server would write it in one of `logs.FORMS`."""
+    """All that is logged at the level debug, as the server would write it in one of `logs.FORMATTERS`."""
     text = io.StringIO()
     stream = logging.StreamHandler(text)
-    stream.setFormatter(logs.FORMS[form]())
+    stream.setFormatter(logs.FORMATTERS[form]())
     loggers = [logging.getLogger(name) for name in logs.NAMES]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:

@@ -133,14 +133,14 @@ def test_S_09_control_the_bound_on_time_is_what_stops_it() -> None:
 def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_VERDICTS", 20)
     asked = 0
-    right = checker._process.ask
+    right = checker._process.run
 
     def ask(body: bytes) -> bytes | str:
         nonlocal asked
         asked += 1
         return right(body)
 
-    monkeypatch.setattr(checker._process, "ask", ask)
+    monkeypatch.setattr(checker._process, "run", ask)
     for _ in range(3):
         with pytest.raises(RequestError):
             checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(?=again)")))

@@ -27,7 +27,7 @@ def replay(
 
     records = read(log)
     head = next(records)
-    if not isinstance(head, recording.Head):
+    if not isinstance(head, recording.LogHead):
         raise RecordingError(f"{log} has no head")
     try:
         config = msgspec.msgpack.decode(head.config, type=EngineConfig)

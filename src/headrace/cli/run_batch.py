@@ -76,7 +76,7 @@ def _one(name: str, flag: str, argument: Path | None, option: Path | None) -> Pa
 async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerConfig, concurrency: int) -> Report:
     from headrace.engine.build import build_engine
     from headrace.engine.client import InprocClient
-    from headrace.engine.generation import Front
+    from headrace.engine.generation import TextClient
     from headrace.serve.apis.openai.storage import offline_answerer
     from headrace.serve.app import advised_params, load_text, served_model
     from headrace.serve.storage.batch_file import answer_file
@@ -86,7 +86,7 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
     name = server.served_model_name or engine.model
-    model = served_model(Front(client, tokenizer), template, server, name, defaults, engine.seed)
+    model = served_model(TextClient(client, tokenizer), template, server, name, defaults, engine.seed)
     await client.start()
     try:
         with _progress() as show:

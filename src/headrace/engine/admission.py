@@ -1,9 +1,9 @@
-"""`Admission`: how much may wait, and for how long whoever is refused should stay away (R-12).
+"""`Admission` bounds the requests that wait, and says when a refused caller should try again (R-12).
 
-Counts the requests that the engine has not begun with, and their predicted work: the prompt's tokens, and as many of
-the answer as answers had lately, or max_tokens if that is less. Where more than one caller is known by name, nobody
-may have more waiting than room is left: one alone gets half of the queue, two get a third each, and a newcomer always
-finds room (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6 (2), 1998). Knows no engine; `engine.client` asks.
+Counts the requests that the engine has not begun, and their predicted work: the prompt's tokens, and the mean length of
+recent answers, or max_tokens if that is less. Where more than one caller is known by name, no caller may have more work
+waiting than there is room left: one alone gets half of the queue, two get a third each, and a newcomer always finds
+room (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6 (2), 1998). Knows no engine; called by `engine.client`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.protocol.step import Request
 RATE_WINDOW_S = 30.0
 # Tokens of an answer, before any has ended.
 FIRST_GUESS = 128.0
-# Of the newest answer in the mean length.
+# Weight of the newest answer in the mean length.
 WEIGHT = 1 / 32
 MAX_NAMES = 4096
 
@@ -38,21 +38,21 @@ class Admission:
         self._starts: collections.deque[tuple[float, int]] = collections.deque()
 
     def work_of(self, request: Request) -> int:
-        """Tokens that `request` will probably cost."""
+        """Return the number of tokens that `request` will probably cost."""
         answer = 0.0 if request.pooling else min(request.params.max_tokens or math.inf, self.mean_answer)
         width = request.beam.beam_width if request.beam is not None else 1
         return len(request.prompt_token_ids) + math.ceil(answer * width)
 
     def admit(self, works: Sequence[int], name: str, now: float) -> None:
-        """Whether requests of so much work each may wait, on behalf of `name`. All of them, or none.
+        """Check that requests of so much work each may wait, on behalf of `name`: all of them, or none.
 
-        Raises `RequestError` for more requests than the queue takes at all, and `QueueFullError`.
+        Raises `RequestError` for more requests than the queue ever takes, and `QueueFullError`.
         """
         if len(works) > self.max_reqs:
             raise RequestError("n", len(works), f"at most {self.max_reqs} answers in one call (n times prompts)")
         if name and len(self._names) < MAX_NAMES:
             self._names.add(name)
-        # A call above the token bound by itself is let into an empty queue: it could never be served otherwise.
+        # A call that is above the token bound by itself may enter an empty queue: it could never be served otherwise.
         if not self.num_waiting:
             return
         room = self.max_reqs - self.num_waiting
@@ -63,11 +63,11 @@ class Admission:
                 f"are {self.max_reqs} and {self.max_tokens}",
                 retry_after=self._retry_after(self.num_waiting, self.num_waiting_tokens, now),
             )
-        own, own_tokens = self._waiting[name], self._waiting_tokens[name]
-        if own and len(self._names) > 1 and (own + len(works) > room or own_tokens + sum(works) > room_tokens):
+        num, num_tokens = self._waiting[name], self._waiting_tokens[name]
+        if num and len(self._names) > 1 and (num + len(works) > room or num_tokens + sum(works) > room_tokens):
             raise QueueFullError(
-                f"{own} requests with {own_tokens} tokens of work of this key wait already, which is its share",
-                retry_after=self._retry_after(own, own_tokens, now),
+                f"{num} requests with {num_tokens} tokens of work of this key wait already, which is its share",
+                retry_after=self._retry_after(num, num_tokens, now),
             )
 
     def check_room(self, num: int, name: str, now: float) -> None:
@@ -75,18 +75,18 @@ class Admission:
         self.admit([1] * num, name, now)
 
     def enter(self, work: int, name: str) -> None:
-        """A request begins to wait."""
+        """Count a request that begins to wait."""
         self._move(1, work, name)
 
     def leave(self, work: int, name: str, started: float | None = None) -> None:
-        """It waits no more: it was begun with at the time `started`, or has ended."""
+        """Count a request that waits no more: it was begun at the time `started`, or has ended."""
         self._move(-1, -work, name)
         if started is not None:
             self._starts.append((started, work))
             self._forget(started)
 
     def ended(self, num_tokens: int) -> None:
-        """An answer of so many tokens has come to its end."""
+        """Note that an answer of so many tokens has ended."""
         self.mean_answer += WEIGHT * (num_tokens - self.mean_answer)
 
     def _move(self, number: int, work: int, name: str) -> None:
@@ -98,7 +98,7 @@ class Admission:
             del self._waiting[name], self._waiting_tokens[name]
 
     def _retry_after(self, num: int, num_tokens: int, now: float) -> int:
-        """Seconds that so many requests take at the rate of the last half minute, 1 to 60."""
+        """Return the seconds that so many requests take at the rate of the last half minute, 1 to 60."""
         self._forget(now)
         if not self._starts:
             return 10
@@ -108,6 +108,6 @@ class Admission:
         return min(60, max(1, math.ceil(max(wait_reqs, wait_tokens))))
 
     def _forget(self, now: float) -> None:
-        """Starts of longer ago than the window: they would be kept for ever where nobody is turned away."""
+        """Drop starts from before the window."""
         while self._starts and self._starts[0][0] < now - RATE_WINDOW_S:
             self._starts.popleft()

@@ -1,6 +1,6 @@
-"""`EngineClient`: the server's view of an engine in another process. Owns every open request until its end.
+"""`EngineClient`: the server's side of an engine in another process. Owns every open request until its end.
 
-It admits requests, hands their output to one `RequestStream` for each caller, and, when the engine process dies,
+It admits requests, passes their output to one `RequestStream` for each caller, and, when the engine process dies,
 submits every open request to a new one with the tokens delivered so far. Knows token ids, not text.
 """
 
@@ -20,8 +20,7 @@ from headrace.engine.core import EngineCore, verify
 from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import InprocLink, Link, ProcessLink
 from headrace.engine.request_stream import RequestStream
-from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption
-from headrace.engine.totals import negated, summed
+from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption, negated, summed
 from headrace.engine.watchdog import Watchdog
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig, ServerConfig
@@ -35,19 +34,19 @@ logger = logging.getLogger("headrace.engine")
 
 # Deaths further apart than this are separate accidents; closer ones count towards max_restarts.
 RESTART_WINDOW_S = 600.0
-# So many times as long as the first start another start may take before the engine counts as frozen.
+# Multiple of the first start's time after which another start counts as frozen.
 START_PATIENCE = 10
 
 
 class Observer(Protocol):
-    """Who wants to measure. Called on the event loop, so it must be quick."""
+    """Takes measurements. Called on the event loop, so it must be quick."""
 
     def on_step(self, output: StepOutput) -> None: ...
 
     def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Tokens of one request, `seconds` after its last ones (None for its first)."""
+        """Note tokens of one request, `seconds` after the tokens before them (None for its first)."""
         ...
 
 
@@ -57,9 +56,9 @@ class EngineClient:
     Args:
         link: starts the engine and carries messages.
         max_num_queued_reqs, max_num_queued_tokens: bounds on requests that the engine has not started.
-        max_restarts: deaths within `RESTART_WINDOW_S` that are repaired; after that `EngineDeadError`. Deaths that a
-            request was found guilty of do not count, as long as others are served in between.
-        watchdog_timeout: seconds without a step after which an engine that owes something is ended; see `Watchdog`.
+        max_restarts: deaths within `RESTART_WINDOW_S` after which the engine is restarted; after that
+            `EngineDeadError`. Deaths caused by a request do not count, as long as others are served in between.
+        watchdog_timeout: seconds without a step after which an engine with open requests is ended; see `Watchdog`.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class EngineClient:
         self._link = link
         self._max_restarts = max_restarts
         self._open: dict[str, OpenRequest] = {}
-        self._resumption = Resumption(self._tell)
+        self._resumption = Resumption(self._send)
         self._info: EngineInfo | None = None
         self._num_guilty = 0
         self._start_seconds = 0.0
@@ -102,9 +101,9 @@ class EngineClient:
     # -- life
 
     async def start(self) -> None:
-        """Start the engine and see one real token from it.
+        """Start the engine and wait for one real token from it.
 
-        Raises what the engine could not load for (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
+        Raises what kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
         """
         try:
             await self._launch()
@@ -112,7 +111,7 @@ class EngineClient:
             async with self._probe() as stream:
                 async for _ in stream:
                     pass
-            # What the probe cost is nobody's traffic.
+            # The probe is not traffic of any client.
             self._past = negated(self.stats)
             self.is_proven_once = True
         except BaseException:
@@ -137,12 +136,12 @@ class EngineClient:
 
     @property
     def is_started(self) -> bool:
-        """The engine was ready once, so that `info` is known."""
+        """Whether the engine was ready once, so that `info` is known."""
         return self._info is not None
 
     @property
     def is_alive(self) -> bool:
-        """The engine runs and has made a token since it (re)started."""
+        """Whether the engine runs and has made a token since it (re)started."""
         return self._alive and self._proven
 
     @property
@@ -151,11 +150,11 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the engine has not begun with."""
+        """The number of requests that the engine has not begun."""
         return self.admission.num_waiting
 
     async def _launch(self) -> None:
-        """Start an engine. One that takes much longer than the first did, or stands still, is frozen."""
+        """Start an engine. One that takes much longer than the first did, or stands still, counts as frozen."""
         self._proven = False
         began = time.monotonic()
         limit = max(self.watchdog.timeout, START_PATIENCE * self._start_seconds) if self._start_seconds else None
@@ -186,7 +185,7 @@ class EngineClient:
             await asyncio.sleep(dog.interval)
 
     async def answers(self, seconds: float = 1.0) -> bool:
-        """Whether the engine is heard of within a second, or computes."""
+        """Return whether the engine sends a message within `seconds`, or computes."""
         if not self.is_alive:
             return False
         self._heard.clear()
@@ -199,31 +198,31 @@ class EngineClient:
             return self.is_alive and self.watchdog.frozen < seconds
 
     def _ping(self) -> None:
-        """Whatever an idle engine is told, it answers with its gauges."""
+        """Make an idle engine send its gauges, as it does after any message."""
         self._link.post(Abort(""))
 
     def _probe(self) -> RequestStream:
-        """One real token, asked for past all others. A new engine is asked for one that the last one owed."""
+        """Request one real token, ahead of the queue. A probe that the last engine has not answered is sent again."""
         for entry in [entry for entry in self._open.values() if entry.is_probe]:
-            self._tell(entry)
+            self._send(entry)
             return entry.stream
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False)
         request = Request(request_id=PROBE + new_request_id(), prompt_token_ids=[0], params=params)
         stream = RequestStream([request], self.abort)
         entry = self._enter(request, stream, 0, time.monotonic(), 0)
         if self._alive:
-            self._tell(entry)
+            self._send(entry)
         return stream
 
     async def _keep_watch(self) -> None:
-        """End an engine that owes something and stands still. An idle one is asked for a sign of life now and then."""
+        """End an engine that stands still with open requests. An idle engine gets a ping now and then."""
         dog = self.watchdog
         while True:
             await asyncio.sleep(dog.interval)
             if not self._alive:
                 continue
             if not self._open and dog.silent < max(1.0, dog.timeout / 4):
-                # Owes nothing, and was heard of lately.
+                # It has no open requests, and sent a message lately.
                 dog.tick(time.monotonic(), self._link.usage())
                 continue
             if not self._open:
@@ -251,7 +250,7 @@ class EngineClient:
     def submit(
         self, requests: Sequence[Request], arrival_time: float | None = None, deadline: float | None = None
     ) -> RequestStream:
-        """Accept all of `requests` or none. `arrival_time` is when the call came in, if not now; at `deadline` (both
+        """Accept all of `requests` or none. `arrival_time` is when the call came in (None: now); at `deadline` (both
         monotonic seconds) the stream ends with a `DeadlineError`, wherever its requests are then.
 
         Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
@@ -275,7 +274,7 @@ class EngineClient:
             if self.info.scheduling_policy == "fair":
                 request = msgspec.structs.replace(request, tenant=name, work=work)
             entry = self._enter(request, stream, index, arrival, work, name)
-            # What is not told now is told to the next engine.
+            # Requests that are not sent now are sent to the next engine.
             if self.is_alive:
                 self._resumption.add(entry)
         if deadline is not None:
@@ -290,12 +289,12 @@ class EngineClient:
         self.admission.enter(work, name)
         return entry
 
-    def _tell(self, entry: OpenRequest) -> None:
-        entry.told = True
+    def _send(self, entry: OpenRequest) -> None:
+        entry.is_sent = True
         self._link.post(Add(entry.resumed() if entry.deaths else entry.request))
 
     def _expire(self, stream: RequestStream) -> None:
-        """The time of a call is over (R-13): it ends with an error, and never as if it had been long enough."""
+        """End a call at its deadline (R-13), with an error and never as if its answer were complete."""
         entries = [self._open[r.request_id] for r in stream.requests if r.request_id in self._open]
         if not entries:
             return
@@ -308,7 +307,7 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks. Unknown and ended ids are fine: ends race with aborts."""
         entry = self._forget(request_id)
-        if entry is not None and entry.told and self._alive:
+        if entry is not None and entry.is_sent and self._alive:
             self._link.post(Abort(request_id))
 
     def reset_prefix_cache(self) -> None:
@@ -335,8 +334,8 @@ class EngineClient:
                 entry = self._forget(request_id)
                 if entry is not None:
                     refusal = RequestError(field, value, bound, code)
-                    ours = HeadraceError(f"the engine could not take in the request: {value}")
-                    entry.stream.fail(ours if code == HeadraceError.code else refusal)
+                    fault = HeadraceError(f"the engine could not take in the request: {value}")
+                    entry.stream.fail(fault if code == HeadraceError.code else refusal)
                     entry.stream.close()
             case _:
                 raise frames.TransportError(f"unexpected {type(message).__name__} from a running engine")
@@ -364,10 +363,10 @@ class EngineClient:
                 self._resumption.saw(entry, ended=False)
             entry.stream.push(entry.index, delta)
             if num_tokens and not self._proven:
-                # It works. Who waited for that is told now.
+                # The engine works: send it the requests that waited for that.
                 self._proven = True
                 self._resumption.begin(
-                    [entry for entry in self._open.values() if not entry.told], self.info.max_num_seqs
+                    [entry for entry in self._open.values() if not entry.is_sent], self.info.max_num_seqs
                 )
         if self.observer is not None:
             self.observer.on_step(output)
@@ -390,23 +389,23 @@ class EngineClient:
     # -- death
 
     def _on_lost(self, reason: str) -> None:
-        """The link's peer is gone without having been asked to go."""
+        """Note that the engine has ended by itself, and restart it."""
         if self._closing:
             return
         self._alive = False
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
         self._report(reason)
-        # Its counts stay counted; what it held is held no more.
+        # Its counters stay in the sums; its gauges are void.
         self._past, self.stats = self.total, Stats()
         self._supervisor = self._spawn(self._restart(reason))
 
     def _report(self, reason: str) -> None:
         if self.reports is not None:
-            known = (self._info, self.stats, self.total, self.num_restarts)
-            self.reports.write(reason, self._link.black_box, list(self._open.values()), *known)
+            state = (self._info, self.stats, self.total, self.num_restarts)
+            self.reports.write(reason, self._link.black_box, list(self._open.values()), *state)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task without which the engine is lost: its failure is told and ends the client."""
+        """Start a task whose failure is logged and ends the client."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -424,7 +423,7 @@ class EngineClient:
         while True:
             self._deaths = [death for death in self._deaths if death > now - RESTART_WINDOW_S]
             if len(self._deaths) > self._max_restarts:
-                # What it died of is for the log, not for clients.
+                # The cause is for the log, not for clients.
                 logger.critical("the last death: %s", reason)
                 self._give_up(f"the engine died and was restarted {len(self._deaths) - 1} times")
                 return
@@ -439,23 +438,23 @@ class EngineClient:
             break
         self.num_restarts += 1
         logger.warning("the engine was restarted; %d requests go on", len(self._open))
-        # One real token before it is called alive again. Then all others are told.
+        # It counts as alive after one real token. Then all other requests are sent.
         self._probe()
 
     def _convict(self, reason: str, now: float) -> None:
-        """Find out who is to blame for a death, and fail the one that was so often enough."""
+        """Find the request that caused a death, and fail it after enough deaths."""
         entries = [entry for entry in self._open.values() if not entry.is_probe]
-        found = self._resumption.judge(entries, self.info.max_num_seqs, self._link.was_killed, now)
-        if found is None:
+        culprit = self._resumption.judge(entries, self.info.max_num_seqs, self._link.was_killed, now)
+        if culprit is None:
             return
-        logger.error("request %s is given up: %s, over and over", found.stream.call_id, reason)
+        logger.error("request %s is given up: %s, over and over", culprit.stream.call_id, reason)
         if self._num_guilty < max(1, self._max_restarts):
-            self._deaths = [death for death in self._deaths if death not in found.deaths]
+            self._deaths = [death for death in self._deaths if death not in culprit.deaths]
         self._num_guilty += 1
         self.num_quarantined += 1
-        self._forget(found.request.request_id)
-        found.stream.fail(PoisonedRequestError(f"the engine died {len(found.deaths)} times over this request"))
-        found.stream.close()
+        self._forget(culprit.request.request_id)
+        culprit.stream.fail(PoisonedRequestError(f"the engine died {len(culprit.deaths)} times over this request"))
+        culprit.stream.close()
 
     def _give_up(self, message: str) -> None:
         self._dead = EngineDeadError(message)
@@ -474,7 +473,7 @@ class EngineClient:
 
     @property
     def total(self) -> Stats:
-        """`stats` with counters summed over all lives of the engine. Gauges are those of the present one."""
+        """`stats` with counters summed over all lives of the engine, and the gauges of the present one."""
         return summed(self._past, self.stats)
 
 

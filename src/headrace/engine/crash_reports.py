@@ -1,8 +1,8 @@
-"""What an engine died of, for whoever has to find out: a file for each death, without a word or a token of a prompt.
+"""`CrashReports` writes a file for each death of an engine, without a word or a token of a prompt.
 
-It has the reason, the stacks, the last steps as shapes, the open requests as ids and counts, the counters, the versions
-and the configuration without its keys. A bounded number of files of bounded size, readable by their owner alone.
-Called by `engine.client`.
+A report has the reason, the stacks, the last steps as shapes, the open requests as ids and counts, the counters, the
+versions and the configuration without its keys. A bounded number of files of bounded size, readable by their owner
+alone. Called by `engine.client`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger("headrace.engine")
 
 MAX_REPORTS = 10
 MAX_OPEN = 128
-"""Open requests that are told of; of more the number is."""
+"""Open requests that a report describes; of further ones it has the number."""
 MAX_STACK_LINES = 400
 MAX_REPORT_BYTES = 2**18
 PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "fastapi", "uvicorn", "tokenizers")
 _PREFIX = "crash-"
-# What the server itself says of a death. Anything else is an exception's message, which may quote a request.
+# The server's own reasons. Any other text is an exception's message, which may quote a request.
 _PLAIN = re.compile(r"(frozen: [\w .,]+|exit status -?\d+|the engine[\w' ]+(\(exit status -?\d+\))?)")
 
 
@@ -44,7 +44,7 @@ class CrashReports:
 
     Args:
         folder: made when it is first needed; "~" is the user's home.
-        engine, server: what is told of the configuration; keys are left out.
+        engine, server: the configuration, which is reported without keys.
     """
 
     def __init__(self, folder: str, engine: EngineConfig, server: ServerConfig) -> None:
@@ -62,7 +62,7 @@ class CrashReports:
         total: Stats,
         num_restarts: int,
     ) -> Path | None:
-        """Write a report and tell the log where it is. None if that fails, which is logged too."""
+        """Write a report and log its path. Returns None if that fails, which is logged too."""
         self._num += 1
         now = datetime.datetime.now(datetime.UTC)
         steps = [] if box is None else [msgspec.structs.asdict(step) for step in box.steps()]
@@ -84,8 +84,8 @@ class CrashReports:
             "monotonic_time": time.monotonic(),
             "steps": steps,
         }
-        # The oldest steps go first where there is too much of everything.
-        while len(made := msgspec.json.format(msgspec.json.encode(report), indent=1)) > MAX_REPORT_BYTES:
+        # A report that is too long loses its oldest steps first.
+        while len(data := msgspec.json.format(msgspec.json.encode(report), indent=1)) > MAX_REPORT_BYTES:
             if not steps:
                 report["open"], report["stacks"] = [], []
             report["steps"] = steps = steps[len(steps) // 2 + 1 :]
@@ -94,7 +94,7 @@ class CrashReports:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path = self.folder / name
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(made)
+                file.write(data)
             for old in sorted(self.folder.glob(f"{_PREFIX}*.json"), key=_age)[:-MAX_REPORTS]:
                 old.unlink(missing_ok=True)
         except OSError as error:
@@ -112,7 +112,7 @@ def _age(path: Path) -> tuple[float, str]:
 
 
 def plain_reason(reason: str) -> str:
-    """Why the engine died, as far as that can be told without quoting anybody: of an exception its kind."""
+    """Return why the engine died, without quoting a request: of an exception only its kind."""
     if _PLAIN.fullmatch(reason):
         return reason
     kind = reason.partition(":")[0]
@@ -120,17 +120,17 @@ def plain_reason(reason: str) -> str:
 
 
 def without_keys(config: EngineConfig | ServerConfig) -> dict[str, Any]:
-    """The fields of a config that are not as by default; of keys, that they are set."""
-    made = {}
+    """Return the fields of a config that differ from the default; of keys only that they are set."""
+    fields = {}
     for field in msgspec.structs.fields(config):
         value = getattr(config, field.name)
         if value != field.default:
-            made[field.name] = "set" if "key" in field.name else value
-    return made
+            fields[field.name] = "set" if "key" in field.name else value
+    return fields
 
 
 def shape_of(entry: OpenRequest) -> dict[str, Any]:
-    """What is told of an open request."""
+    """Return the description of an open request."""
     request = entry.request
     return {
         "request_id": request.request_id,
@@ -142,24 +142,24 @@ def shape_of(entry: OpenRequest) -> dict[str, Any]:
         "is_constrained": request.params.structured_outputs is not None,
         "is_beam_search": request.beam is not None,
         "is_started": entry.started,
-        "is_told": entry.told,
+        "is_told": entry.is_sent,
         "num_strikes": entry.num_strikes,
     }
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the system, and the packages that matter to an engine."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    """Return the versions of Python, the system, and the packages that matter to an engine."""
+    by_name = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            by_name[name] = "not installed"
+    return by_name
 
 
 def machine() -> dict[str, Any]:
-    """Processors, load and memory, in bytes."""
+    """Return the number of processors, the load and the memory, in bytes."""
     import psutil
 
     memory = psutil.virtual_memory()

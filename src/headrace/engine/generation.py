@@ -1,8 +1,7 @@
-"""`Front`: tokenizer and engine client together, and `Generation`: all answers of one call, as they come.
+"""`TextClient` opens generations, with a tokenizer and an engine client; `Generation` is all answers of one call.
 
-The part of the server that speaks prompts and pieces of text but not yet HTTP. `async_llm.AsyncLLM` and
-`serve.apis.openai.completions` stand on it. Long texts are tokenised on a worker thread, so that the event loop stays
-quick (R-03).
+Takes prompts and returns text as it comes; knows no HTTP. Long texts are tokenised on a worker thread, so that the
+event loop stays quick (R-03). Called by `async_llm.AsyncLLM` and `serve.apis.openai.completions`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import Protocol, TypeVar
 
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline
-from headrace.engine.rates import Limits, Rates
 from headrace.engine.request_stream import RequestStream
-from headrace.engine.tenants import salted
+from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
@@ -24,11 +22,11 @@ from headrace.protocol.step import EngineInfo, Finish, Pooling
 from headrace.text.beams import make_search, parts_of
 from headrace.text.grammars import GrammarChecker
 from headrace.text.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
-from headrace.text.outputs import Delta, Piece, RequestState, best
+from headrace.text.outputs import Delta, RequestState, TextDelta, best
+from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.words import THINK
 
-# Below this many characters the work is shorter than the hand-over to a thread.
+# Below this many characters the work takes less time than passing it to a thread.
 LARGE_TEXT = 4096
 
 T = TypeVar("T")
@@ -37,12 +35,12 @@ T = TypeVar("T")
 FAULTS = frozenset(
     "numerical_error out_of_memory structured_output_error sampling_error invalid_chunk internal_error".split()
 )
-"""What the engine may fail one request for; its message begins with one of these and a colon."""
+"""The reasons for which the engine fails one request; its message begins with one of them and a colon."""
 
 
 class RequestFailedError(HeadraceError):
-    """The engine failed one request, and only that. `code` says for what. HTTP 500, but 400 for one whose own biases
-    and bans leave no token: sent again, it fails again."""
+    """The engine failed one request only, for the reason `code`. HTTP 500, but 400 for a request whose biases and bans
+    leave no token, which would fail again."""
 
     def __init__(self, message: str) -> None:
         code = message.partition(":")[0]
@@ -60,8 +58,8 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
 
 
-class Front:
-    """Prompts in, generations out."""
+class TextClient:
+    """Opens generations of text for prompts."""
 
     def __init__(
         self,
@@ -74,19 +72,19 @@ class Front:
         self.rates = Rates(Limits()) if rates is None else rates
         self.tokenizer = tokenizer
         self.observer = observer
-        # What begins and ends the model's reasoning.
+        # The texts that begin and end the model's reasoning.
         self.marks = THINK
         self._grammars: GrammarChecker | None = None
 
     @property
     def grammars(self) -> GrammarChecker:
-        """Who finds out whether a constraint can be honoured."""
+        """The checker of constraints, made when it is first needed."""
         if self._grammars is None:
             self._grammars = GrammarChecker(self.tokenizer, self.info.vocab_size, self.info.eos_token_ids)
         return self._grammars
 
     async def check(self, params: SamplingParams) -> list[str]:
-        """To be called before `open` for parameters with a constraint: what it leaves open, in words.
+        """Check the constraint of `params` and return warnings of what it leaves open. Call this before `open`.
 
         Raises `RequestError` for a constraint that can not be honoured.
         """
@@ -94,7 +92,7 @@ class Front:
 
     def check_room(self, num_prompts: int, params: SamplingParams) -> None:
         """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
-        `EngineDeadError`). To be called once, before texts are rendered and tokenised."""
+        `EngineDeadError`). Call this once, before texts are rendered and tokenised."""
         self.client.check_room(num_prompts * (params.best_of or params.n))
 
     @property
@@ -104,7 +102,7 @@ class Front:
     async def prompt_ids(
         self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
     ) -> tuple[str | None, list[int]]:
-        """`inputs.prompt_ids`, on a thread if the prompt is long."""
+        """Return `inputs.prompt_ids`, computed on a thread if the prompt is long."""
         return await off_loop(
             prompt_size(prompt),
             lambda: prompt_ids(
@@ -128,11 +126,11 @@ class Front:
         pooling: Pooling = "",
         beam: BeamSearchParams | None = None,
     ) -> Generation:
-        """Ask for `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` each is asked
-        for its hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
+        """Request `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` the result is
+        each prompt's hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
 
         Raises `RequestError`, `QueueFullError` (a `RateLimitError` too), `DeadlineError` or `EngineDeadError`. The
-        caller must close what it gets.
+        caller must close the generation.
         """
         if params.structured_outputs is not None:
             self.grammars.require(params)
@@ -141,11 +139,11 @@ class Front:
         num_tokens = sum(map(len, prompts))
         self.rates.check_tokens(num_tokens)
         meter = self.rates.meter()
-        made = self._open(prompts, params, arrival, priority, cache_salt, draw, pooling, beam)
+        generation = self._open(prompts, params, arrival, priority, cache_salt, draw, pooling, beam)
         if meter is not None:
             meter(num_tokens)
-            made.meter = meter
-        return made
+            generation.meter = meter
+        return generation
 
     def _open(
         self,
@@ -191,8 +189,8 @@ class Front:
         priority: int,
         cache_salt: str,
     ) -> Generation:
-        known = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
-        requests = [make_search(ids, beam, params, self.info, **known) for ids in prompts]  # type: ignore[arg-type]
+        options = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
+        requests = [make_search(ids, beam, params, self.info, **options) for ids in prompts]  # type: ignore[arg-type]
         stream = self.client.submit(requests, arrival, deadline())
         num = beam.num_answers
         states = [RequestState(r, self.tokenizer, index, arrival) for r in requests for index in range(num)]
@@ -200,10 +198,10 @@ class Front:
 
 
 class Generation:
-    """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. The caller wants `num_told` of n.
+    """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. `num_returned` of n are returned.
 
-    An async iterator of lists of (place in `states`, piece). Use it in an `async with`: leaving that aborts whatever
-    is still running.
+    An async iterator of lists of (index in `states`, delta). Use it in an `async with`: leaving that aborts the
+    requests that still run.
     """
 
     def __init__(
@@ -212,41 +210,42 @@ class Generation:
         states: list[RequestState],
         n: int,
         observer: FinishObserver | None,
-        num_told: int | None = None,
+        num_returned: int | None = None,
         per_request: int = 1,
     ) -> None:
         self.states = states
         self.n = n
-        self.num_told = n if num_told is None else num_told
+        self.num_returned = n if num_returned is None else num_returned
         self._stream = stream
         self._per_request = per_request
         self._observer = observer
-        # Told of tokens that came, where the caller's are counted.
+        # Called with the number of tokens that came, where the caller has a limit.
         self.meter: Callable[[int], None] | None = None
 
     def of_prompt(self, place: int) -> list[RequestState]:
-        """The answers to one prompt."""
+        """Return the answers to one prompt."""
         return self.states[place * self.n : (place + 1) * self.n]
 
-    def told(self) -> list[int]:
-        """Places of the answers to hand out when all have ended: `outputs.best` of each prompt's, in that order."""
+    def best_places(self) -> list[int]:
+        """Return the indices of the answers to return when all have ended: `outputs.best` of each prompt's, in
+        order."""
         places = {id(state): place for place, state in enumerate(self.states)}
         groups = [self.of_prompt(prompt) for prompt in range(len(self.states) // self.n)]
-        return [places[id(state)] for group in groups for state in best(group, self.num_told)]
+        return [places[id(state)] for group in groups for state in best(group, self.num_returned)]
 
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> list[tuple[int, Piece]]:
-        pieces = []
+    async def __anext__(self) -> list[tuple[int, TextDelta]]:
+        text_deltas = []
         deltas = await self._stream.__anext__()
         if self.meter is not None:
             self.meter(sum(len(delta.token_ids) for _, delta in deltas))
         for place, delta in self._places(deltas):
             state = self.states[place]
-            piece = state.feed(delta)
+            text_delta = state.feed(delta)
             if state.finish is None:
-                pieces.append((place, piece))
+                text_deltas.append((place, text_delta))
                 continue
             if delta.finish is None:
                 self._stream.abort(place)
@@ -254,18 +253,18 @@ class Generation:
                 self._observer.on_finish(state, state.finish.reason)
             if state.finish.reason == "error":
                 raise RequestFailedError(state.finish.message)
-            pieces.append((place, piece))
-        return pieces
+            text_deltas.append((place, text_delta))
+        return text_deltas
 
     def _places(self, deltas: list[tuple[int, Delta]]) -> list[tuple[int, Delta]]:
-        """Deltas of requests as deltas of answers: a search is one request with several."""
+        """Turn deltas of requests into deltas of answers: a search is one request with several answers."""
         num = self._per_request
         if num == 1 and all(delta.beams is None for _, delta in deltas):
             return deltas
         return [(i * num + place, part) for i, delta in deltas for place, part in enumerate(parts_of(delta, num))]
 
     def end(self, place: int) -> None:
-        """End one answer where it is: who reads it has all that was asked for."""
+        """End one answer now, because its reader needs no more of it."""
         state = self.states[place]
         if state.finish is not None:
             return
@@ -276,7 +275,7 @@ class Generation:
             self._observer.on_finish(state, "stop")
 
     def close(self) -> None:
-        """Abort what still runs. May be called twice."""
+        """Abort the requests that still run. May be called twice."""
         self._stream.close()
         for state in self.states:
             if state.finish is None and not state.closed:

@@ -1,7 +1,7 @@
-"""How messages reach the engine: over a socket to a child process, or through a queue to a thread.
+"""Links carry messages to the engine: over a socket to a child process, or through a queue to a thread.
 
-A link starts the engine, carries messages both ways in order, and tells once when the engine is gone. It knows
-nothing of requests; `engine.client.EngineClient` is its only caller, on one event loop.
+A link starts the engine, carries messages both ways in order, and calls back once when the engine is gone. Knows no
+requests; `engine.client.EngineClient` is its only caller, on one event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import IO, Protocol
 from headrace.engine import logs
 from headrace.engine.black_box import BlackBox
 from headrace.engine.core import EngineCore
-from headrace.engine.memory import read_small
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, HeadraceError
@@ -33,38 +32,51 @@ logger = logging.getLogger("headrace.engine")
 
 CLOSE_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 2**16
-# What a process that is to be killed gets to tell where its threads are.
+# Seconds in which a process that is about to be killed writes its stacks.
 STACKS_S = 0.5
+READ_BYTES = 16 << 10
+"""Bytes that a transport takes at most for a read.
+
+asyncio takes 256 KiB and shrinks that to what came. The next read does not find such a gap again if something small was
+allocated meanwhile, and the heap grows: by 7 MiB an hour with 20 requests a second.
+"""
 ENGINE_COMMAND = (sys.executable, "-m", "headrace.engine.child")
 
 OnMessage = Callable[[frames.FromEngine], None]
 OnLost = Callable[[str], None]
 
 
+def read_small(transport: asyncio.BaseTransport) -> None:
+    """Let a transport of asyncio's take no more than `READ_BYTES` for a read. Other transports stay as they are."""
+    if hasattr(transport, "max_size"):
+        transport.max_size = READ_BYTES
+
+
 class Link(Protocol):
     in_process: bool
     """Whether requests stay objects of this process, functions in them too."""
     was_killed: bool
-    """Whether the last engine ended by somebody else's SIGKILL."""
+    """Whether a SIGKILL from outside ended the last engine."""
     black_box: BlackBox | None
-    """What the engine, alive or dead, has left; of one in this process nothing."""
+    """The record of the engine, alive or dead; None for an engine in this process."""
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
-        """Start an engine and wait until it is loaded. Raises what it failed with. May be called again after a loss."""
+        """Start an engine and wait until it is loaded. Raises the error that it failed with. May be called again after
+        a loss."""
         ...
 
     def post(self, message: frames.ToEngine) -> None:
-        """Send, without waiting. To a peer that is gone: dropped, for `on_lost` tells of it."""
+        """Send, without waiting. Messages to an engine that is gone are dropped, for `on_lost` reports it."""
         ...
 
     def usage(self) -> tuple[float, bool] | None:
-        """Processor time of the engine so far, in seconds, and whether it waits for a processor or a disk just now.
-        None where that is not known."""
+        """Return the processor time of the engine so far, in seconds, and whether it waits for a processor or a disk
+        just now; None where that is unknown."""
         ...
 
     async def kill(self) -> None:
-        """End an engine that does not answer, after it has shown its stacks; nothing more is heard of it, and
-        `on_lost` is not called. Does nothing to one that is no process of its own."""
+        """End an engine that does not answer, after it has written its stacks. No more messages of it come, and
+        `on_lost` is not called. Does nothing to an engine in this process."""
         ...
 
     async def close(self) -> None:
@@ -75,8 +87,8 @@ class Link(Protocol):
 class ProcessLink:
     """A child process on a socketpair. Its death is an end-of-file.
 
-    `command` is what to run; it gets the number of its end of the socket as last argument. With `logs_stderr` what the
-    process writes to stderr is logged here, line by line, and what it logs as it logged it.
+    `command` is the program; its last argument is the number of its end of the socket. With `logs_stderr` each line
+    that the process writes to stderr is logged here, and each record that it logs is logged as such.
     """
 
     in_process = False
@@ -102,21 +114,21 @@ class ProcessLink:
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         await self._reap()
-        self._drop_box()
+        self._close_box()
         box = self.black_box = BlackBox.make()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # Not from a worker thread: the child asks to die with the thread that made it.
-            command = [*self._command, str(theirs.fileno())]
+        server_end, engine_end = socket.socketpair()
+        with engine_end:
+            # Not on a worker thread: the child ends with the thread that made it.
+            command = [*self._command, str(engine_end.fileno())]
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno(), *box.fds],
+                pass_fds=[engine_end.fileno(), *box.fds],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE if self._logs_stderr else None,
             )
         if self._process.stderr is not None:
             self._errors = asyncio.create_task(_log_lines(self._process.stderr))
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        reader, self._writer = await asyncio.open_connection(sock=server_end)
         read_small(self._writer.transport)
         form = "json" if self._logs_stderr else "text"
         self._writer.write(frames.encode(frames.Start(self._config, box.fds, self._is_restart, form)))
@@ -126,7 +138,7 @@ class ProcessLink:
             data = await _read(reader)
             if not data:
                 status = await self._reap()
-                self._tell_stacks()
+                self._log_stacks()
                 raise EngineDeadError(f"the engine's process ended while it started ({status})")
             try:
                 first = [frames.decode_from_engine(payload) for payload in buffer.feed(data)]
@@ -170,23 +182,23 @@ class ProcessLink:
             await asyncio.sleep(STACKS_S)
             process.kill()
         await self._reap()
-        self._tell_stacks()
+        self._log_stacks()
         self.was_killed = False
 
     async def close(self) -> None:
         self._stop_listening()
         self.post(frames.Shutdown())
         await self._reap()
-        self._drop_box()
+        self._close_box()
         if self._errors is not None:
             await self._errors
 
-    def _drop_box(self) -> None:
+    def _close_box(self) -> None:
         if self.black_box is not None:
             self.black_box.close()
             self.black_box = None
 
-    def _tell_stacks(self) -> None:
+    def _log_stacks(self) -> None:
         for line in self.black_box.stacks() if self.black_box is not None else ():
             logger.error("%s", line)
 
@@ -217,15 +229,15 @@ class ProcessLink:
                 messages = [frames.decode_from_engine(payload) for payload in buffer.feed(data)]
         except frames.TransportError as error:
             reason = str(error)
-        except Exception as error:  # a fault of ours; the engine is of no use without its reader
+        except Exception as error:  # a defect of the server; the engine is of no use without its reader
             logger.exception("the reader of the engine's messages failed")
             reason = f"{type(error).__name__} in the server"
         status = await self._reap()
-        self._tell_stacks()
+        self._log_stacks()
         on_lost(reason or status)
 
     async def _reap(self) -> str:
-        """End the child, gently if it is well, and tell how it ended. Hanging up is the signal to go."""
+        """End the child, by closing its socket and if need be by SIGKILL, and return how it ended."""
         process = self._process
         if self._writer is not None:
             with contextlib.suppress(OSError):
@@ -242,7 +254,7 @@ class ProcessLink:
                 process.wait()
             status = f"exit status {process.returncode}"
             self.was_killed = process.returncode == -signal.SIGKILL
-            # Not before: whoever looks for the engine in the meantime finds what is left of it.
+            # Only now, so that `usage` and `pid` still find the process in the meantime.
             self._process = None
         if self._writer is not None:
             self._writer.close()
@@ -251,7 +263,7 @@ class ProcessLink:
 
 
 async def _log_lines(pipe: IO[bytes]) -> None:
-    """Log what comes through `pipe` until its end."""
+    """Log the lines that come through `pipe` until its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
@@ -280,7 +292,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 class InprocLink:
-    """The same loop on a thread, without bytes: messages are handed over as they are."""
+    """The same loop on a thread, without bytes: messages are passed as objects."""
 
     in_process = True
     was_killed = False
@@ -312,7 +324,7 @@ class InprocLink:
                 on_lost(repr(error))
 
         def call(function: Callable[..., None], *args: object) -> None:
-            # The loop may have closed before the thread: then nobody listens any more.
+            # The loop may have closed before the thread; then the message is dropped.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(function, *args)
 

@@ -1,41 +1,50 @@
-"""What a line of the log may hold: no control characters that a client sent, and no words of a client's (S-22).
+"""The log: what its lines may hold, and a handler that never delays or ends the process (S-22, R-28).
 
-The traceback of a fault shows our own lines; the message of the exception may quote the request, so its length is
-told instead, except at the levels debug and trace. A line says which call it is about (`calls`). Called by
-`serve.app`.
+A line holds no control characters that a client sent, and no words of a client's: the traceback of a fault shows the
+server's own lines, and only the length of the exception's message, which may quote a request, except at the levels
+debug and trace. A line names its call (`calls`). A thread writes the lines to stderr. Lines that a full disk, a broken
+pipe or a stopped reader keeps from being written are dropped and counted, and the next line that is written tells how
+many. Called by `serve.app` and `engine.child`.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import logging
+import os
+import queue
 import re
+import threading
 import traceback
 from types import TracebackType
 
 from headrace.engine import context
-from headrace.engine.sink import Sink
 
 NAMES = ("headrace", "uvicorn", "asyncio", "opentelemetry", "py.warnings")
-"""The loggers that are set up; whatever else is imported stays as it is."""
+"""The loggers that are set up; other loggers stay as they are."""
+MAX_LINES = 2000
+"""Lines that wait for a slow reader, at most."""
+LAST_LINES_S = 1.0
+"""Seconds, at most, that the end of the process waits for the last lines."""
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
 def escaped(text: str) -> str:
-    """`text` in one line, with nothing in it that a terminal obeys."""
+    """Return `text` in one line, without characters that a terminal obeys."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
 
 
-class Lines(logging.Formatter):
-    """One line for each message, with the id of the call that it is about if there is one; of exceptions the places
-    and kinds, and with `is_open` their messages too."""
+class LineFormatter(logging.Formatter):
+    """Formats a message as one line, with the id of its call if it has one. Of exceptions it shows the places and
+    kinds, and with `shows_messages` their messages too."""
 
-    def __init__(self, is_open: bool = False) -> None:
+    def __init__(self, shows_messages: bool = False) -> None:
         super().__init__("%(levelname)-8s %(asctime)s %(name)s: %(message)s", "%m-%d %H:%M:%S")
-        self._is_open = is_open
+        self._shows_messages = shows_messages
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         call_id = context.current().call_id
@@ -47,22 +56,24 @@ class Lines(logging.Formatter):
         while error is not None and id(error) not in seen:
             seen.add(id(error))
             places = traceback.format_tb(error.__traceback__)
-            made = [escaped(line) for place in places for line in place.rstrip("\n").split("\n")]
-            lines = [*made, f"{type(error).__name__}: {self._told(error)}", *lines]
+            stack = [escaped(line) for place in places for line in place.rstrip("\n").split("\n")]
+            lines = [*stack, f"{type(error).__name__}: {self._message_of(error)}", *lines]
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         return "\n".join(lines)
 
-    def _told(self, error: BaseException) -> str:
+    def _message_of(self, error: BaseException) -> str:
         text = str(error)
-        return escaped(text) if self._is_open else f"({len(text)} characters; --uvicorn-log-level debug shows them)"
+        if self._shows_messages:
+            return escaped(text)
+        return f"({len(text)} characters; --uvicorn-log-level debug shows them)"
 
 
-class Objects(Lines):
-    """One JSON object a line: time (UTC), level, logger, message; request_id if the line is about a call; exception, a
-    list of lines, if there was one. All that is not ASCII is escaped."""
+class JsonFormatter(LineFormatter):
+    """Formats a message as one JSON object in a line: time (UTC), level, logger, message; request_id if the line is
+    about a call; exception, a list of lines, if there was one. All that is not ASCII is escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        made: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -70,45 +81,111 @@ class Objects(Lines):
         }
         call_id = context.current().call_id
         if call_id:
-            made["request_id"] = call_id
+            fields["request_id"] = call_id
         if record.exc_info:
-            made["exception"] = self.formatException(record.exc_info).split("\n")
+            fields["exception"] = self.formatException(record.exc_info).split("\n")
         elif record.exc_text:
-            made["exception"] = record.exc_text.split("\n")
-        return json.dumps(made).replace("\x7f", "\\u007f")
+            fields["exception"] = record.exc_text.split("\n")
+        return json.dumps(fields).replace("\x7f", "\\u007f")
 
 
 def record_of(line: str) -> logging.LogRecord | None:
-    """What `Objects` made `line` of, in another process; None if it is some other text."""
+    """Return the record of a line that `JsonFormatter` made in another process; None for any other text."""
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
         return logging.makeLogRecord(
             {
-                "created": datetime.datetime.fromisoformat(found["time"]).timestamp(),
-                "levelname": found["level"].upper(),
-                "levelno": logging.getLevelNamesMapping()[found["level"].upper()],
-                "name": found["logger"],
-                "msg": str(found["message"]),
-                "exc_text": "\n".join(found.get("exception", ())),
+                "created": datetime.datetime.fromisoformat(fields["time"]).timestamp(),
+                "levelname": fields["level"].upper(),
+                "levelno": logging.getLevelNamesMapping()[fields["level"].upper()],
+                "name": fields["logger"],
+                "msg": str(fields["message"]),
+                "exc_text": "\n".join(fields.get("exception", ())),
             }
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
-FORMS: dict[str, type[Lines]] = {"text": Lines, "json": Objects}
+class Sink(logging.Handler):
+    """A handler that writes lines to a file descriptor, on a thread of its own.
+
+    Attributes:
+        num_dropped: lines that were not written.
+    """
+
+    def __init__(self, descriptor: int = 2) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        self._descriptor = descriptor
+        self._num_reported = 0
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
+        self._thread = threading.Thread(target=self._write_lines, name="log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record) + "\n")
+        except queue.Full:
+            self._drop()
+
+    def close(self) -> None:
+        """Write the lines that wait, for at most `LAST_LINES_S`. May be called twice; later lines are dropped."""
+        if self._thread.is_alive():
+            try:
+                self._lines.put(None, timeout=LAST_LINES_S)
+            except queue.Full:
+                pass  # its reader has stopped, and these lines are lost with the process
+            else:
+                self._thread.join(LAST_LINES_S)
+        super().close()
+
+    def _drop(self) -> None:
+        # Also called by the thread that writes; the lock is the handler's, and can be taken twice.
+        self.acquire()
+        self.num_dropped += 1
+        self.release()
+
+    def _write_lines(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                if self.num_dropped > self._num_reported:
+                    num_dropped = self.num_dropped
+                    self._write(self._report(num_dropped - self._num_reported))
+                    self._num_reported = num_dropped
+                self._write(line)
+            except OSError:
+                self._drop()
+
+    def _write(self, line: str) -> None:
+        data = line.encode("utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _report(self, num_lines: int) -> str:
+        text = "%d lines of the log could not be written"
+        record = logging.LogRecord("headrace.log", logging.WARNING, __file__, 0, text, (num_lines,), None)
+        return self.format(record) + "\n"
+
+
+def num_dropped() -> int:
+    """Return the number of lines that all sinks of this process dropped."""
+    return sum(handler.num_dropped for handler in logging.getLogger("headrace").handlers if isinstance(handler, Sink))
+
+
+FORMATTERS: dict[str, type[LineFormatter]] = {"text": LineFormatter, "json": JsonFormatter}
 
 
 def set_up(level: str, form: str = "text") -> None:
-    """Log to stderr, at uvicorn's name of a level, in one of `FORMS`."""
-    # Nobody waits for the log, and nothing ends by it.
-    stream = Sink()
-    stream.setFormatter(FORMS[form](is_open=level in ("debug", "trace")))
+    """Log to stderr, at uvicorn's name of a level, by one of `FORMATTERS`."""
+    sink = Sink()
+    sink.setFormatter(FORMATTERS[form](shows_messages=level in ("debug", "trace")))
     for name in NAMES:
         logger = logging.getLogger(name)
-        logger.handlers = [stream]
+        logger.handlers = [sink]
         logger.setLevel(level.upper() if level != "trace" else "DEBUG")
         logger.propagate = False
     logging.captureWarnings(form == "json")
-    # Its connections and requests are of no use to anybody here.
+    # asyncio's messages below this level are about its own connections.
     logging.getLogger("asyncio").setLevel("WARNING")

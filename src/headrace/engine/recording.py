@@ -1,12 +1,12 @@
-"""`Recorder`: an engine's life as a log, from which `replay` runs it again to the bit.
+"""`Recorder` writes the life of an engine to a log, from which `replay` runs it again, equal in every bit.
 
-The log has what came in, and in which step; what the scheduler decided and what the executor gave; and what neither of
-these decides: readings of the clock that the pace of speculation goes by, and which masks of grammars were late. It
-holds the token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that
-the deadly one is there too. `compose` makes a recorded engine; the core knows nothing of it.
+The log has the requests, and before which step each came; the scheduler's decisions and the executor's results; and the
+inputs of neither: readings of the clock that control speculation, and which masks of grammars were late. It holds the
+token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that the one that
+killed the engine is there too. `engine.build` makes a recorded engine; the core does not know of it.
 
-The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack: the structs below
-and what an engine is told.
+The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack: the structs below and
+the messages to the engine.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ logger = logging.getLogger("headrace.engine")
 
 MAGIC = b"headrace schedule 2\n"
 NUM_KEPT = 4
-"""Earlier recordings that are kept: one for each life of the engine."""
+"""Earlier recordings that are kept, one for each life of the engine."""
 MAX_FRAME_BYTES = 2**28
 
 
-class Head(msgspec.Struct, frozen=True, tag="head"):
-    """First: the engine's config as msgpack, and what became of it. `time` is in seconds since 1970."""
+class LogHead(msgspec.Struct, frozen=True, tag="head"):
+    """The first record: the engine's config as msgpack, and its `EngineInfo`. `time` is in seconds since 1970."""
 
     config: bytes
     info: EngineInfo
     time: float
 
 
-class Planned(msgspec.Struct, frozen=True, tag="planned"):
-    """A decision: columns of `ScheduledBatch`. Of a table whose chunk is one token long only the last block is told:
-    the others were told before."""
+class StepPlan(msgspec.Struct, frozen=True, tag="planned"):
+    """A decision of the scheduler: columns of `ScheduledBatch`. A table whose chunk is one token long has only its last
+    block here: the others are in earlier records."""
 
     step_id: int
     seq_ids: list[int]
@@ -65,45 +65,44 @@ class Planned(msgspec.Struct, frozen=True, tag="planned"):
     drafts: dict[int, Draft]
 
 
-class Made(msgspec.Struct, frozen=True, tag="made"):
-    """What the step gave; the readings of the clock on the way, and the sequences whose masks were late each time that
-    somebody waited for them."""
+class StepEnd(msgspec.Struct, frozen=True, tag="made"):
+    """The result of a step, the readings of the clock in it, and the sequences whose masks were late at each wait."""
 
     result: StepResult
     times: list[float]
     late: list[list[int]]
 
 
-class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """The step gave nothing: the executor raised an exception of this kind, and the scheduler took the step back."""
+class StepError(msgspec.Struct, frozen=True, tag="raised"):
+    """A step without a result: the executor raised an exception of this kind, and the scheduler undid the step."""
 
     kind: str
 
 
-class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """The recording ends here, though the engine may have gone on."""
+class LogEnd(msgspec.Struct, frozen=True, tag="closed"):
+    """The end of the recording; the engine may have gone on."""
 
     reason: str
 
 
-Record = Head | Add | Abort | ResetPrefixCache | Planned | Made | Raised | Closed
+Record = LogHead | Add | Abort | ResetPrefixCache | StepPlan | StepEnd | StepError | LogEnd
 
 
 class Clocked(Protocol):
-    """A speculator."""
+    """A speculator, which reads a clock."""
 
     clock: Callable[[], float]
 
 
 class Waited(Protocol):
-    """The matchers of grammars."""
+    """The matchers of grammars, whose masks may be late."""
 
     def wait(self, seq_ids: list[int], others: bool) -> set[int]: ...
 
 
-def planned(batch: ScheduledBatch) -> Planned:
-    """What is written of a batch."""
-    return Planned(
+def plan_of(batch: ScheduledBatch) -> StepPlan:
+    """Return the record of a batch."""
+    return StepPlan(
         batch.step_id,
         batch.seq_ids,
         batch.starts,
@@ -120,27 +119,27 @@ class Recorder:
     """Writes one log.
 
     Args:
-        path: the file, readable by its owner alone. What was there before is kept as path.1, path.2 ...
-        most: bytes after which the recording ends.
+        path: the file, readable by its owner alone. Earlier files are kept as path.1, path.2 ...
+        max_bytes: bytes after which the recording ends.
         config: the engine's, as msgpack.
-        is_restart: others wait for this engine, so it goes on without a file if there can be none.
+        is_restart: requests wait for this engine, so it goes on even if the file can not be made.
 
-    Raises `OSError` if there can be no such file, but for a restart. If writing fails later, the recording ends and the
-    engine goes on.
+    Raises `OSError` if the file can not be made, except for a restart. If writing fails later, the recording ends and
+    the engine goes on.
     """
 
     def __init__(
-        self, path: str, most: int, config: bytes, info: EngineInfo, now: float, is_restart: bool = False
+        self, path: str, max_bytes: int, config: bytes, info: EngineInfo, now: float, is_restart: bool = False
     ) -> None:
         self.times: list[float] = []
         self.late: list[list[int]] = []
-        self._most = most
+        self._max_bytes = max_bytes
         self._size = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._fd: int | None = None
-        self._waiting = bytearray(MAGIC)
+        self._unwritten = bytearray(MAGIC)
         try:
-            self._begin_file(Path(path).expanduser(), Head(config, info, now))
+            self._begin_file(Path(path).expanduser(), LogHead(config, info, now))
         except OSError as error:
             self._release()
             if not is_restart:
@@ -149,53 +148,53 @@ class Recorder:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is written any more."""
+        """Whether the recording has ended."""
         return self._fd is None
 
-    def _begin_file(self, path: Path, head: Head) -> None:
+    def _begin_file(self, path: Path, head: LogHead) -> None:
         keep_earlier(path)
         self._fd = fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self.put(head)
         try:
             self._write(fd)
         except OSError:
-            # An empty file would only push out what was recorded before.
+            # An empty file would only displace an earlier recording.
             with contextlib.suppress(OSError):
                 path.unlink()
             raise
 
     def put(self, record: Record) -> None:
-        """To be written with the next `flush`."""
+        """Add a record, which the next `flush` writes."""
         if self._fd is None:
             return
-        waiting, start = self._waiting, len(self._waiting)
-        waiting += bytes(4)
+        unwritten, start = self._unwritten, len(self._unwritten)
+        unwritten += bytes(4)
         try:
-            self._encoder.encode_into(record, waiting, -1)
+            self._encoder.encode_into(record, unwritten, -1)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # such as a logits processor
-            del waiting[start:]
+            del unwritten[start:]
             self.close(f"a request has something that can not be written down: {error}")
             return
-        waiting[start : start + 4] = (len(waiting) - start - 4).to_bytes(4, "little")
+        unwritten[start : start + 4] = (len(unwritten) - start - 4).to_bytes(4, "little")
 
     def begin(self, batch: ScheduledBatch) -> None:
-        """A step is about to be computed."""
+        """Record a step that is about to be computed."""
         if self._fd is not None:
-            self.put(planned(batch))
+            self.put(plan_of(batch))
             self.flush()
 
     def end(self, result: StepResult) -> None:
-        """It was. Written with what comes next."""
-        self.put(Made(result, self.times, self.late))
+        """Record the result of the step. It is written with the next step."""
+        self.put(StepEnd(result, self.times, self.late))
         self.times, self.late = [], []
 
     def flush(self) -> None:
-        """Write what waits: one call of the system, so that the file outlives this process."""
-        if self._fd is None or not self._waiting:
+        """Write the records that wait, in one system call, so that they outlive this process."""
+        if self._fd is None or not self._unwritten:
             return
-        if self._size + len(self._waiting) > self._most:
-            self._waiting.clear()
-            self.close(f"it has {self._size} bytes, and at most {self._most} are written")
+        if self._size + len(self._unwritten) > self._max_bytes:
+            self._unwritten.clear()
+            self.close(f"it has {self._size} bytes, and at most {self._max_bytes} are written")
             return
         try:
             self._write(self._fd)
@@ -203,14 +202,14 @@ class Recorder:
             self._fail(error)
 
     def _write(self, fd: int) -> None:
-        num = os.write(fd, self._waiting)
-        if num < len(self._waiting):
-            raise OSError(f"{num} of {len(self._waiting)} bytes were written")
+        num = os.write(fd, self._unwritten)
+        if num < len(self._unwritten):
+            raise OSError(f"{num} of {len(self._unwritten)} bytes were written")
         self._size += num
-        self._waiting.clear()
+        self._unwritten.clear()
 
     def _fail(self, error: OSError) -> None:
-        self._waiting.clear()
+        self._unwritten.clear()
         self._release()
         logger.error("the recording of the schedule has failed; the engine goes on without: %s", error)
 
@@ -219,7 +218,7 @@ class Recorder:
         if fd is not None:
             try:
                 os.close(fd)
-            except OSError as error:  # some file systems tell only now that there was no room
+            except OSError as error:  # some file systems report a full disk only now
                 logger.error("the recording of the schedule may lack its end: %s", error)
 
     def close(self, reason: str = "") -> None:
@@ -228,23 +227,23 @@ class Recorder:
             return
         if reason:
             logger.warning("the recording of the schedule ends: %s", reason)
-            self._most = 2 * self._size + 2**12
-        self.put(Closed(reason))
+            self._max_bytes = 2 * self._size + 2**12
+        self.put(LogEnd(reason))
         self.flush()
         self._release()
 
 
 def keep_earlier(path: Path) -> None:
-    """Move the recording at `path` to path.1, that to path.2, and so on; the oldest goes."""
+    """Move the recording at `path` to path.1, that to path.2, and so on; the oldest is deleted."""
     names = [path, *(path.with_name(f"{path.name}.{num}") for num in range(1, NUM_KEPT + 1))]
-    # Up to the first that is missing: there is room for what comes before it.
+    # Up to the first that is missing, which makes room for those before it.
     num = next((num for num, name in enumerate(names) if not name.is_file()), NUM_KEPT)
     for older, newer in zip(reversed(names[1 : num + 1]), reversed(names[:num]), strict=True):
         newer.replace(older)
 
 
 class RecordingExecutor:
-    """An executor whose steps are written down."""
+    """An executor whose steps are recorded."""
 
     def __init__(self, inner: Executor, recorder: Recorder) -> None:
         self._inner = inner
@@ -255,7 +254,7 @@ class RecordingExecutor:
         try:
             result = self._inner.run(batch)
         except BaseException as error:
-            self._recorder.put(Raised(type(error).__name__))
+            self._recorder.put(StepError(type(error).__name__))
             self._recorder.flush()
             raise
         self._recorder.end(result)
@@ -266,7 +265,7 @@ class RecordingExecutor:
 
 
 class RecordedEngine(EngineCore):
-    """An engine that is written down. Takes the arguments of `EngineCore` after its own."""
+    """An engine that is recorded. Takes the arguments of `EngineCore` after its own."""
 
     def __init__(
         self, recorder: Recorder, speculator: Clocked | None, matchers: Waited | None, *parts: Any, **more: Any
@@ -275,9 +274,9 @@ class RecordedEngine(EngineCore):
         self.executor = RecordingExecutor(self.executor, recorder)
         self._recorder = recorder
         if speculator is not None:
-            self._tap_clock(speculator)
+            self._record_clock(speculator)
         if matchers is not None:
-            self._tap_masks(matchers)
+            self._record_masks(matchers)
 
     def add(self, request: Request) -> None:
         self._recorder.put(Add(request))
@@ -295,34 +294,34 @@ class RecordedEngine(EngineCore):
         output = super().step()
         if not self.has_work():
             self._recorder.flush()
-        output.stats = output.stats and self._counted(output.stats)
+        output.stats = output.stats and self._with_end(output.stats)
         return output
 
     def stats(self) -> Stats:
-        return self._counted(super().stats())
+        return self._with_end(super().stats())
 
-    def _counted(self, stats: Stats) -> Stats:
+    def _with_end(self, stats: Stats) -> Stats:
         return msgspec.structs.replace(stats, num_recordings_ended=1) if self._recorder.is_over else stats
 
     def close(self) -> None:
         super().close()
         self._recorder.close()
 
-    def _tap_clock(self, speculator: Clocked) -> None:
-        real, recorder = speculator.clock, self._recorder
+    def _record_clock(self, speculator: Clocked) -> None:
+        read_clock, recorder = speculator.clock, self._recorder
 
         def clock() -> float:
-            now = real()
+            now = read_clock()
             recorder.times.append(now)
             return now
 
         speculator.clock = clock
 
-    def _tap_masks(self, matchers: Waited) -> None:
-        real, recorder = matchers.wait, self._recorder
+    def _record_masks(self, matchers: Waited) -> None:
+        inner_wait, recorder = matchers.wait, self._recorder
 
         def wait(seq_ids: list[int], others: bool) -> set[int]:
-            late = real(seq_ids, others)
+            late = inner_wait(seq_ids, others)
             recorder.late.append(sorted(late))
             return late
 

@@ -1,9 +1,9 @@
-"""Runs a recorded engine again (`recording`), and says in which step it first does otherwise.
+"""Runs a recorded engine again (`recording`), and reports the first step that differs.
 
-What came in is told to an engine of the same config before the same steps; the clock and the lateness of masks are the
-recorded ones. All else, what is decided and what is computed, the engine does anew, and each step is compared with the
-log: the same chunks of the same sequences in the same blocks, the same tokens, the same bits of log-probabilities.
-`cli.replay` builds the engine.
+An engine of the same config gets the recorded requests before the same steps; the clock and the lateness of masks are
+the recorded ones. The engine decides and computes everything else again, and each step is compared with the log: the
+same chunks of the same sequences in the same blocks, the same tokens, the same bits of log-probabilities. `cli.replay`
+builds the engine.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from headrace.engine.recording import (
     MAGIC,
     MAX_FRAME_BYTES,
     Clocked,
-    Closed,
-    Head,
-    Made,
-    Planned,
-    Raised,
+    LogEnd,
+    LogHead,
     Record,
+    StepEnd,
+    StepError,
+    StepPlan,
     Waited,
-    planned,
+    plan_of,
 )
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch, StepResult
 
 SHOWN_CHARS = 200
 INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
-"""What comes from outside, at no step in particular."""
+"""Exceptions that come from outside, at no step in particular."""
 
 
 class RecordingError(HeadraceError):
-    """The file is no recording, or a part of it is damaged."""
+    """The file is not a recording, or a part of it is damaged."""
 
     code = "bad_recording"
 
 
-class Difference(HeadraceError):
-    """The replay did something else than the log says. `step_id` is the first step that differs."""
+class ReplayDifference(HeadraceError):
+    """The replay differs from the log. `step_id` is the first step that differs."""
 
     code = "replay_differs"
 
     def __init__(self, step_id: int, what: str, recorded: object, replayed: object) -> None:
         self.step_id = step_id
         self.what = what
-        told = f"the log has {shown(recorded)}, the replay {shown(replayed)}"
-        super().__init__(f"step {step_id} differs in {what}: {told}")
+        values = f"the log has {shown(recorded)}, the replay {shown(replayed)}"
+        super().__init__(f"step {step_id} differs in {what}: {values}")
 
 
-class TakenBackError(HeadraceError):
+class UndoneStepError(HeadraceError):
     """A step of the replay raised what the recorded one did."""
 
 
@@ -66,8 +66,8 @@ def shown(value: object) -> str:
 
 
 class Outcome(msgspec.Struct):
-    """What was replayed without a difference. `unfinished`: the log ends in the middle of a step, which was run here
-    too; `end` is why the log ends where it does, as far as it says."""
+    """Counts of what was replayed without a difference. `unfinished`: the log ends in the middle of a step, which was
+    run here too; `end` is why the log ends, if it says so."""
 
     num_requests: int = 0
     num_steps: int = 0
@@ -79,7 +79,7 @@ class Outcome(msgspec.Struct):
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a log, the `Head` first. What was cut off in the middle, by the death of its writer, is left out.
+    """Yield the records of a log, the `LogHead` first. A last record that its writer's death cut off is left out.
 
     Raises `RecordingError`.
     """
@@ -101,7 +101,7 @@ def read(path: Path) -> Iterator[Record]:
                 record = decoder.decode(payload)
             except (msgspec.DecodeError, RequestError, UnicodeDecodeError) as error:
                 raise RecordingError(f"{path}: the frame that ends at {file.tell()} is damaged: {error}") from error
-            if first != isinstance(record, Head):
+            if first != isinstance(record, LogHead):
                 raise RecordingError(f"{path}: a log begins with its head, and has one")
             first = False
             yield record
@@ -110,7 +110,7 @@ def read(path: Path) -> Iterator[Record]:
 
 
 class Script:
-    """The clock and the lateness of masks, as they were in a step."""
+    """Replays the clock and the lateness of masks of a step."""
 
     def __init__(self, speculator: Clocked | None, matchers: Waited | None) -> None:
         self.times: list[float] | None = None
@@ -121,20 +121,20 @@ class Script:
             speculator.clock = self._clock
         if matchers is not None:
             self._wait = matchers.wait
-            matchers.wait = self._who_is_late  # type: ignore[method-assign]
+            matchers.wait = self._late  # type: ignore[method-assign]
 
-    def begin(self, made: Made | None) -> None:
-        """A step begins. None: nothing is known of it, so clock and masks are real."""
-        self.times, self.late = (None, None) if made is None else (made.times, made.late)
+    def begin(self, end: StepEnd | None) -> None:
+        """Begin a step. None: the log has no result of it, so clock and masks are real."""
+        self.times, self.late = (None, None) if end is None else (end.times, end.late)
         self._num_times = self._num_late = 0
 
     def end(self, step_id: int) -> None:
-        """Raises `Difference` if the step asked more or less often than it did."""
+        """Raise `ReplayDifference` if the step read clock or masks more or less often than recorded."""
         for what, script, num in (("clock", self.times, self._num_times), ("masks", self.late, self._num_late)):
             if script is not None and len(script) != num:
-                raise Difference(step_id, f"how often it asked for the {what}", len(script), num)
+                raise ReplayDifference(step_id, f"how often it asked for the {what}", len(script), num)
 
-    # Nothing is raised from here: the runner would take it for a fault of a request.
+    # These do not raise: the runner would take an error for a fault of a request.
 
     def _clock(self) -> float:
         self._num_times += 1
@@ -142,7 +142,7 @@ class Script:
             return time.monotonic()
         return self.times[min(self._num_times, len(self.times)) - 1] if self.times else 0.0
 
-    def _who_is_late(self, seq_ids: list[int], others: bool) -> set[int]:
+    def _late(self, seq_ids: list[int], others: bool) -> set[int]:
         self._num_late += 1
         if self.late is None or self._num_late > len(self.late):
             return self._wait(seq_ids, others)
@@ -153,21 +153,21 @@ class CheckingExecutor:
     """An executor that compares each step with the log."""
 
     def __init__(self, inner: Executor, script: Script) -> None:
-        self.expected: tuple[Planned, Made | Raised | None] | None = None
+        self.expected: tuple[StepPlan, StepEnd | StepError | None] | None = None
         self._inner = inner
         self._script = script
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         if self.expected is None:
-            raise Difference(batch.step_id, "its being there", "no such step", "one")
-        plan, made = self.expected
-        compare(plan.step_id, plan, planned(batch))
-        if isinstance(made, Raised):
-            self._raise_again(batch, made.kind)
-        self._script.begin(made)
+            raise ReplayDifference(batch.step_id, "its being there", "no such step", "one")
+        plan, end = self.expected
+        compare(plan.step_id, plan, plan_of(batch))
+        if isinstance(end, StepError):
+            self._raise_again(batch, end.kind)
+        self._script.begin(end)
         result = self._inner.run(batch)
-        if made is not None:
-            compare(plan.step_id, made.result, result)
+        if end is not None:
+            compare(plan.step_id, end.result, result)
             self._script.end(plan.step_id)
         return result
 
@@ -178,83 +178,85 @@ class CheckingExecutor:
                 self._inner.run(batch)
             except Exception as error:
                 if type(error).__name__ != kind:
-                    raise Difference(batch.step_id, "what it raised", kind, type(error).__name__) from error
+                    raise ReplayDifference(batch.step_id, "what it raised", kind, type(error).__name__) from error
             else:
-                raise Difference(batch.step_id, "its end", kind, "a result")
-        raise TakenBackError(f"step {batch.step_id} raised {kind}")
+                raise ReplayDifference(batch.step_id, "its end", kind, "a result")
+        raise UndoneStepError(f"step {batch.step_id} raised {kind}")
 
     def close(self) -> None:
         self._inner.close()
 
 
 def compare(step_id: int, recorded: Any, replayed: Any) -> None:
-    """Raises `Difference` for the first field of two structs that differs in any bit."""
+    """Raise `ReplayDifference` for the first field of two structs that differs in any bit."""
     for field in recorded.__struct_fields__:
-        ours, theirs = getattr(recorded, field), getattr(replayed, field)
-        # Written down they differ also where == does not see it, as with 0.0 and -0.0.
-        if written(ours) != written(theirs):
-            raise Difference(step_id, field, *first_difference(ours, theirs))
+        old, new = getattr(recorded, field), getattr(replayed, field)
+        # Their bytes differ also where == sees no difference, as with 0.0 and -0.0.
+        if encoded(old) != encoded(new):
+            raise ReplayDifference(step_id, field, *first_difference(old, new))
 
 
-def written(value: Any) -> bytes:
-    """The bytes of a value, whatever order its dict or set was filled in."""
+def encoded(value: Any) -> bytes:
+    """Return the bytes of a value, independent of the order in which its dict or set was filled."""
     if isinstance(value, dict):
         value = sorted(value.items())
     return msgspec.msgpack.encode(sorted(value) if isinstance(value, set) else value)
 
 
-def first_difference(ours: Any, theirs: Any) -> tuple[Any, Any]:
-    """The first entries of two lists or dicts that are not the same, with their place; other values as they are."""
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for at, pair in enumerate(zip(ours, theirs, strict=True)):
-            if written(pair[0]) != written(pair[1]):
+def first_difference(old: Any, new: Any) -> tuple[Any, Any]:
+    """Return the first entries of two lists or dicts that differ, with their place; other values as they are."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for at, pair in enumerate(zip(old, new, strict=True)):
+            if encoded(pair[0]) != encoded(pair[1]):
                 return {at: pair[0]}, {at: pair[1]}
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in sorted({*ours, *theirs}):
-            if key not in ours or key not in theirs or written(ours[key]) != written(theirs[key]):
-                return {k: ours[k] for k in (key,) if k in ours}, {k: theirs[k] for k in (key,) if k in theirs}
-    return ours, theirs
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            if key not in old or key not in new or encoded(old[key]) != encoded(new[key]):
+                return {k: old[k] for k in (key,) if k in old}, {k: new[k] for k in (key,) if k in new}
+    return old, new
 
 
 def replay(
     records: Iterator[Record], core: EngineCore, speculator: Clocked | None = None, matchers: Waited | None = None
 ) -> Outcome:
-    """Run `core` through the records after the head, and compare.
+    """Run `core` through the records after the head, and compare its steps with them.
 
     Args:
-        core: fresh, of the log's config.
-        speculator, matchers: of its runner, if it has them.
+        core: a fresh engine, of the log's config.
+        speculator, matchers: those of its runner, if it has them.
 
-    Raises `Difference`, `RecordingError`.
+    Raises `ReplayDifference`, `RecordingError`.
     """
     script = Script(speculator, matchers)
     checking = CheckingExecutor(core.executor, script)
     core.executor = checking
     outcome = Outcome(end="the process that wrote it was ended")
-    plan: Planned | None = None
+    plan: StepPlan | None = None
     for record in records:
-        if plan is not None and not isinstance(record, Closed):
-            made = record if isinstance(record, Made | Raised) else None
-            take_step(core, checking, plan, made, outcome)
+        if plan is not None and not isinstance(record, LogEnd):
+            end = record if isinstance(record, StepEnd | StepError) else None
+            take_step(core, checking, plan, end, outcome)
             plan = None
-            if made is not None:
+            if end is not None:
                 continue
         match record:
             case Add(request):
                 outcome.num_requests += 1
-                # Who was refused then is refused now: what follows in the log shows whether that is so.
+                # A request that was refused is refused again; the following records show whether that is so.
                 with contextlib.suppress(RequestError):
                     core.add(request)
             case Abort(request_id):
                 core.abort(request_id)
             case ResetPrefixCache():
                 core.reset_prefix_cache()
-            case Planned():
+            case StepPlan():
                 plan = record
-            case Closed(reason):
+            case LogEnd(reason):
                 outcome.end, plan = reason, None
-            case Made() | Raised() | Head():
-                raise RecordingError(f"a {type(record).__name__} where there can be none")
+            case StepEnd() | StepError() | LogHead():
+                raise RecordingError(
+                    f"a {str(type(record).__struct_config__.tag).capitalize()} where there can be none"
+                )
     if plan is not None:
         outcome.unfinished = True
         take_step(core, checking, plan, None, outcome)
@@ -262,21 +264,21 @@ def replay(
 
 
 def take_step(
-    core: EngineCore, checking: CheckingExecutor, plan: Planned, made: Made | Raised | None, outcome: Outcome
+    core: EngineCore, checking: CheckingExecutor, plan: StepPlan, end: StepEnd | StepError | None, outcome: Outcome
 ) -> None:
-    """One step, compared with `plan` and `made`."""
+    """Run one step and compare it with `plan` and `end`."""
     if not core.has_work():
-        raise Difference(plan.step_id, "its being there", "a step", "nothing to do")
-    checking.expected = plan, made
+        raise ReplayDifference(plan.step_id, "its being there", "a step", "nothing to do")
+    checking.expected = plan, end
     try:
         core.step()
-    except TakenBackError:
+    except UndoneStepError:
         outcome.num_raised += 1
     checking.expected = None
-    if not isinstance(made, Made):
+    if not isinstance(end, StepEnd):
         return
     outcome.num_steps += 1
-    result = made.result
+    result = end.result
     outcome.num_tokens += sum(token >= 0 for token in result.token_ids)
     outcome.num_tokens += sum(map(len, result.further.values())) + sum(map(len, result.forced.values()))
     outcome.num_logprobs += len(result.logprobs) + sum(map(len, result.further_logprobs.values()))

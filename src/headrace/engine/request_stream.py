@@ -1,4 +1,4 @@
-"""`RequestStream`: what comes back for one call, merged for whoever reads slowly.
+"""`RequestStream`: the deltas of one call, merged for a slow reader.
 
 Knows token ids and deltas, no engine and no text. `engine.client` fills it, on one event loop; the callers of
 `EngineClient.submit` read it.
@@ -16,16 +16,16 @@ from headrace.text.outputs import Delta
 
 
 class RequestStream:
-    """What comes back for one call: deltas of `num_requests` requests, each named by its index.
+    """The deltas of one call's requests, each named by its index.
 
-    An async iterator of lists of (index, delta). Deltas that wait for a slow reader are merged, so the stream holds
-    at most what was generated, and the engine never waits for it (R-14). Leaving it early, by `close` or by leaving
-    its `async with`, aborts what still runs.
+    An async iterator of lists of (index, delta). Deltas that wait for a slow reader are merged, so the stream never
+    holds more than was generated, and the engine never waits for it (R-14). Leaving it early, by `close` or by leaving
+    its `async with`, aborts the requests that still run.
     """
 
     def __init__(self, requests: Sequence[Request], abort: Callable[[str], None]) -> None:
         self.requests = list(requests)
-        # What the call is known by outside, or else its first request in here.
+        # The id that the reply gives, or else that of the first request.
         self.call_id = context.current().call_id or (requests[0].request_id if requests else "")
         self._abort = abort
         self._open = set(range(len(requests)))
@@ -35,7 +35,7 @@ class RequestStream:
         self._timer: asyncio.TimerHandle | None = None
 
     def arm(self, timer: asyncio.TimerHandle) -> None:
-        """Keep a timer that is of no use any more when all requests have ended."""
+        """Keep a timer, which is cancelled when all requests have ended."""
         self._timer = timer
 
     def push(self, index: int, delta: Delta) -> None:
@@ -50,19 +50,19 @@ class RequestStream:
         self._wake.set()
 
     def fail(self, error: HeadraceError) -> None:
-        """End with an error, raised after what has come in already was read."""
+        """End with an error, raised after the pending deltas were read."""
         self._error = self._error or error
         self._wake.set()
 
     def abort(self, index: int) -> None:
-        """End one of the requests; nothing more is heard of it."""
+        """End one of the requests; no more deltas of it come."""
         if index in self._open:
             self._end(index)
             self._abort(self.requests[index].request_id)
             self._wake.set()
 
     def close(self) -> None:
-        """Abort whatever is still open. May be called at any time, and twice."""
+        """Abort the requests that are still open. May be called at any time, and twice."""
         for index in tuple(self._open):
             self.abort(index)
 

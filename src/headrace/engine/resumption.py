@@ -1,41 +1,42 @@
-"""Open requests, and how they go on in a new engine after the old one has died.
+"""Open requests, how they go on in a new engine after the old one has died, and counters over all engines' lives.
 
-`OpenRequest` remembers what a new engine must be told. `Resumption` tells it: those that may have been in the step that
+`OpenRequest` holds what a new engine must get. `Resumption` sends it: the requests that may have been in the step that
 killed the engine one at a time, each when the one before has shown a token. An engine computes the same again, so a
-request that killed it will do so again at the same token, and then it is the only one under suspicion; after that has
-happened as often as its manner of death demands, it is failed alone. Holds no sockets and no clock; `engine.client`
-is the only caller.
+request that killed it will do so again at the same token, and then it is the only suspect; after so many deaths
+(`STRIKES`) it alone fails. Holds no sockets and no clock; `engine.client` is the only caller.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from headrace.engine.request_stream import RequestStream
 from headrace.protocol.errors import HeadraceError
-from headrace.protocol.step import Request
+from headrace.protocol.step import Request, Stats
 from headrace.text.outputs import Delta
 
-# Deaths at the same token, with nobody else under suspicion, after which a request is failed; the second number is for
-# SIGKILL, which a machine short of memory or a person sends, and not always for the request's sake.
+# Deaths at the same token, with no other suspect, after which a request fails; the second number is for SIGKILL, which
+# a machine short of memory or a person sends, not always because of the request.
 STRIKES = 2
 STRIKES_BY_SIGKILL = 3
 PROBE = "probe-"
-"""Begins the ids of the server's own requests, which see whether an engine makes tokens."""
+"""Begins the ids of the server's own requests, which test whether an engine makes tokens."""
 
 
 class PoisonedRequestError(HeadraceError):
-    """The request killed the engine again and again, so it was given up (HTTP 500)."""
+    """The request killed the engine again and again, and failed for that (HTTP 500)."""
 
     code = "request_killed_engine"
 
 
 class OpenRequest:
-    """One open request: where its deltas go, and what a new engine must be told.
+    """One open request: where its deltas go, and what a new engine must get.
 
-    `work` and `name` are what it was admitted with. `told`: the present engine knows it. `deaths` are the times of
-    deaths that it may be to blame for, `num_strikes` those of them in a row, at one token, where nobody else was.
+    `work` and `name` are those of its admission. `is_sent`: the present engine has it. `deaths` are the times of deaths
+    that it may have caused, `num_strikes` those of them in a row, at one token, without another suspect.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class OpenRequest:
         "deaths",
         "delivered",
         "index",
+        "is_sent",
         "is_suspect",
         "last_time",
         "name",
@@ -55,7 +57,6 @@ class OpenRequest:
         "state",
         "stream",
         "struck_at",
-        "told",
         "work",
     )
 
@@ -68,7 +69,7 @@ class OpenRequest:
         self.work = work
         self.name = name
         self.started = False
-        self.told = False
+        self.is_sent = False
         self.is_suspect = False
         self.deaths: list[float] = []
         self.num_strikes = 0
@@ -87,11 +88,11 @@ class OpenRequest:
 
     @property
     def shows_no_tokens(self) -> bool:
-        """Nothing of it is seen before its end."""
+        """Whether it shows nothing before its end."""
         return self.request.beam is not None or bool(self.request.pooling)
 
     def accept(self, delta: Delta) -> None:
-        """Note what is delivered. A restarted engine tells prompt logprobs from the start: drop the known ones."""
+        """Note what is delivered. A restarted engine sends prompt logprobs from the start: drop the known ones."""
         self.delivered += delta.token_ids
         if delta.prompt_logprobs:
             seen = self.num_prompt_logprobs_seen
@@ -106,51 +107,51 @@ class OpenRequest:
             self.num_cached = delta.num_cached_tokens
 
     def resumed(self) -> Request:
-        """The request to tell a new engine."""
+        """Return the request to send to a new engine."""
         self.num_prompt_logprobs_seen = 0
-        known = {name: getattr(self.request, name) for name in self.request.__struct_fields__}
-        return Request(**(known | {"resume_token_ids": list(self.delivered), "resume_state": self.state}))
+        fields = {name: getattr(self.request, name) for name in self.request.__struct_fields__}
+        return Request(**(fields | {"resume_token_ids": list(self.delivered), "resume_state": self.state}))
 
     def strike(self) -> None:
-        """An engine died with nobody else to blame. Only deaths at one and the same token count."""
+        """Count a death of the engine without another suspect. Only deaths at one and the same token add up."""
         at = len(self.delivered)
         self.num_strikes = self.num_strikes + 1 if at == self.struck_at else 1
         self.struck_at = at
 
 
 class Resumption:
-    """Who is told to the engine when.
+    """Decides which open request is sent to the engine when.
 
     Args:
-        tell: sends a request to the engine.
+        send: sends a request to the engine.
     """
 
-    def __init__(self, tell: Callable[[OpenRequest], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[OpenRequest], None]) -> None:
+        self._send = send
         self._suspects: collections.deque[OpenRequest] = collections.deque()
         self._rest: collections.deque[OpenRequest] = collections.deque()
-        self._most = 1
+        self._num_trials = 1
         self._trial: OpenRequest | None = None
 
     @property
     def is_over(self) -> bool:
-        """Nobody is held back."""
+        """Whether no request is held back."""
         return self._trial is None and not self._suspects and not self._rest
 
     def judge(self, entries: Iterable[OpenRequest], most: int, by_sigkill: bool, now: float) -> OpenRequest | None:
-        """The engine has died. Returns who has to go for it, if anybody.
+        """Note that the engine has died. Returns the request that must fail for it, if any.
 
-        `entries` are all that are open, in their order of arrival; a step holds at most `most` of them. Those in the
+        `entries` are all open requests, in their order of arrival; a step holds at most `most` of them. Those in the
         last step are among the ones that had started, and the first `most` of those that had not.
         """
-        told = [entry for entry in entries if entry.told]
-        sole = self._trial if self._trial is not None else told[0] if len(told) == 1 else None
+        sent = [entry for entry in entries if entry.is_sent]
+        sole = self._trial if self._trial is not None else sent[0] if len(sent) == 1 else None
         self._trial = None
         self._suspects.clear()
         self._rest.clear()
         num_fresh = 0
-        for entry in told:
-            entry.told = False
+        for entry in sent:
+            entry.is_sent = False
             num_fresh += not entry.started
             entry.is_suspect = entry.started or num_fresh <= most
             if entry.is_suspect:
@@ -161,39 +162,69 @@ class Resumption:
         return sole if sole.num_strikes >= (STRIKES_BY_SIGKILL if by_sigkill else STRIKES) else None
 
     def begin(self, entries: Iterable[OpenRequest], most: int) -> None:
-        """A new engine has shown that it works: tell it of those that are open. It takes `most` at once."""
-        self._most = most
+        """Send the open requests to a new engine, which has shown that it works. It takes `most` at once."""
+        self._num_trials = most
         entries = list(entries)
-        # Those that were alone with an engine that died come last, so that the others are out of the way.
+        # Requests that were the only suspects come last, after the others have finished.
         self._suspects.extend(sorted((e for e in entries if e.is_suspect), key=lambda e: e.num_strikes))
         self._rest.extend(entry for entry in entries if not entry.is_suspect)
         self._go_on()
 
     def add(self, entry: OpenRequest) -> None:
-        """A new request: told at once, or when those before it are through."""
+        """Send a new request, at once or after those that are held back."""
         if self.is_over:
-            self._tell(entry)
+            self._send(entry)
         else:
             self._rest.append(entry)
 
     def saw(self, entry: OpenRequest, ended: bool) -> None:
-        """`entry` has got a token, or has ended in whatever way."""
+        """Note that `entry` has got a token, or has ended in whatever way."""
         entry.is_suspect = False
         if ended:
             for held in (self._suspects, self._rest):
-                if not entry.told and entry in held:
+                if not entry.is_sent and entry in held:
                     held.remove(entry)
         if entry is self._trial:
             self._trial = None
             self._go_on()
 
     def _go_on(self) -> None:
-        """Tell the next suspect. As many as fill a step wait for each other there, so then all others are told."""
-        if self._suspects and self._most > 0:
-            self._most -= 1
+        """Send the next suspect. As many as fill a step wait for each other there; after them send all others."""
+        if self._suspects and self._num_trials > 0:
+            self._num_trials -= 1
             self._trial = self._suspects.popleft()
-            self._tell(self._trial)
+            self._send(self._trial)
             return
         self._trial = None
         while self._suspects or self._rest:
-            self._tell((self._suspects or self._rest).popleft())
+            self._send((self._suspects or self._rest).popleft())
+
+
+COUNTERS = (
+    "num_steps",
+    "num_preemptions",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "num_recomputed_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_batched_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_recordings_ended",
+)
+
+
+def summed(past: Stats, now: Stats) -> Stats:
+    """Return `now` with the counters of both. Gauges are those of `now`."""
+    counters: dict[str, Any] = {name: getattr(past, name) + getattr(now, name) for name in COUNTERS}
+    both = itertools.zip_longest(past.num_accepted_per_pos, now.num_accepted_per_pos, fillvalue=0)
+    counters["num_accepted_per_pos"] = [before + since for before, since in both]
+    gauges = {name: getattr(now, name) for name in now.__struct_fields__ if name not in counters}
+    return Stats(**(gauges | counters))
+
+
+def negated(stats: Stats) -> Stats:
+    """Return stats that remove the work counted in `stats` from a sum; the count of ended recordings stays."""
+    return Stats(**{name: -getattr(stats, name) for name in COUNTERS if name != "num_recordings_ended"})

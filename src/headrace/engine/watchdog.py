@@ -1,22 +1,22 @@
-"""`Watchdog`: whether an engine that owes something still lives, by its steps and its processor time.
+"""`Watchdog` decides whether an engine with open requests is frozen, by its steps and its processor time.
 
 A frozen engine makes no steps and computes nothing; one in a long step makes none either, but computes. The first is
-given `timeout` seconds, the second ten times as many. Looks at no clock and no process itself: whoever ticks it hands
-both in. `engine.client` does.
+ended after `timeout` seconds, the second after ten times as many. Reads no clock and no process: `engine.client` calls
+`tick` with both.
 """
 
 from __future__ import annotations
 
 PATIENCE = 10
-"""How much longer an engine that computes may be silent."""
+"""Multiple of the timeout for which an engine that computes may be silent."""
 BUSY = 0.02
-"""Share of one processor above which it computes: on a machine that is full it may get no more."""
+"""Share of one processor above which it computes: on a loaded machine it may get no more."""
 
 
 class Watchdog:
-    """Counts the seconds since the engine was last heard of.
+    """Counts the seconds since the engine's last message.
 
-    `frozen` are those of them in which it used no processor time, `silent` all of them. `timeout` 0: never ends it.
+    `silent` are all of them, `frozen` those in which it used no processor time. `timeout` 0: the engine is never ended.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -28,22 +28,22 @@ class Watchdog:
         self._cpu: float | None = None
 
     def heard(self) -> None:
-        """A message came."""
+        """Note that a message came."""
         self.frozen = self.silent = 0.0
 
     def tick(self, now: float, usage: tuple[float, bool] | None) -> bool:
-        """To be called each `interval` seconds. Returns whether the engine is to be ended.
+        """Note the time and usage, each `interval` seconds. Returns whether the engine must be ended.
 
         Args:
             now: monotonic seconds.
             usage: processor time of the engine since its start, and whether it waits for a processor or a disk just
-                now; None if not known.
+                now; None if unknown.
         """
         passed = 0.0 if self._last is None else now - self._last
         cpu, waits = usage or (None, False)
         computes = waits or (cpu is not None and self._cpu is not None and cpu - self._cpu >= BUSY * passed)
         self._last, self._cpu = now, cpu
-        # Late ticks are the watcher's own standstill, which says nothing of the engine.
+        # A late tick means that this process stood still, which says nothing about the engine.
         passed = min(passed, 2 * self.interval)
         self.silent += passed
         if not computes:
@@ -51,11 +51,11 @@ class Watchdog:
         return bool(self.timeout) and (self.frozen >= self.timeout or self.silent >= PATIENCE * self.timeout)
 
     def starts_anew(self) -> None:
-        """Another engine is watched from now on."""
+        """Begin to watch another engine."""
         self.heard()
         self._last = self._cpu = None
 
     @property
     def is_stalled(self) -> bool:
-        """Whether requests are better sent elsewhere: half of the time is over."""
+        """Whether half of the time is over, so that requests are better sent to another server."""
         return bool(self.timeout) and (self.frozen > self.timeout / 2 or self.silent > PATIENCE * self.timeout / 2)

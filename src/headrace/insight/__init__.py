@@ -1,4 +1,4 @@
-"""What looks at the engine: metrics, traces, the audit of weight files, and the simulated executor that tests run.
+"""Observation of the engine: metrics, traces, the audit of weight files, and the simulated executor for tests.
 
-Others use `metrics.ServerMetrics`, `tracing.Tracer` and `simulated.SimulatedExecutor`.
+Other rooms use `metrics.ServerMetrics`, `tracing.Tracer` and `simulated.SimulatedExecutor`.
 """

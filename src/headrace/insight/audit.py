@@ -1,7 +1,7 @@
-"""The file in which measured quality is kept beside the weights: headrace-quality.json.
+"""Reads and writes the file of measured quality beside the weights: headrace-quality.json.
 
-One entry for each form in which the weights were measured (`--quantization`, `--kv-cache-dtype`, ...), each with a
-fingerprint of the weights, so that figures of other weights are never shown. No numpy, no torch. Written by
+It has one entry for each form in which the weights were measured (`--quantization`, `--kv-cache-dtype`, ...), with a
+fingerprint of the weights, so that the figures of other weights are never shown. No numpy, no torch. Written by
 `cli.bench.quality`, read by `serve.app`.
 """
 
@@ -21,7 +21,7 @@ from headrace.protocol.errors import CheckpointError, HeadraceError
 
 NAME = "headrace-quality.json"
 FORM = ("quantization", "dtype", "kv_cache_dtype", "backend")
-"""Fields of `EngineInfo` that tell one form of the weights from another."""
+"""Fields of `EngineInfo` that distinguish the forms of the weights."""
 NUMBERS = (
     "num_tokens", "perplexity", "bits_per_byte", "reference_perplexity", "mean_kl", "mean_kl_stderr", "max_kl",
     "top1_flip_rate", "max_logit_difference", "bits_per_weight", "disk_bytes", "memory_bytes",
@@ -32,49 +32,49 @@ SAMPLES, SAMPLE_BYTES = 16, 65536
 
 
 def weight_files(path: Path) -> list[Path]:
-    """A GGUF file itself; of a directory its *.safetensors and config.json."""
+    """Return a GGUF file itself; of a directory its *.safetensors and config.json."""
     if path.is_file():
         return [path]
     return sorted([*path.glob("*.safetensors"), *path.glob("config.json")])
 
 
 def fingerprint(path: Path) -> str:
-    """Of weights, without reading all of them: names, sizes, and pieces evenly over each file.
+    """Return a hash of weights, from the names and sizes of their files and from samples evenly over each file.
 
-    Weights that were trained on, or quantised another way, differ in every piece; a copy is the same.
+    Weights that were trained further, or quantised in another way, differ in every sample; a copy has the same hash.
     """
     digest = hashlib.sha256()
     for file in weight_files(path):
         size = file.stat().st_size
         digest.update(json.dumps([file.name, size]).encode())
-        with file.open("rb") as opened:
+        with file.open("rb") as stream:
             for i in range(SAMPLES):
-                opened.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
-                digest.update(opened.read(SAMPLE_BYTES))
+                stream.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def place(path: Path) -> Path:
-    """Where the audit of a model's directory, or of a GGUF file, lies."""
+    """Return the path of the audit of a model's directory, or of a GGUF file."""
     return (path.parent if path.is_file() else path) / NAME
 
 
 def find(path: Path) -> list[dict[str, Any]]:
-    """The entries that fit the weights, each {"form": {...}, "measured": {...}} with known fields only.
+    """Return the entries that fit the weights, each {"form": {...}, "measured": {...}} with known fields only.
 
-    Raises `CheckpointError` for a file that is not what `save` writes.
+    Raises `CheckpointError` for a file that `save` did not write.
     """
     if not place(path).is_file():
         return []
     entries = _entries(place(path))
-    own = fingerprint(path) if entries else ""
+    current = fingerprint(path) if entries else ""
     return [
-        {"form": _form(entry), "measured": _measured(entry)} for entry in entries if entry.get("fingerprint") == own
+        {"form": _form(entry), "measured": _measured(entry)} for entry in entries if entry.get("fingerprint") == current
     ]
 
 
 def of_form(audits: Sequence[dict[str, Any]], info: Any) -> dict[str, Any] | None:
-    """What was measured of the form that `info` (an `EngineInfo`) runs, or None."""
+    """Return the measurements of the form that `info` (an `EngineInfo`) runs, or None."""
     form = form_of(info)
     return next((audit["measured"] for audit in audits if audit["form"] == form), None)
 
@@ -84,26 +84,26 @@ def form_of(info: Any) -> dict[str, str]:
 
 
 def save(path: Path, form: Mapping[str, str], measured: Mapping[str, Any]) -> Path:
-    """Put an entry beside the weights, in place of an older one of the same form. -> the file.
+    """Write an entry beside the weights, in place of an older one of the same form, and return the file.
 
-    Raises `CheckpointError` if there is a file that is no audit, `HeadraceError` if it can not be written.
+    Raises `CheckpointError` if there is a file that is not an audit, `HeadraceError` if it can not be written.
     """
-    target, own = place(path), fingerprint(path)
+    target, current = place(path), fingerprint(path)
     names = [file.name for file in weight_files(path)]
-    entry = {"weights": names, "fingerprint": own, "form": dict(form)}
+    entry = {"weights": names, "fingerprint": current, "form": dict(form)}
     entry["measured"] = {name: measured[name] for name in (*NUMBERS, *WORDS) if measured.get(name) is not None}
-    kept = [
+    others = [
         old
         for old in (_entries(target) if target.is_file() else [])
-        # Figures of these files as they were before are of no use to anybody.
-        if not (old.get("weights") == names and (old.get("fingerprint") != own or old.get("form") == entry["form"]))
+        # The figures of earlier contents of these files are void.
+        if not (old.get("weights") == names and (old.get("fingerprint") != current or old.get("form") == entry["form"]))
     ]
-    spare = target.with_name(f".{NAME}.{secrets.token_hex(8)}")
+    temporary = target.with_name(f".{NAME}.{secrets.token_hex(8)}")
     try:
-        spare.write_text(json.dumps({"audits": [*kept, entry]}, indent=1) + "\n", encoding="utf-8")
-        os.replace(spare, target)
+        temporary.write_text(json.dumps({"audits": [*others, entry]}, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, target)
     except OSError as error:
-        spare.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise HeadraceError(f"{target} can not be written: {error}") from error
     return target
 
@@ -121,10 +121,10 @@ def _form(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def _measured(entry: dict[str, Any]) -> dict[str, Any]:
-    """Known fields, with numbers that are finite and words of some length: the file may be anybody's."""
-    told = entry.get("measured")
-    if not isinstance(told, dict):
+    """Return the known fields, with finite numbers and short words only: the file is not trusted."""
+    fields = entry.get("measured")
+    if not isinstance(fields, dict):
         return {}
-    numbers = {name: told[name] for name in NUMBERS if type(told.get(name)) in (int, float)}
-    words = {name: told[name][:MAX_WORD] for name in WORDS if isinstance(told.get(name), str)}
+    numbers = {name: fields[name] for name in NUMBERS if type(fields.get(name)) in (int, float)}
+    words = {name: fields[name][:MAX_WORD] for name in WORDS if isinstance(fields.get(name), str)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)} | words

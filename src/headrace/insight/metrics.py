@@ -1,8 +1,8 @@
 """Prometheus metrics under vLLM's names, with the prefix `headrace:`.
 
-Gauges and the engine's counters are read from the client's state at the moment of the scrape and kept nowhere else,
-so they cannot drift (I-21, R-22). Histograms and per-request counters are fed by the client and by `Front`, whose
-observer this is. Knows no HTTP; `serve.app` serves what `render` gives.
+Gauges and the engine's counters are read from the client's state at each scrape and stored nowhere else, so they cannot
+drift (I-21, R-22). The engine client and `TextClient`, whose observer this is, update histograms and per-request
+counters. Knows no HTTP; `serve.app` serves the text of `render`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headrace.engine import sink
+from headrace.engine import logs
 from headrace.engine.client import EngineClient
 from headrace.protocol.step import StepOutput
 from headrace.text.outputs import RequestState
@@ -25,7 +25,7 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
-    """All metrics of one server; its own registry, nothing global."""
+    """All metrics of one server, in a registry of its own."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
@@ -66,10 +66,10 @@ class ServerMetrics:
         self._finished = {reason: finished.labels(*self._values, reason) for reason in REASONS}
 
     def render(self) -> bytes:
-        """The exposition text of one scrape."""
+        """Return the exposition text of one scrape."""
         return generate_latest(self.registry)
 
-    # -- the client's and the front's observer
+    # -- the observer of `EngineClient` and `TextClient`
 
     def on_step(self, output: StepOutput) -> None:
         stats = output.stats
@@ -116,9 +116,9 @@ class ServerMetrics:
     # -- prometheus_client's collector
 
     def collect(self) -> Iterable[Metric]:
-        """State, read now."""
+        """Yield the metrics that are read from the client now."""
         client, now, total = self._client, self._client.stats, self._client.total
-        # While there is no engine, whatever is open waits.
+        # While there is no engine, all open requests wait.
         waiting = now.num_waiting if client.is_alive else client.num_unfinished
         gauges = {
             "num_requests_running": ("Requests in the running batch.", now.num_running),
@@ -146,7 +146,7 @@ class ServerMetrics:
             "spec_decode_num_accepted_tokens": ("Those of them that were kept.", total.num_accepted_tokens),
             "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
             "requests_expired": ("Calls that ended by their deadline.", client.num_expired),
-            "log_lines_dropped": ("Lines of the log that could not be written.", sink.num_dropped()),
+            "log_lines_dropped": ("Lines of the log that could not be written.", logs.num_dropped()),
             "schedule_recordings_ended": (
                 "Recordings of the schedule that ended before their engine.",
                 total.num_recordings_ended,
@@ -155,7 +155,7 @@ class ServerMetrics:
         }
         for name, (doc, value) in counters.items():
             counter = CounterMetricFamily(f"headrace:{name}", doc, labels=LABELS)
-            # The start's own probe is taken off again, and must not show as less than nothing.
+            # The start's own probe is subtracted, which must not give a negative count.
             counter.add_metric(self._values, max(0, value))
             yield counter
         per_pos = CounterMetricFamily(
@@ -183,8 +183,8 @@ class ServerMetrics:
             yield family
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"headrace:{name}", doc, LABELS, buckets=buckets, registry=self.registry)
-        return made.labels(*self._values)
+        histogram = Histogram(f"headrace:{name}", doc, LABELS, buckets=buckets, registry=self.registry)
+        return histogram.labels(*self._values)
 
     def _counter(self, name: str, doc: str) -> Counter:
         return Counter(f"headrace:{name}", doc, LABELS, registry=self.registry).labels(*self._values)

@@ -1,4 +1,4 @@
-"""`SimulatedExecutor`, the oracle runner: an executor without a model, whose tokens prove that the mapping is right.
+"""`SimulatedExecutor`: an executor without a model, whose tokens prove that the block tables are right.
 
 It owns the physical slots and stores in each what a KV cache would depend on: (fingerprint, token, position). The
 next token is a hash of everything read back *through the block table* from position 0 on, so a wrong block, an early

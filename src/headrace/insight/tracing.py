@@ -1,8 +1,9 @@
-"""OpenTelemetry traces: one span for each answer, with where its time went. Needs the extra `otel`.
+"""OpenTelemetry traces: one span for each answer, with its times. Needs the extra `otel`.
 
-Names are those of the GenAI semantic conventions, and vLLM's for what these have no name for (time in the queue, to the
-first token). A span takes over the caller's W3C traceparent. It holds counts, times and parameters, never a text or a
-token. Spans are sent by a thread of the exporter's own. `serve.app` makes it; `engine.generation` tells of ends.
+Names are those of the GenAI semantic conventions, and vLLM's where these have none (time in the queue, to the first
+token). A span is a child of the caller's W3C traceparent. It holds counts, times and parameters, never a text or a
+token. A thread of the exporter sends the spans. Made by `serve.app`; called by `engine.generation` at the end of
+answers.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from headrace.text.outputs import RequestState
 
 CHAT_PATHS = ("/v1/chat/", "/v1/messages", "/v1/responses", "/api/chat")
 CLOSE_MS = 5000
-"""Milliseconds that spans which are left get to be sent in at the end."""
-MISSING = "--otlp-traces-endpoint needs OpenTelemetry, which is not installed: pip install 'headrace[otel]'"
+"""Milliseconds, at the end, in which the last spans are sent."""
+MISSING = (
+    "--otlp-traces-endpoint needs OpenTelemetry, which is not installed; in a checkout: "
+    ".venv/bin/python -m pip install -c constraints.txt -e '.[otel]'"
+)
 
 
 class Tracer:
-    """An observer that makes a span of each answer that has ended, and then tells `after`.
+    """An observer that makes a span of each answer that has ended, and calls the next observer.
 
     Args:
-        exporter: where spans go, an OpenTelemetry `SpanExporter`; see `otlp`.
-        model: the name that is served.
+        exporter: an OpenTelemetry `SpanExporter`, which sends the spans; see `otlp`.
+        model: the served name.
         after: the next observer.
-        batched: spans are sent together, by a thread; else each at once, for tests.
+        batched: send spans together, on a thread; else each at once, for tests.
 
     Raises `HeadraceError` if OpenTelemetry is not installed.
     """
@@ -42,11 +46,11 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise HeadraceError(MISSING) from error
-        # The name may be given in OTEL_SERVICE_NAME, as for every program that is traced.
-        named = {"service.name": "headrace"} | dict(Resource.create().attributes)
-        if str(named["service.name"]).startswith("unknown_service"):
-            named["service.name"] = "headrace"
-        self._provider = TracerProvider(resource=Resource(named))
+        # OTEL_SERVICE_NAME may set the name, as in every traced program.
+        attributes = {"service.name": "headrace"} | dict(Resource.create().attributes)
+        if str(attributes["service.name"]).startswith("unknown_service"):
+            attributes["service.name"] = "headrace"
+        self._provider = TracerProvider(resource=Resource(attributes))
         process = BatchSpanProcessor if batched else SimpleSpanProcessor
         self._provider.add_span_processor(process(exporter))
         self._tracer = self._provider.get_tracer("headrace")
@@ -60,7 +64,7 @@ class Tracer:
         if self._after is not None:
             self._after.on_finish(state, reason)
         call, times = context.current(), state.metrics
-        # Of monotonic seconds, nanoseconds since 1970.
+        # From monotonic seconds to seconds since 1970.
         shift = time.time() - time.monotonic()
         ended = times.finished_time if times.finished_time is not None else time.monotonic()
         operation = operation_of(state, call.path)
@@ -88,13 +92,13 @@ class Tracer:
         span.end(nanoseconds(ended + shift))
 
     def close(self) -> None:
-        """Send what is left, for `CLOSE_MS` at most. May take as long, so not to be called on an event loop."""
+        """Send the last spans, for `CLOSE_MS` at most. May block for as long, so do not call this on an event loop."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()
 
 
 def otlp(endpoint: str) -> Any:
-    """An exporter to `endpoint`, by OTLP over HTTP. Raises `HeadraceError` if OpenTelemetry is not installed."""
+    """Return an exporter to `endpoint`, by OTLP over HTTP. Raises `HeadraceError` if OpenTelemetry is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
@@ -107,18 +111,18 @@ def nanoseconds(seconds: float) -> int:
 
 
 def operation_of(state: RequestState, path: str) -> str:
-    """The conventions' word for what was asked for."""
+    """Return the conventions' name of the operation."""
     if state.request.pooling:
         return "embeddings"
     return "chat" if path.startswith(CHAT_PATHS) else "text_completion"
 
 
 def attributes_of(state: RequestState, reason: str, ended: float) -> dict[str, Any]:
-    """What a span says of an answer. Times are in seconds."""
+    """Return the attributes of an answer's span. Times are in seconds."""
     request, times = state.request, state.metrics
     params = request.params
     first = None if times.first_token_time is None else times.first_token_time - times.arrival_time
-    known = {
+    attributes = {
         "gen_ai.provider.name": "headrace",
         "gen_ai.request.id": request.request_id,
         "gen_ai.request.seed": params.seed,
@@ -138,4 +142,4 @@ def attributes_of(state: RequestState, reason: str, ended: float) -> dict[str, A
         "gen_ai.latency.time_in_model_decode": times.decode_time,
         "gen_ai.latency.e2e": ended - times.arrival_time,
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}

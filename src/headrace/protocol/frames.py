@@ -34,7 +34,7 @@ class TransportError(HeadraceError):
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """To the engine, first: what to load, its `black_box.BlackBox.fds` if it was given one, whether it takes the
-    place of one that has died, and the form of its log, one of `logs.FORMS`."""
+    place of one that has died, and the form of its log, one of `logs.FORMATTERS`."""
 
     config: EngineConfig
     black_box: tuple[int, int] | None = None

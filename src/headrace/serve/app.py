@@ -26,8 +26,8 @@ from starlette.routing import Route
 from headrace import __version__, env, hub
 from headrace.engine import logs
 from headrace.engine.client import EngineClient, ProcessClient
-from headrace.engine.generation import Front
-from headrace.engine.rates import Limits, Rates
+from headrace.engine.generation import TextClient
+from headrace.engine.tenants import Limits, Rates
 from headrace.insight import audit
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
@@ -101,7 +101,7 @@ def create_app(
     client.observer = metrics
     ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
-    front = Front(client, tokenizer, tracer or metrics, rates)
+    front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
     life = Life(client, server.log_stats_interval, served.warm_up, storage, tracer)
@@ -148,7 +148,7 @@ def create_app(
 
 
 def served_model(
-    front: Front,
+    front: TextClient,
     template: ChatTemplate | None,
     server: ServerConfig,
     model: str,

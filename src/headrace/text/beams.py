@@ -1,6 +1,6 @@
-"""Beam searches between a caller and the engine: one request goes in, and comes out as `n` answers.
+"""Makes the one request of a beam search, and turns its result into `n` answers.
 
-Used alike by `LLM`, `AsyncLLM` and the HTTP server. The search itself is `core.beams`; knows no HTTP.
+Called by `LLM`, `AsyncLLM` and the HTTP server. The search itself is `core.beams`; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class BeamSearchSequence(msgspec.Struct):
-    """One answer, as vLLM gives it: `tokens` and `text` begin with the prompt. `score` is what ranked it."""
+    """One answer, as vLLM gives it: `tokens` and `text` begin with the prompt. They are ranked by `score`."""
 
     tokens: list[int]
     text: str | None
@@ -31,8 +31,8 @@ class BeamSearchSequence(msgspec.Struct):
 
 
 class BeamSearchOutput(msgspec.Struct):
-    """All answers to one prompt, best first, and the most KV blocks that the beams held at once: as they shared them,
-    and as many as they would have held without sharing."""
+    """All answers to one prompt, best first, and the most KV blocks that the beams held at once, and would have held
+    without sharing."""
 
     sequences: list[BeamSearchSequence]
     num_blocks: int
@@ -49,34 +49,34 @@ def make_search(
     cache_salt: str = "",
     tokenizer: Tokenizer | None = None,
 ) -> Request:
-    """The one request that searches for answers to one prompt. Raises `RequestError`."""
+    """Return the request that searches for answers to one prompt. Raises `RequestError`."""
     check_combination(params)
-    # Nothing is drawn, so the seed is nobody's business; but a complete request has one.
-    drawn = {"draw": lambda: 0, "priority": priority, "cache_salt": cache_salt, "tokenizer": tokenizer}
-    (request,) = make_requests(token_ids, params, info, **drawn)  # type: ignore[arg-type]
+    # Nothing is drawn, so the seed has no effect; but a complete request has one.
+    options = {"draw": lambda: 0, "priority": priority, "cache_salt": cache_salt, "tokenizer": tokenizer}
+    (request,) = make_requests(token_ids, params, info, **options)  # type: ignore[arg-type]
     return msgspec.structs.replace(request, beam=beam)
 
 
 def parts_of(delta: Delta, num_answers: int) -> Iterator[Delta]:
-    """One delta of a search as one for each of its answers."""
-    found = delta.beams.beams if delta.beams is not None else []
+    """Yield a delta for each answer of a search."""
+    beams = delta.beams.beams if delta.beams is not None else []
     for place in range(num_answers):
         part = msgspec.structs.replace(delta, token_ids=[])
-        if delta.beams is not None and place < len(found):
-            beam = found[place]
+        if delta.beams is not None and place < len(beams):
+            beam = beams[place]
             part.token_ids, part.finish = list(beam.token_ids), beam.finish
             part.beams = msgspec.structs.replace(delta.beams, beams=[beam])
         elif delta.beams is not None:
-            # A vocabulary too small for so many answers.
-            part.finish = Finish("error", message=f"the search found {len(found)} answers")
+            # The vocabulary is too small for so many answers.
+            part.finish = Finish("error", message=f"the search found {len(beams)} answers")
         yield part
 
 
 def beam_output(states: list[RequestState], prompt: str | None, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """What an ended search found, whose answers are in one state or in one each. `prompt` is its text, decoded if it
-    was given as ids.
+    """Return the result of a search that has ended; its answers are in one state, or in one each. `prompt` is its text;
+    None: it is decoded.
 
-    Raises `HeadraceError` with the engine's words if it failed.
+    Raises `HeadraceError` with the engine's message if the search failed.
     """
     state = states[0]
     if state.beams is None:
@@ -84,13 +84,13 @@ def beam_output(states: list[RequestState], prompt: str | None, tokenizer: Token
         raise HeadraceError(f"the search failed: {message}")
     params, prompt_ids = state.request.params, state.request.prompt_token_ids
     sequences = []
-    for beam in [beam for told in states if told.beams is not None for beam in told.beams.beams]:
+    for beam in [beam for each in states if each.beams is not None for beam in each.beams.beams]:
         text = None
         if tokenizer is not None:
             part = RequestState(state.request, tokenizer)
             part.feed(Delta(0.0, 0.0, 0.0, token_ids=list(beam.token_ids), finish=beam.finish))
-            told = tokenizer.decode(prompt_ids, params.skip_special_tokens) if prompt is None else prompt
-            text = told + part.text
+            prompt_text = tokenizer.decode(prompt_ids, params.skip_special_tokens) if prompt is None else prompt
+            text = prompt_text + part.text
         sequences.append(
             BeamSearchSequence(
                 tokens=[*prompt_ids, *beam.token_ids],
@@ -105,9 +105,9 @@ def beam_output(states: list[RequestState], prompt: str | None, tokenizer: Token
 
 
 def blocks_of(groups: list[list[RequestState]]) -> dict[str, Any]:
-    """What a reply tells of the memory of its searches, summed over the prompts; nothing if there was none."""
-    found = [group[0].beams for group in groups if group[0].beams is not None]
-    if not found:
+    """Return the fields of a reply about the memory of its searches, summed over the prompts; empty without any."""
+    results = [group[0].beams for group in groups if group[0].beams is not None]
+    if not results:
         return {}
-    unshared = sum(result.num_blocks_unshared for result in found)
-    return {"beam_search": {"num_blocks": sum(r.num_blocks for r in found), "num_blocks_unshared": unshared}}
+    unshared = sum(result.num_blocks_unshared for result in results)
+    return {"beam_search": {"num_blocks": sum(r.num_blocks for r in results), "num_blocks_unshared": unshared}}

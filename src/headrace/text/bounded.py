@@ -1,9 +1,9 @@
-"""A process that may be killed: where work of unknown cost is done for a client, one job after the other.
+"""Child processes of bounded time and memory, for work of unknown cost: both ends of the pipe.
 
-Both ends are here. `BoundedProcess` starts the program when it is first needed and again after it had to be killed;
-`serve` is the program's loop, with a bound on processor time for each job and on memory for all. They speak frames on
-stdin and stdout (4-byte length, little-endian). Knows nothing of what the jobs are; used for chat templates and for
-grammars.
+`BoundedProcess` starts the program when it is first needed and again after it was killed; `serve` is the program's
+loop, with a bound on processor time for each job and on memory for all. They exchange frames on stdin and stdout
+(4-byte length, little-endian). Knows no jobs; `templates` and `sandbox` render chat templates with it, `grammars` and
+`grammar_sandbox` build grammars.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class BoundedProcess:
     The process ends with `close`, with this object or with the program, whichever comes first.
 
     Args:
-        greeting: gives the first frame that a new process is sent; None: it is sent none.
-        max_cpu_seconds: processor time of one job, only to be told: `serve` holds to it.
+        greeting: makes the first frame for a new process; None: it gets none.
+        max_cpu_seconds: processor time of one job, for messages only: `serve` enforces it.
     """
 
     def __init__(
@@ -50,20 +50,21 @@ class BoundedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
-    def ask(self, body: bytes) -> bytes | str:
-        """The answer to a job, or as a text why its process had to end. Raises `HeadraceError` if none starts."""
+    def run(self, body: bytes) -> bytes | str:
+        """Return the answer to a job, or a text that says why its process ended. Raises `HeadraceError` if none
+        starts."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
                 self._process = self._start()
                 self._ending = weakref.finalize(self, _end, self._process)
                 if self._greeting is not None and self._exchange(self._process, self._greeting()) is None:
-                    raise HeadraceError(f"the process of {self._command[3]} does not start: {self._epitaph()}")
+                    raise HeadraceError(f"the process of {self._command[3]} does not start: {self._reason_of_end()}")
             reply = self._exchange(self._process, body)
-            return self._epitaph() if reply is None else reply
+            return self._reason_of_end() if reply is None else reply
 
     def close(self) -> None:
-        """End the process. A later `ask` starts another."""
+        """End the process. A later `run` starts another."""
         with self._lock:
             self._stop()
 
@@ -86,11 +87,11 @@ class BoundedProcess:
         return read_frame(stdout)
 
     def _stop(self) -> int:
-        """The process's exit status, after its end; 0 if there is none."""
+        """End the process and return its exit status; 0 if there is none."""
         ending, self._ending, self._process = self._ending, None, None
         return (ending() if ending else None) or 0
 
-    def _epitaph(self) -> str:
+    def _reason_of_end(self) -> str:
         returncode = self._stop()
         if returncode in (-signal.SIGPROF, -signal.SIGKILL):
             return f"it took more than {self._max_cpu_seconds:g} s of processor time"
@@ -99,7 +100,7 @@ class BoundedProcess:
 
 def _end(process: subprocess.Popen[bytes]) -> int:
     stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
-    # A process whose input has ended goes; one that has ended its output is about to say how it ended.
+    # A process whose input has ended exits; one that has closed its output is about to.
     with contextlib.suppress(BrokenPipeError):
         stdin.close()
     try:
@@ -112,7 +113,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """One frame, or None at the end of the stream."""
+    """Return one frame, or None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -127,10 +128,10 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 
 
 def serve(answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: int) -> None:
-    """Answer jobs until stdin ends, with no way to files or other processes from now on.
+    """Answer jobs until stdin ends, without writing files or starting processes from now on.
 
-    Beyond its processor time a job ends the process, by SIGPROF's default action. `max_memory`: bytes of address
-    space that it may have in all.
+    A job that exceeds its processor time ends the process, by SIGPROF's default action. `max_memory`: bytes of address
+    space of the whole process.
     """
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr

@@ -1,8 +1,8 @@
-"""Tries constraints before an engine is told to follow them: `python -m headrace.text.grammar_sandbox 1.0`.
+"""The program that builds constraints before the engine does: `python -m headrace.text.grammar_sandbox 1.0`.
 
 A regex, a schema or a grammar of a client's may take any time and memory to build. It is built here first, with the
-model's vocabulary (the first frame), in a process with a bound on both; what passes is built again in the engine, to
-the same limits. Called by `grammars.GrammarChecker` only.
+model's vocabulary (the first frame), in a process with a bound on both; if that succeeds, the engine builds it again,
+with the same limits. Started by `grammars.GrammarChecker` only.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main(max_cpu_seconds: float) -> None:
     def answer(body: bytes) -> bytes:
         return msgspec.msgpack.encode(_try(tokenizer, body))
 
-    with open("/proc/self/statm", encoding="ascii") as told:
-        used = int(told.read().split()[0]) * resource.getpagesize()
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
     serve(answer, max_cpu_seconds, used + MAX_MEMORY)
 
 

@@ -1,7 +1,7 @@
-"""`GrammarChecker`: whether an answer can be held to a constraint, found out where it can do no harm.
+"""`GrammarChecker` checks whether an answer can follow a constraint, in a process of bounded time and memory.
 
-Every constraint is built in a process of bounded time and memory before the engine hears of it; verdicts are kept, the
-refusals too, so that nobody pays twice. Knows no requests and no HTTP; held by `generation.Front` and by `LLM`.
+The engine gets only constraints that were built there. Verdicts are cached, refusals too. Knows no requests and no
+HTTP; held by `generation.TextClient` and by `LLM`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from headrace.text.tokenizer import Tokenizer
 MAX_VERDICTS = 1024
 MAX_CPU_SECONDS = 1.0
 SANDBOX = "headrace.text.grammar_sandbox"
-"""The program of the process, by name: what it imports is not to be waited for by whoever has no constraints."""
+"""The program of the process, by name, so that its imports cost nothing where there are no constraints."""
 
 
 class Verdict(msgspec.Struct):
-    """`refused` is (field, bound) of a `RequestError`; without it the constraint can be followed."""
+    """`refusal` is (field, bound) of a `RequestError`; None: the constraint can be followed."""
 
-    refused: tuple[str, str] | None = None
+    refusal: tuple[str, str] | None = None
     warnings: list[str] = []
 
 
@@ -38,9 +38,9 @@ class GrammarChecker:
 
     Args:
         tokenizer: None refuses every constraint.
-        width: of the model's logits.
-        eos_token_ids: what ends an answer; none refuses every constraint.
-        max_cpu_seconds: processor time of one constraint.
+        width: number of the model's logits.
+        eos_token_ids: the tokens that end an answer; an empty list refuses every constraint.
+        max_cpu_seconds: processor time for one constraint.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammars")
 
     def check(self, params: SamplingParams) -> list[str]:
-        """What the constraint of `params` leaves open, in words. Raises `RequestError` if it can not be honoured."""
+        """Return warnings of what the constraint of `params` leaves open. Raises `RequestError` if it can not be
+        honoured."""
         constraint = _constraint_of(params)
         if constraint is None:
             return []
@@ -73,31 +74,31 @@ class GrammarChecker:
                 self._verdicts[key] = verdict
                 if len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
-        if verdict.refused is not None:
-            field, bound = verdict.refused
-            given = getattr(constraint, constraint.kind)
-            raise RequestError(field, given, bound, "unsupported_constraint")
+        if verdict.refusal is not None:
+            field, bound = verdict.refusal
+            value = getattr(constraint, constraint.kind)
+            raise RequestError(field, value, bound, "unsupported_constraint")
         return verdict.warnings
 
     async def check_soon(self, params: SamplingParams) -> list[str]:
-        """`check`, beside the event loop."""
+        """Return `check(params)`, computed beside the event loop."""
         constraint = _constraint_of(params)
         if constraint is None:
             return []
         with self._lock:
-            known = self._key(constraint) in self._verdicts
-        if known:
+            is_known = self._key(constraint) in self._verdicts
+        if is_known:
             return self.check(params)
-        # As late as this: a program without a server does not wait for asyncio to be imported.
+        # Imported here, so that a program without a server does not import asyncio.
         import asyncio
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.check, params)
 
     def require(self, params: SamplingParams) -> None:
-        """Raises `HeadraceError` for a constraint that nobody has checked: a fault of the caller's code."""
+        """Raise `HeadraceError` for a constraint that was not checked: a defect of the caller."""
         if params.structured_outputs is not None:
             verdict = self._verdicts.get(self._key(params.structured_outputs))
-            if verdict is None or verdict.refused is not None:
+            if verdict is None or verdict.refusal is not None:
                 raise HeadraceError("a constraint was to be followed that was not checked")
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class GrammarChecker:
             raise RequestError("ignore_eos", True, "false with structured_outputs: an answer ends where its form does")
 
     def _try(self, constraint: StructuredOutputs) -> Verdict:
-        reply = self._process.ask(msgspec.msgpack.encode(constraint))
+        reply = self._process.run(msgspec.msgpack.encode(constraint))
         if isinstance(reply, str):
             bound = f"one that can be built in bounded time and memory; {reply}"
             return Verdict((f"structured_outputs.{constraint.kind}", bound))

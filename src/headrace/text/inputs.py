@@ -1,7 +1,8 @@
-"""From a caller's prompt and parameters to complete `Request`s: ids checked, seed drawn, `n` answers fanned out.
+"""Turns a caller's prompt and parameters into complete `Request`s: checks ids, draws seeds, makes `n` requests.
 
-Pure functions of their arguments, used alike by `LLM`, `AsyncLLM` and the HTTP server, so that the same call means
-the same request everywhere. Knows the tokenizer; knows no engine beyond `EngineInfo`, and no asyncio.
+The texts in the parameters (bad words, DRY's sequence breakers, the marks of reasoning) become token ids here, for the
+engine knows no text. Pure functions of their arguments, called by `LLM`, `AsyncLLM` and the HTTP server, so that the
+same call means the same request everywhere. Knows the tokenizer, `EngineInfo`, and no asyncio.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 import secrets
 import uuid
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -18,11 +20,14 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Pooling, Request
+from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.words import THINK, with_token_ids
 
-# Kept below 2**53 with room for n, so that JSON readers with doubles can send a told seed back.
+# Below 2**53 with room for n, so that JSON readers with doubles can send the seed of a reply back.
 SEED_LIMIT = 2**53 - 2**16
+
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""llama-server's, for requests that name none."""
 
 Prompt = str | Sequence[int] | dict[str, Any]
 
@@ -32,7 +37,7 @@ def draw_seed() -> int:
 
 
 def seed_source(seed: int | None) -> Callable[[], int]:
-    """Where requests without a seed get theirs: fresh for None, else a sequence that `seed` alone decides."""
+    """Return the source of seeds for requests without one: random for None, else a sequence that `seed` determines."""
     if seed is None:
         return draw_seed
     noise = random.Random(seed)
@@ -40,14 +45,14 @@ def seed_source(seed: int | None) -> Callable[[], int]:
 
 
 def new_request_id() -> str:
-    """Fresh and unguessable, whatever id the client has chosen (S-25)."""
+    """Return a fresh id that cannot be guessed, whatever id the client has chosen (S-25)."""
     return str(uuid.uuid4())
 
 
 def prompt_size(prompt: Prompt) -> int:
-    """Characters or ids of a prompt in any of its forms; 0 for what is no prompt."""
+    """Return the number of characters or ids of a prompt in any of its forms; 0 for any other value."""
     if isinstance(prompt, dict):
-        return max((len(given) for given in prompt.values() if isinstance(given, Sequence)), default=0)
+        return max((len(value) for value in prompt.values() if isinstance(value, Sequence)), default=0)
     return len(prompt) if isinstance(prompt, Sequence) else 0
 
 
@@ -59,34 +64,34 @@ def prompt_ids(
     add_special_tokens: bool = True,
     truncate_prompt_tokens: int | None = None,
 ) -> tuple[str | None, list[int]]:
-    """Text (None for a prompt of ids) and token ids of `prompt`: a text, ids, or vLLM's dict form of either.
+    """Return the text (None for a prompt of ids) and the token ids of `prompt`: a text, ids, or vLLM's dict of either.
 
-    A dict with both is the ids, and the text that they came from. `truncate_prompt_tokens` keeps that many of the last
-    ids; -1 means as many as fit. The text of what was cut is None. Raises `RequestError`.
+    A dict with both holds the ids, and the text that they came from. `truncate_prompt_tokens` keeps that many of the
+    last ids; -1 keeps as many as fit. A prompt that was cut has no text. Raises `RequestError`.
     """
     text: str | None = None
-    given: Any
+    content: Any
     if isinstance(prompt, dict):
-        known = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
-        if not known:
+        names = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
+        if not names:
             raise RequestError("prompt", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
-        given = prompt[known[0]]
-        if known[0] == "prompt_token_ids":
+        content = prompt[names[0]]
+        if names[0] == "prompt_token_ids":
             text = prompt.get("prompt")
-            if isinstance(given, str):
-                raise RequestError("prompt_token_ids", given, "a list of token ids")
+            if isinstance(content, str):
+                raise RequestError("prompt_token_ids", content, "a list of token ids")
     else:
-        given = prompt
-    if isinstance(given, str):
-        bounds.check("text", given, "prompt")
+        content = prompt
+    if isinstance(content, str):
+        bounds.check("text", content, "prompt")
         if tokenizer is None:
-            raise RequestError("prompt", given, "token ids, for the engine runs without a tokenizer")
-        text = given
-        token_ids = tokenizer.encode(given, add_special_tokens=add_special_tokens)
+            raise RequestError("prompt", content, "token ids, for the engine runs without a tokenizer")
+        text = content
+        token_ids = tokenizer.encode(content, add_special_tokens=add_special_tokens)
     else:
-        if not isinstance(given, Sequence) or isinstance(given, bytes):
-            raise RequestError("prompt", given, "a text or a list of token ids")
-        token_ids = list(given)
+        if not isinstance(content, Sequence) or isinstance(content, bytes):
+            raise RequestError("prompt", content, "a text or a list of token ids")
+        token_ids = list(content)
         for token_id in token_ids:
             bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
@@ -96,7 +101,7 @@ def prompt_ids(
         if keep < len(token_ids):
             text, token_ids = None, token_ids[-keep:]
     if not token_ids:
-        raise RequestError("prompt", given, "at least one token long")
+        raise RequestError("prompt", content, "at least one token long")
     if len(token_ids) >= info.max_model_len:
         raise ContextLengthError("prompt", len(token_ids), f"at most {info.max_model_len - 1} tokens long")
     return text, token_ids
@@ -114,11 +119,11 @@ def make_requests(
     tokenizer: Tokenizer | None = None,
     marks: tuple[str, str] = THINK,
 ) -> list[Request]:
-    """The `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
+    """Return the `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
 
-    With `best_of` they are as many, and tell of log-probabilities, so that `outputs.best` can choose. Fills in the
-    seed (drawn if none is given), max_tokens (None is the rest of the context), and token ids for the texts in
-    `params`; `marks` are those of the model's reasoning. Raises `RequestError`.
+    With `best_of` there are that many, with log-probabilities, so that `outputs.best` can choose. Fills in the seed
+    (drawn if there is none), max_tokens (None is the rest of the context), and token ids for the texts in `params`;
+    `marks` are those of the model's reasoning. Raises `RequestError`.
     """
     if not isinstance(params, SamplingParams):
         raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
@@ -154,3 +159,66 @@ def make_requests(
         )
         for index in range(count)
     ]
+
+
+def with_token_ids(
+    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, marks: tuple[str, str] = THINK
+) -> SamplingParams:
+    """Return the parameters with token ids for every text in them that has none yet. `marks` begin and end reasoning.
+
+    Raises `RequestError` for a text that needs a tokenizer where there is none.
+    """
+    changes: dict[str, object] = {}
+    if params.bad_words and params.bad_words_token_ids is None:
+        known = _required(tokenizer, "bad_words", params.bad_words)
+        changes["bad_words_token_ids"] = [ids for word in params.bad_words for ids in spellings(known, word)]
+    if params.dry_multiplier > 0.0 and params.dry_sequence_breaker_ids is None:
+        texts = params.dry_sequence_breakers
+        if texts:
+            _required(tokenizer, "dry_sequence_breakers", texts)
+        if tokenizer is not None:
+            breaker_ids = breakers(tokenizer, DRY_BREAKERS if texts is None else tuple(texts))
+            changes["dry_sequence_breaker_ids"] = [i for i in breaker_ids if i < vocab_size]
+    if params.thinking_token_budget is not None and params.thinking_token_ids is None:
+        known = _required(tokenizer, "thinking_token_budget", params.thinking_token_budget)
+        changes["thinking_token_ids"] = (mark_ids(known, marks[0]), mark_ids(known, marks[1]))
+    return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """Return the token ids of a word as it begins a text and as it comes after a space, as vLLM does."""
+    variants: list[list[int]] = []
+    for text in (word, " " + word.lstrip()):
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        if token_ids and token_ids not in variants:
+            variants.append(token_ids)
+    return variants
+
+
+def mark_ids(tokenizer: Tokenizer, mark: str) -> list[int]:
+    """Return the ids of a mark: its own token if it has one, else the tokens of its text."""
+    token_id = tokenizer.token_to_id(mark)
+    return tokenizer.encode(mark, add_special_tokens=False) if token_id is None else [token_id]
+
+
+@lru_cache(maxsize=64)
+def breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[int]:
+    """Return the ids, ascending, of the tokens that contain one of `texts`; for a text in none, of its last token."""
+    spelled = _all_token_bytes(tokenizer)
+    ids: set[int] = set()
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        containing = [token_id for token_id, token in enumerate(spelled) if data in token]
+        ids.update(containing or tokenizer.encode(text, add_special_tokens=False)[-1:])
+    return sorted(ids)
+
+
+@lru_cache(maxsize=4)
+def _all_token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    return [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+
+
+def _required(tokenizer: Tokenizer | None, field: str, value: object) -> Tokenizer:
+    if tokenizer is None:
+        raise RequestError(field, value, "left out, for the engine runs without a tokenizer; or give token ids")
+    return tokenizer

@@ -1,8 +1,8 @@
-"""What comes back for a request: deltas from the engine, the state that takes them in, and vLLM's result objects.
+"""The output of a request: deltas from the engine, the state that collects them, and vLLM's result objects.
 
 `RequestState.feed` is the one place where tokens become text, where a stop string ends an answer, and where
-log-probabilities and times are kept, whoever drives it: `LLM` on its own loop, or the server on an event loop.
-Knows no sockets and no asyncio.
+log-probabilities and times are collected, called by `LLM` on its own loop and by the server on an event loop. Knows no
+sockets and no asyncio.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from headrace.text.tokenizer import DetokenizeStream, Tokenizer
 
 
 class Delta(msgspec.Struct):
-    """What came for one request since somebody last looked. Times are monotonic seconds of the engine's clock.
+    """The output for one request since the last delta was read. Times are monotonic seconds of the engine's clock.
 
-    `start_time` is the beginning of the step that first ran it, given once, with `num_cached_tokens`, the prompt
-    tokens found in the prefix cache. `time` is the end of the last step in here, `first_time` and `last_time` are
-    those of its first and its last token.
+    `start_time` is the beginning of the step that first ran the request; it comes once, with `num_cached_tokens`, the
+    prompt tokens found in the prefix cache. `time` is the end of the delta's last step, `first_time` and `last_time`
+    are those of its first and its last token.
     """
 
     time: float
@@ -40,12 +40,12 @@ class Delta(msgspec.Struct):
     pooled: list[float] = []
 
     def merge(self, later: Delta) -> None:
-        """Append what came after."""
+        """Append the next delta."""
         if later.token_ids:
             self.first_time = self.first_time if self.token_ids else later.first_time
             self.last_time = later.last_time
         self.time = later.time
-        # In place, so that a reader who is away for n tokens costs n and not n squared. The lists are this delta's own.
+        # In place, so that n tokens for a slow reader cost n and not n squared. No other delta has these lists.
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
@@ -57,7 +57,7 @@ class Delta(msgspec.Struct):
 
 
 def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
-    """Cut the columns of a step into one delta for each request that it tells of."""
+    """Yield, from the columns of a step, one delta for each request in it."""
     now = output.end_time
     columns = dict(zip(output.request_ids, output.token_ids, strict=True))
     rare = (output.started, output.finished, output.prompt_logprobs)
@@ -82,8 +82,8 @@ def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
         )
 
 
-class Piece(NamedTuple):
-    """What one `feed` adds to an answer. Text may lag behind the tokens: half a character is not yet text."""
+class TextDelta(NamedTuple):
+    """The text and tokens that one `feed` adds to an answer. Text may lag behind the tokens, within a character."""
 
     text: str
     token_ids: list[int]
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened to a request, in monotonic seconds; None for what has not happened."""
+    """The times of a request's events, in monotonic seconds; None for those that have not happened."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -117,7 +117,8 @@ class RequestMetrics(msgspec.Struct):
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """vLLM's shape of one entry: natural log under the raw logits, rank 1 for the likeliest, and the token as text."""
+    """One log-probability, as vLLM gives it: natural log under the raw logits, rank 1 for the likeliest, and the
+    text."""
 
     logprob: float
     rank: int | None = None
@@ -141,7 +142,7 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """All answers to one prompt, as vLLM gives them. `prompt_logprobs[0]` is None: nothing came before."""
+    """All answers to one prompt, as vLLM gives them. `prompt_logprobs[0]` is None: no token comes before it."""
 
     request_id: str
     prompt: str | None
@@ -154,13 +155,13 @@ class RequestOutput(msgspec.Struct):
 
 
 class RequestState:
-    """One answer on its way: takes deltas in, gives pieces out, and knows when a stop string has ended it.
+    """One answer while it comes: turns deltas into text deltas, and ends at a stop string.
 
     Args:
         request: complete, as the engine has it.
-        tokenizer: None if no text is wanted (`SamplingParams.detokenize` off, or no tokenizer).
+        tokenizer: None for an engine without one; there is no text then, nor with `SamplingParams.detokenize` off.
         index: place among the answers to one prompt.
-        arrival_time: monotonic seconds; now, if not given.
+        arrival_time: monotonic seconds; None: now.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.pooled: list[float] = []
         self.finish: Finish | None = None
-        # Of a search, or of one answer of it.
+        # The result of a search, or of one answer of it.
         self.beams: BeamResult | None = None
         self.closed = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
@@ -187,11 +188,11 @@ class RequestState:
             else None
         )
 
-    def feed(self, delta: Delta) -> Piece:
-        """Take in one delta. If `finish` is set afterwards but was not in `delta`, a stop string was found, and the
-        caller must abort the request in the engine. After the end, further deltas add nothing."""
+    def feed(self, delta: Delta) -> TextDelta:
+        """Add one delta. If `finish` is set afterwards but was not in `delta`, a stop string has ended the answer, and
+        the caller must abort the request in the engine. After the end, further deltas add nothing."""
         if self.finish is not None:
-            return Piece("", [], [])
+            return TextDelta("", [], [])
         self._note_times(delta)
         self.prompt_logprobs += delta.prompt_logprobs
         self.pooled = self.pooled or delta.pooled
@@ -203,7 +204,7 @@ class RequestState:
             stopped = finish is not None and finish.reason == "stop"
             text = self._stream.push(token_ids, final=finish is not None, stopped=stopped)
             if self._stream.stop_reason is not None:
-                # Tokens after the one that completed the stop string were generated in vain.
+                # Drop the tokens after the one that completed the stop string.
                 num_kept = self._stream.num_tokens - len(self.token_ids)
                 token_ids, logprobs = token_ids[:num_kept], logprobs[:num_kept]
                 finish = Finish("stop", stop_reason=self._stream.stop_reason)
@@ -213,7 +214,7 @@ class RequestState:
         if finish is not None:
             self.finish = finish
             self.metrics.finished_time = delta.time
-        return Piece(text, token_ids, logprobs)
+        return TextDelta(text, token_ids, logprobs)
 
     def _note_times(self, delta: Delta) -> None:
         times = self.metrics
@@ -226,31 +227,31 @@ class RequestState:
             times.last_token_time = delta.last_time
 
     def completion(self) -> CompletionOutput:
-        """The answer so far. The lists are copies: what is handed out does not change later."""
-        wanted = self.request.params.logprobs is not None
-        total = sum(entry.logprob for entry in self.logprobs) if wanted else None
+        """Return the answer so far. The lists are copies, which do not change later."""
+        has_logprobs = self.request.params.logprobs is not None
+        total = sum(entry.logprob for entry in self.logprobs) if has_logprobs else None
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.beams.beams[0].cumulative_logprob if self.beams else total,
-            logprobs=[self._logprobs_of(entry) for entry in self.logprobs] if wanted else None,
+            logprobs=[self._logprobs_of(entry) for entry in self.logprobs] if has_logprobs else None,
             finish_reason=self.finish.reason if self.finish else None,
             stop_reason=self.finish.stop_reason if self.finish else None,
             seed=self.request.params.seed,
         )
 
     def prompt_entries(self) -> list[dict[int, Logprob] | None] | None:
-        """Log-probabilities of the prompt's tokens in vLLM's shape, or None if they were not asked for."""
+        """Return the log-probabilities of the prompt's tokens as vLLM gives them, or None if not requested."""
         if self.request.params.prompt_logprobs is None:
             return None
         return [None, *(self._logprobs_of(entry) for entry in self.prompt_logprobs)]
 
     def _logprobs_of(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        made = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        by_token = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(entry.top, 1):
-            made.setdefault(token_id, self._logprob(token_id, logprob, rank))
-        return made
+            by_token.setdefault(token_id, self._logprob(token_id, logprob, rank))
+        return by_token
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
         return Logprob(logprob, rank, None if self.tokenizer is None else self.tokenizer.token_text(token_id)[0])
@@ -259,14 +260,14 @@ class RequestState:
 def request_output(
     states: Sequence[RequestState], request_id: str, prompt: str | None, params: SamplingParams
 ) -> RequestOutput:
-    """The answers to one prompt in vLLM's shape, as far as they have come; of `best_of`, the best n at the end."""
+    """Return the answers to one prompt so far, as vLLM gives them; of `best_of`, the best n at the end."""
     first = states[0]
     finished = all(state.finish is not None for state in states)
     outputs = [state.completion() for state in (best(states, params.n) if finished else states)]
     if len(states) > params.n:
         for index, output in enumerate(outputs):
             output.index = index
-            # Asked for on the way, to choose by; the sum stays.
+            # They were requested only to choose by; the sum stays.
             output.logprobs = None if params.logprobs is None else output.logprobs
     return RequestOutput(
         request_id=request_id,
@@ -281,7 +282,7 @@ def request_output(
 
 
 def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
-    """The `n` answers of the greatest mean log-probability per token, best first, equal ones in their order.
+    """Return the `n` answers of the greatest mean log-probability per token, best first, equal ones in their order.
 
     The mean is OpenAI's definition of `best_of`; the sum would favour the short. An answer without a token is last.
     """

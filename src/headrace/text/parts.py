@@ -1,7 +1,8 @@
-"""What a chat answer is made of, and what takes its text apart: content, reasoning and tool calls, as they come.
+"""The parts of a chat answer, content, reasoning and tool calls, and the protocol of the parsers that split it.
 
-A parser is fed the text of one answer in pieces, however it was cut, and says what each piece adds. Called by
-`serve.call.answers` and read by every API's chat; `reasoning` and `tools` have the parsers. Knows no tokens.
+A parser gets the text of one answer in pieces, cut anywhere, and returns the parts that each piece adds. Called by
+`serve.call.answers`, and its parts are read by every API for chats; `reasoning` and `tools` have the parsers. Knows no
+tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of what the model says to the user."""
+    """More of the text for the user."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of what the model says to itself."""
+    """More of the reasoning before the answer."""
 
     text: str
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A part of a call. The first one of a call has its name; `arguments` of all of them together are the JSON text.
+    """A part of a call. The first part of a call has its name; the `arguments` of all parts together are JSON text.
 
     `index` counts the calls of an answer from 0; `id` is the same in all parts of a call.
     """
@@ -35,44 +36,45 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-Part = Content | Reasoning | ToolCall
+MessagePart = Content | Reasoning | ToolCall
 
 
 class MessageParser(Protocol):
-    """Takes one answer's text apart."""
+    """Splits the text of one answer into parts."""
 
-    def feed(self, text: str, final: bool) -> list[Part]:
-        """The parts that are certain now and were not before. `final`: the text ends here, so nothing is held back.
+    def feed(self, text: str, final: bool) -> list[MessagePart]:
+        """Return the parts that are certain now and were not before. `final`: the text ends here, so nothing is held
+        back.
 
-        Never raises for what a model wrote: what is no reasoning and no well-formed call is content.
+        Never raises for a model's text: all that is neither reasoning nor a well-formed call is content.
         """
         ...
 
     @property
     def ended(self) -> bool:
-        """Whether the answer is over, though the model might go on; what is fed then is passed over."""
+        """Whether the answer is over, though the model might go on; further text is ignored."""
         ...
 
 
 class ContentParser:
-    """All is content."""
+    """Returns all text as content."""
 
     ended = False
 
-    def feed(self, text: str, final: bool) -> list[Part]:
+    def feed(self, text: str, final: bool) -> list[MessagePart]:
         return [Content(text)] if text else []
 
 
-class Message:
-    """The parts of an answer put together."""
+class MessageBuilder:
+    """Puts the parts of an answer together."""
 
     def __init__(self) -> None:
         self.content = ""
         self.reasoning = ""
         self.calls: list[dict[str, str]] = []
 
-    def add(self, part: Part) -> None:
-        """Take in the next part; those of one call come one after the other."""
+    def add(self, part: MessagePart) -> None:
+        """Add the next part; those of one call come one after the other."""
         if isinstance(part, Content):
             self.content += part.text
         elif isinstance(part, Reasoning):
@@ -83,8 +85,8 @@ class Message:
             self.calls[part.index]["arguments"] += part.arguments
 
     def fields(self) -> dict[str, Any]:
-        """`content` (None if there is something else instead), `reasoning_content` (None if none), `tool_calls` in
-        OpenAI's shape."""
+        """Return `content` (None if empty beside other parts), `reasoning_content` (None if empty) and `tool_calls`, as
+        OpenAI's API has them."""
         calls = [
             {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
             for call in self.calls

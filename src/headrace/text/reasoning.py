@@ -1,7 +1,7 @@
-"""Reasoning: what a model says to itself before it answers, between marks that its chat template taught it.
+"""Splits off the reasoning that a model writes before its answer, between the marks of its chat template.
 
-Some templates open the reasoning themselves, in the prompt: whether they did is seen at the prompt's end. White space
-next to the marks belongs to them. Names of the styles are vLLM's. Knows no tokens; called by the chat route.
+Some templates open the reasoning themselves, at the end of the prompt. White space next to the marks belongs to them.
+Names of the styles are vLLM's. Knows no tokens; called by `serve.call.dialect`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
-from headrace.text.parts import MessageParser, Part, Reasoning
+from headrace.text.parts import MessageParser, MessagePart, Reasoning
 from headrace.text.tools.reader import Reader, Reading
 
 
 class Style(NamedTuple):
     """How a family of models marks its reasoning.
 
-    `begins_inside`: where the prompt tells neither way, the answer begins as reasoning, without a mark.
+    `begins_inside`: if the prompt ends with no mark, the answer begins as reasoning, without a mark.
     """
 
     openings: tuple[str, ...]
@@ -26,7 +26,9 @@ class Style(NamedTuple):
     begins_inside: bool = False
 
 
-_THINK = Style(("<think>",), ("</think>",))
+THINK = ("<think>", "</think>")
+"""The marks of reasoning, unless a model is known to have others."""
+_THINK = Style(THINK[:1], THINK[1:])
 STYLES: dict[str, Style] = {
     "qwen3": _THINK,
     "deepseek_r1": Style(*_THINK[:2], begins_inside=True),
@@ -37,22 +39,22 @@ STYLES: dict[str, Style] = {
     ),
     "gemma4": Style(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
 }
-SAME = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
+ALIASES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
 """vLLM's other names for what is one style here."""
 
 _SIGNS = (("[THINK]", "mistral"), ("<|channel>thought", "gemma4"), ("Here is my thought process:", "granite"))
 
 
 def style_name(name: str) -> str:
-    """The name that a style goes by here. Raises `RequestError` for one that there is not."""
-    own = SAME.get(name, name)
-    if own not in STYLES:
-        raise RequestError("reasoning_parser", name, "one of " + ", ".join(sorted([*STYLES, *SAME])))
-    return own
+    """Return the key in `STYLES` of a style or an alias. Raises `RequestError` for an unknown name."""
+    key = ALIASES.get(name, name)
+    if key not in STYLES:
+        raise RequestError("reasoning_parser", name, "one of " + ", ".join(sorted([*STYLES, *ALIASES])))
+    return key
 
 
 def detect(templates: Iterable[str]) -> str | None:
-    """The style that chat templates show, or None."""
+    """Return the key of the style that chat templates show, or None."""
     text = "\n".join(templates)
     for sign, name in _SIGNS:
         if sign in text:
@@ -61,7 +63,7 @@ def detect(templates: Iterable[str]) -> str | None:
 
 
 def marks(name: str) -> tuple[str, ...]:
-    """The marks of a style, which may be special tokens."""
+    """Return the marks of a style, which may be special tokens."""
     return STYLES[name].openings + STYLES[name].closings
 
 
@@ -74,7 +76,7 @@ def begins_inside(name: str, prompt: str) -> bool:
 
 
 def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """The form of what may come before the answer proper, in `grammar.tags`' words; None for nothing.
+    """Return the grammar of the reasoning before the answer, as a part of `grammar.tags`; None: there is none.
 
     `token_ids`: those of the marks that are special tokens.
     """
@@ -96,9 +98,9 @@ def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, An
 
 
 class ReasoningParser:
-    """A `MessageParser` (see `parts`) that hands what comes after the reasoning to `inner`.
+    """A `MessageParser` (see `parts`) that passes the text after the reasoning to `inner`.
 
-    Only an answer's beginning can be reasoning. One that never ends leaves no content.
+    Only an answer's beginning can be reasoning. Reasoning that never ends leaves no content.
     """
 
     def __init__(self, name: str, inside: bool, inner: MessageParser) -> None:
@@ -107,14 +109,14 @@ class ReasoningParser:
         self._inner = inner
         self._text = Reader()
         self._closing = re.compile("|".join(map(re.escape, self._style.closings)))
-        self._out: list[Part] = []
+        self._out: list[MessagePart] = []
         self._run = self._read()
 
     @property
     def ended(self) -> bool:
         return self._inner.ended
 
-    def feed(self, text: str, final: bool) -> list[Part]:
+    def feed(self, text: str, final: bool) -> list[MessagePart]:
         self._text.push(text, final, self._text.position)
         next(self._run, None)
         out, self._out = self._out, []
@@ -141,17 +143,17 @@ class ReasoningParser:
         text = self._text
         yield from text.space()
         while True:
-            found = self._closing.search(text.text, text.at)
-            end = found.start() if found else text.open_end(self._style.closings)
+            match = self._closing.search(text.text, text.at)
+            end = match.start() if match else text.open_end(self._style.closings)
             space = text.before_space(end)
-            said = text.text[text.at : space if found or not text.final else end]
-            if said:
-                self._out.append(Reasoning(said))
-            if found:
-                text.at = found.end()
+            piece = text.text[text.at : space if match or not text.final else end]
+            if piece:
+                self._out.append(Reasoning(piece))
+            if match:
+                text.at = match.end()
                 yield from text.space()
                 return
-            text.at += len(said)
+            text.at += len(piece)
             if text.final:
                 return
             yield

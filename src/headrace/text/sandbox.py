@@ -1,9 +1,9 @@
 """The program that renders chat templates, in a process that may be killed: `python -m headrace.text.sandbox 1.0`.
 
 A template is code from a checkpoint's author, or from a client where that is allowed. It runs in jinja2's immutable
-sandbox, set up as transformers sets it up, in a process of its own with a bound on processor time, memory and output;
-what the sandbox does not stop (a product of two long strings, a comparison of deeply shared lists), the kernel does.
-Its jobs and answers are msgpack. Called by `chat.TemplateRunner` only.
+sandbox, set up as transformers sets it up, in a process of its own with a bound on processor time, memory and output.
+The kernel stops what the sandbox does not (a product of two long strings, a comparison of deeply shared lists). Jobs
+and answers are msgpack. Started by `templates.TemplateRunner` only.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
 
 
 ContentForm = Literal["string", "parts", "both"]
-"""What a template takes a message's content for: a text, a list of parts, or whichever it is."""
+"""The form in which a template reads a message's content: a text, a list of parts, or both."""
 
 
-class Job(msgspec.Struct):
-    """The template's source, and the variables it sees, which are plain JSON values; None only looks at it."""
+class RenderJob(msgspec.Struct):
+    """A template's source and its variables, which are plain JSON values; None: only find its `ContentForm`."""
 
     source: str
     variables: dict[str, Any] | None
 
 
-class Result(msgspec.Struct):
-    """The text and what the template takes content for, or in `error` why there is none."""
+class RenderResult(msgspec.Struct):
+    """The text and the template's `ContentForm`, or in `error` why there is none."""
 
     text: str = ""
     content_form: ContentForm = "string"
@@ -87,9 +87,9 @@ def _check_name(name: object) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # A filter like `map` gives no list, which is all that json knows.
-    listed = list(value) if isinstance(value, Iterator) else value
-    return json.dumps(listed, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # A filter like `map` returns an iterator, which json does not write.
+    plain = list(value) if isinstance(value, Iterator) else value
+    return json.dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
@@ -106,29 +106,29 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 @functools.cache
 def environment() -> ImmutableSandboxedEnvironment:
-    """The one environment of every rendering."""
-    made = ImmutableSandboxedEnvironment(
+    """Return the environment of every rendering."""
+    env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], loader=None
     )
-    made.filters["tojson"] = _tojson
-    # jinja2's own marks the text, and a text added to a marked one comes out with its quotes as &#34;.
-    made.filters["safe"] = str
-    made.globals.update(
+    env.filters["tojson"] = _tojson
+    # jinja2's filter marks the text, and the quotes of a text that is added to it would be escaped.
+    env.filters["safe"] = str
+    env.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_dict, namespace=_PlainNamespace
     )
-    made.globals.pop("lipsum")
-    return made
+    env.globals.pop("lipsum")
+    return env
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> tuple[jinja2.Template, ContentForm]:
-    made = environment()
-    return made.from_string(source), content_form(made.parse(source))
+    env = environment()
+    return env.from_string(source), content_form(env.parse(source))
 
 
 def content_form(tree: nodes.Template) -> ContentForm:
-    """Parts, if the template loops over something called `content` (an item, an attribute, or a variable set from
-    one); both, if it also asks whether something is a string.
+    """Return "parts" if the template loops over something called `content` (an item, an attribute, or a variable set
+    from one); "both" if it also tests whether something is a string; else "string".
     """
     names: set[str] = set()
 
@@ -149,28 +149,30 @@ def content_form(tree: nodes.Template) -> ContentForm:
     return "both" if any(test.name == "string" for test in tree.find_all(nodes.Test)) else "parts"
 
 
-def render(job: Job) -> Result:
-    """Render in this process, with a bound on the output only."""
+def render(job: RenderJob) -> RenderResult:
+    """Render in this process, bounding only the output."""
     if len(job.source) > MAX_SOURCE:
-        return Result(error=f"the chat template has {len(job.source)} characters; at most {MAX_SOURCE} are read")
+        return RenderResult(error=f"the chat template has {len(job.source)} characters; at most {MAX_SOURCE} are read")
     try:
         template, form = _compiled(job.source)
         pieces, size = [], 0
         if job.variables is None:
-            return Result(content_form=form)
+            return RenderResult(content_form=form)
         for piece in template.generate(job.variables):
             pieces.append(piece)
             size += len(piece)
             if size > MAX_OUTPUT:
-                return Result(error=f"the chat template writes more than {MAX_OUTPUT} characters")
-        return Result(text="".join(pieces), content_form=form)
+                return RenderResult(error=f"the chat template writes more than {MAX_OUTPUT} characters")
+        return RenderResult(text="".join(pieces), content_form=form)
     except RecursionError:
-        return Result(error="the chat template is nested too deeply")
+        return RenderResult(error="the chat template is nested too deeply")
     except MemoryError:
-        return Result(error="the chat template needs too much memory")
+        return RenderResult(error="the chat template needs too much memory")
     except Exception as error:
-        # A template is a program: what it can raise has no end. Its words go back to who sent it.
-        return Result(error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error))
+        # A template is a program, and may raise anything. Its message goes back to the client.
+        return RenderResult(
+            error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
+        )
 
 
 def main(max_cpu_seconds: float) -> None:
@@ -182,9 +184,9 @@ def main(max_cpu_seconds: float) -> None:
 
 def _answer(body: bytes) -> bytes:
     try:
-        return msgspec.msgpack.encode(render(msgspec.msgpack.decode(body, type=Job)))
+        return msgspec.msgpack.encode(render(msgspec.msgpack.decode(body, type=RenderJob)))
     except UnicodeEncodeError:
-        return msgspec.msgpack.encode(Result(error="the chat template writes lone surrogates"))
+        return msgspec.msgpack.encode(RenderResult(error="the chat template writes lone surrogates"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""From a conversation to the one text that a model reads: messages put in order, then the model's chat template.
+"""Renders a conversation into the prompt of a model: checks the messages, then runs the model's chat template.
 
-Every rendering of any template goes through `TemplateRunner.run`, which hands it to a sandboxed process of bounded
-time, memory and output. Templates come from the model or from who runs the server, never from a request. Every API
-gives its messages as `Message`s. Knows no tokens and no engine; called by `serve.call.service` and the offline `chat`.
+Every template is rendered by `TemplateRunner.run`, in a sandboxed process of bounded time, memory and output. Templates
+come from the model or the server's flags, never from a request. Every API gives its messages as `ChatMessage`s. Knows
+no tokens and no engine; called by `serve.call.service` and by the offline `chat`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ToolCall(NamedTuple):
         return {**self.form, "function": {**function, "arguments": arguments}}
 
 
-class Message(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation, checked. `content` is a text, or several that the template puts together; unset
     and None are two things to a template. `extra` are further fields that templates may read: name, tool_call_id, and
     whatever else a client sends."""
@@ -90,20 +90,20 @@ def check_role(role: object, field: str) -> str:
     return role
 
 
-def read_messages(messages: Sequence[object]) -> list[Message]:
+def read_messages(messages: Sequence[object]) -> list[ChatMessage]:
     """Messages in OpenAI's form, from a request's `messages`. Raises `RequestError`."""
     bounds.check("messages", messages)
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 class ChatTemplate:
-    """A model's chat template, or the one given in its place."""
+    """A model's chat template, or the one that replaces it."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], runner: TemplateRunner | None = None
     ) -> None:
         """`sources`: Jinja sources by name. "tool_use", if there is one, serves requests with tools, "default" the
-        others. `special_tokens`: what the template sees under bos_token, eos_token and the like."""
+        others. `special_tokens`: the template's variables bos_token, eos_token and the like."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._runner = runner or shared_runner()
@@ -111,7 +111,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, chat_template: str | None = None) -> ChatTemplate:
-        """The template that came with `tokenizer`, or `chat_template`: a Jinja source, or the path of one.
+        """Return the template of `tokenizer`, or of `chat_template`: a Jinja source, or the path of one.
 
         Raises `RequestError` if there is none.
         """
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message] | Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -138,9 +138,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (or dicts in OpenAI's form), special tokens written out in it.
 
-        `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last
-        message open, to be gone on with. `kwargs` are further variables for the template. Raises `RequestError` for
-        messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds.
+        `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last message
+        open, so that the answer continues it. `kwargs` are further variables for the template. Raises `RequestError`
+        for messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds.
         """
         bounds.check("messages", messages)
         for name in kwargs:
@@ -165,7 +165,7 @@ class ChatTemplate:
         try:
             text = self._run(source, variables, roles).text
         except RequestError:
-            # Most templates want the arguments of calls as an object, some as the text that clients send.
+            # Most templates take the arguments of calls as an object, some as the text that clients send.
             as_text = [_with_text_arguments(message) for message in chat]
             if as_text == chat:
                 raise
@@ -183,34 +183,35 @@ class ChatTemplate:
             self._forms[source] = self._run(source, None, []).content_form
         return self._forms[source]
 
-    def _run(self, source: str, variables: dict[str, Any] | None, roles: list[str]) -> sandbox.Result:
+    def _run(self, source: str, variables: dict[str, Any] | None, roles: list[str]) -> sandbox.RenderResult:
         try:
-            result = self._runner.run(sandbox.Job(source, variables))
+            result = self._runner.run(sandbox.RenderJob(source, variables))
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise RequestError("messages", roles, f"plain JSON in Unicode, not too deep ({error})") from None
         if result.error is not None:
-            # What Python says of an object may hold its address, which is nobody's business.
-            said = re.sub(r"0x[0-9a-fA-F]+", "0x...", result.error)[:500]
-            raise RequestError("messages", roles, f"a conversation that the chat template takes; it says: {said}")
+            # Python's text of an object may hold its address, which clients must not learn.
+            message = re.sub(r"0x[0-9a-fA-F]+", "0x...", result.error)[:500]
+            raise RequestError("messages", roles, f"a conversation that the chat template takes; it says: {message}")
         return result
 
 
 class TemplateRunner:
     """One sandbox process, started when it is first needed and again after it had to be killed.
 
-    One job at a time, in whichever thread calls; a job that is ended for its bounds delays only others of this runner.
+    It does one job at a time, for whichever thread calls; a job that exceeds its bounds delays only others of this
+    runner.
     """
 
     def __init__(self, max_cpu_seconds: float = sandbox.MAX_CPU_SECONDS) -> None:
         """`max_cpu_seconds`: processor time of one job, after which its process is killed."""
         self._process = BoundedProcess(sandbox.__name__, [str(max_cpu_seconds)], max_cpu_seconds)
 
-    def run(self, job: sandbox.Job) -> sandbox.Result:
-        """Render. Raises what msgspec raises for variables that are not plain JSON; all else is in the result."""
-        reply = self._process.ask(msgspec.msgpack.encode(job))
+    def run(self, job: sandbox.RenderJob) -> sandbox.RenderResult:
+        """Render. Raises what msgspec raises for variables that are not plain JSON; other errors are in the result."""
+        reply = self._process.run(msgspec.msgpack.encode(job))
         if isinstance(reply, str):
-            return sandbox.Result(error=reply)
-        return msgspec.msgpack.decode(reply, type=sandbox.Result)
+            return sandbox.RenderResult(error=reply)
+        return msgspec.msgpack.decode(reply, type=sandbox.RenderResult)
 
     def close(self) -> None:
         """End the process. A later `run` starts another."""
@@ -219,7 +220,7 @@ class TemplateRunner:
 
 @functools.cache
 def shared_runner() -> TemplateRunner:
-    """The runner of all templates that nobody gave one of their own."""
+    """Return the runner that all templates share by default."""
     return TemplateRunner()
 
 
@@ -232,12 +233,12 @@ def _source(chat_template: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _typed(messages: Sequence[Message] | Sequence[Mapping[str, Any]]) -> list[Message]:
-    typed = [message for message in messages if isinstance(message, Message)]
+def _typed(messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    typed = [message for message in messages if isinstance(message, ChatMessage)]
     return typed if len(typed) == len(messages) else read_messages(messages)
 
 
-def _read_message(message: object, field: str) -> Message:
+def _read_message(message: object, field: str) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "an object with role and content")
     role = check_role(message.get("role"), f"{field}.role")
@@ -249,7 +250,7 @@ def _read_message(message: object, field: str) -> Message:
     calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     extra = {key: value for key, value in message.items() if key not in ("role", "content")}
-    return Message(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
+    return ChatMessage(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
 
 
 def _content(content: object, field: str) -> str | list[str]:
@@ -289,7 +290,7 @@ def _tool_calls(calls: object, field: str) -> list[ToolCall]:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its calls' arguments as JSON text."""
+    """Return the message with its calls' arguments as JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -315,5 +316,5 @@ def _cut(text: str) -> str:
     at = text.rfind(_TAG.strip())
     if at < 0:
         raise RequestError("continue_final_message", True, "false: the chat template leaves the last message out")
-    # A template that trimmed the mark's space would have trimmed the message's own.
+    # A template that trimmed the mark's space would also have trimmed the end of the message.
     return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()

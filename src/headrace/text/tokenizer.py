@@ -1,9 +1,9 @@
-"""Text to token ids and back: `Tokenizer`, and `DetokenizeStream` for text that grows token by token.
+"""`Tokenizer` turns text into token ids and back; `DetokenizeStream` does so for text that grows token by token.
 
-Decoding goes by bytes: every token stands for some bytes, which depend only on whether it is the first; the text is
-all bytes together read as UTF-8, ill-formed ones as U+FFFD. So what a stream has said is always a head of what
-`decode` gives for all tokens. Owns stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes
-and by the offline faces. How tokenizers lie in files is `tokenizer_files`' matter.
+Decoding goes by bytes: every token stands for some bytes, which depend only on whether it is the first; the text is all
+bytes together read as UTF-8, ill-formed ones as U+FFFD. So the text of a stream is always a prefix of what `decode`
+returns for all tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
+and `AsyncLLM`. `tokenizer_files` and `tokenizer_gguf` read the files of tokenizers.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.tokenizer_files import TokenizerFile
 
-# From so many characters on, a text is encoded as a batch of one: of the two calls only that one gives the interpreter
-# free meanwhile, so a thread that tokenises a megabyte stops nobody else.
+# From so many characters on, a text is encoded as a batch of one: of the two calls only that one releases the
+# interpreter's lock, so that a thread that tokenises a megabyte delays no other.
 LONG_TEXT = 4096
 MAX_GAPS = 2**20
-"""Ids that no token has, between those that tokens have; each takes eight bytes."""
-_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""Unused ids, at most, between those of tokens; each takes eight bytes."""
+_ROLES = tuple(tokenizer_gguf.ROLES)
 
 
 class Tokenizer:
     """A model's tokenizer, with the ids of its special tokens and its chat templates.
 
-    `special_tokens` maps bos_token, eos_token ... to their text, as templates want them. `chat_templates` has the
+    `special_tokens` maps bos_token, eos_token ... to their text, for templates. `chat_templates` has the
     default one under "default"; some models bring a second, "tool_use".
     """
 
     def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
-        """`config` is what tokenizer_config.json holds; its word goes above that of the tokenizer's own file."""
+        """`config` is the contents of tokenizer_config.json, which override the tokenizer's own file."""
         self._tokenizer = file.tokenizer
         self.chat_templates = chat_templates
-        said = {role: _content(config.get(role)) for role in _ROLES}
-        said["bos_token"] = said["bos_token"] or file.bos_token
-        said["eos_token"] = said["eos_token"] or file.eos_token
-        self.special_tokens: dict[str, str] = {role: text for role, text in said.items() if text}
+        texts = {role: _content(config.get(role)) for role in _ROLES}
+        texts["bos_token"] = texts["bos_token"] or file.bos_token
+        texts["eos_token"] = texts["eos_token"] or file.eos_token
+        self.special_tokens: dict[str, str] = {role: text for role, text in texts.items() if text}
         self._add_tokens(config)
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in _ROLES[:4]
@@ -65,10 +65,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """The tokenizer of a model's directory, or in a file.
+        """Load the tokenizer of a model's directory, or of a file.
 
-        Raises `CheckpointError` where there is none, where it is not understood, or where it is larger than 64 MiB (a
-        GGUF file may be: the tokenizer is but a part of it).
+        Raises `CheckpointError` if there is none, if it is not supported, or if it is larger than 64 MiB (except for a
+        GGUF file, of which the tokenizer is only a part).
         """
         path = Path(path)
         if path.suffix == ".gguf" and path.is_file():
@@ -82,19 +82,19 @@ class Tokenizer:
 
     @classmethod
     def load_if_present(cls, path: Path | str) -> Tokenizer | None:
-        """`load`, or None for a model's directory without a tokenizer: it can be fed token ids."""
+        """Load as `load` does, or return None for a directory without a tokenizer: such a model takes token ids."""
         return cls.load(path) if tokenizer_files.present(Path(path)) else None
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template, a Jinja source; None if the model has none."""
+        """The default chat template, a Jinja source, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` the model's begin (and end) of text around them.
+        """Return the token ids of `text`; with `add_special_tokens` between the model's begin (and end) of text.
 
-        Raises `RequestError` for text with lone surrogates, which no tokenizer takes, and for text that this one has no
-        tokens for.
+        Raises `RequestError` for text with lone surrogates, which no tokenizer takes, and for text without tokens in
+        this vocabulary.
         """
         try:
             if len(text) < LONG_TEXT:
@@ -105,7 +105,7 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError):
             raise RequestError("text", text, "Unicode text without lone surrogates") from None
         except Exception as error:
-            # `tokenizers` raises bare ones, such as for a word of which a vocabulary without an unknown token has none.
+            # `tokenizers` raises bare exceptions, as for a word that a vocabulary without an unknown token lacks.
             if type(error) is not Exception:
                 raise
             raise RequestError("text", text, f"text that the model has tokens for ({error})") from error
@@ -114,12 +114,12 @@ class Tokenizer:
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """The text of `token_ids` from the start of a text on. Ids that the tokenizer does not have are nothing."""
+        """Return the text of `token_ids`, from the start of a text on. Unknown ids add no text."""
         reader = TokenBytes(self, skip_special_tokens, spaces_between_special_tokens)
         return b"".join(map(reader.read, token_ids)).decode("utf-8", "replace")
 
     def token_text(self, token_id: int) -> tuple[str, list[int]]:
-        """What one token adds inside a text, for lists of log-probabilities: its text, and its exact bytes.
+        """Return what one token adds inside a text, for lists of log-probabilities: its text, and its exact bytes.
 
         A token that is part of a character has U+FFFD in its text.
         """
@@ -127,11 +127,11 @@ class Tokenizer:
         return data.decode("utf-8", "replace"), list(data)
 
     def token_bytes(self, token_id: int, first: bool = False) -> bytes:
-        """The bytes that a token stands for, inside a text or as its `first` token."""
+        """Return the bytes of a token, inside a text or as its `first` token."""
         if not 0 <= token_id < self.vocab_size:
             return b""
-        if not first and (known := self._inner[token_id]) is not None:
-            return known
+        if not first and (data := self._inner[token_id]) is not None:
+            return data
         token = self._tokenizer.id_to_token(token_id)
         data = b"" if token is None else self._bytes_of(token, first, token_id in self._added)
         if not first:
@@ -139,7 +139,7 @@ class Tokenizer:
         return data
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it, or None."""
+        """Return the token as the vocabulary spells it, or None."""
         token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         return token
 
@@ -152,11 +152,11 @@ class Tokenizer:
         return token_id in self._special
 
     def added_token(self, token_id: int) -> str | None:
-        """The text of a token that was added to the vocabulary (special ones are), else None."""
+        """Return the text of a token that was added to the vocabulary (as special tokens are), else None."""
         return self._added.get(token_id)
 
     def to_json(self) -> str:
-        """All of it but the roles and templates, as tokenizer.json would have it."""
+        """Return the tokenizer in the format of tokenizer.json, without roles and templates."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -165,14 +165,14 @@ class Tokenizer:
         return None if text is None else self.token_to_id(text)
 
     def _add_tokens(self, config: dict[str, Any]) -> None:
-        """Add what tokenizer_config.json lists beyond the tokenizer's own file, at the ids it says."""
+        """Add the tokens of tokenizer_config.json that the tokenizer's own file lacks, at the ids it names."""
         listed = config.get("added_tokens_decoder") or {}
         if not isinstance(listed, dict):
             raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not an object")
-        have = self._tokenizer.get_added_tokens_decoder()
+        present = self._tokenizer.get_added_tokens_decoder()
         for token_id, entry in sorted((int(key), value) for key, value in listed.items()):
             flags = {key: entry.get(key, False) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-            if token_id in have:
+            if token_id in present:
                 continue
             self._tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
             if flags["special"]:
@@ -184,10 +184,10 @@ class Tokenizer:
                 )
 
     def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
-        """Make `encode` add begin and end of text as tokenizer_config.json says, else as the file does."""
-        now = self._tokenizer.encode("", add_special_tokens=True).ids
-        adds_bos = bool(now and now[0] == self.bos_token_id) or file.adds_bos
-        adds_eos = len(now) > 0 and now[-1] == self.eos_token_id and (len(now) > 1 or not adds_bos)
+        """Make `encode` add begin and end of text as tokenizer_config.json says, else as the tokenizer's file does."""
+        ids = self._tokenizer.encode("", add_special_tokens=True).ids
+        adds_bos = bool(ids and ids[0] == self.bos_token_id) or file.adds_bos
+        adds_eos = len(ids) > 0 and ids[-1] == self.eos_token_id and (len(ids) > 1 or not adds_bos)
         want_bos = config.get("add_bos_token", adds_bos) and self.bos_token_id is not None
         want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
         if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
@@ -204,11 +204,11 @@ class Tokenizer:
 
 
 class DetokenizeStream:
-    """One sequence's text, told in pieces that never have to be taken back.
+    """One sequence's text, in pieces that are final when they are returned.
 
-    Held back are bytes that do not end a character yet, and characters that may still become a stop string. The
-    pieces together are `Tokenizer.decode` of all tokens, cut where a stop string was found. With `prompt_token_ids`
-    the text is read as going on from them, so a leading space is kept.
+    Bytes that do not end a character yet, and characters that may still become a stop string, are held back. The pieces
+    together are `Tokenizer.decode` of all tokens, cut at a stop string. With `prompt_token_ids` the text continues
+    theirs, so that a leading space is kept.
 
     A stop string is found where it ends first (of several that end there, the longest), in text of a token beyond
     the first `min_tokens`. Then `stop_reason` is it, `num_tokens` counts the tokens up to the one that ended it, and
@@ -225,13 +225,13 @@ class DetokenizeStream:
         self._stops = [_Stop(stop) for stop in (params.stop or ())]
         self._held = ""
         self._ended = False
-        # A character is four bytes at most: what four tokens leave open is all that may go on.
+        # A character is four bytes at most, so that only the last four tokens can leave one open.
         for token_id in prompt_token_ids[-4:]:
             self._utf8.decode(self._reader.read(token_id))
         self._reader.first = self._reader.first and not prompt_token_ids
 
     def push(self, token_ids: Sequence[int], final: bool = False, stopped: bool = False) -> str:
-        """The text that is certain now and was not before. `final`: no more tokens come, so nothing is held back.
+        """Return the text that is certain now and was not before. `final`: no more tokens come, nothing is held back.
 
         `stopped` says that the engine ended on the last of `token_ids` (end of text or a stop token): it is text
         only under `include_stop_str_in_output`.
@@ -240,45 +240,45 @@ class DetokenizeStream:
             raise ValueError("tokens were pushed to a stream that has ended")
         if stopped and not self._include:
             token_ids = token_ids[:-1]
-        said = []
+        pieces = []
         for token_id in token_ids:
             if self.stop_reason is not None:
                 break
             self.num_tokens += 1
             text = self._utf8.decode(self._reader.read(token_id))
             if text:
-                said.append(self._scan(text))
+                pieces.append(self._scan(text))
         if final:
             self._ended = True
             if self.stop_reason is None:
-                said.append(self._scan(self._utf8.decode(b"", True)))
-                said.append(self._held)
+                pieces.append(self._scan(self._utf8.decode(b"", True)))
+                pieces.append(self._held)
                 self._held = ""
-        return "".join(said)
+        return "".join(pieces)
 
     def _scan(self, text: str) -> str:
         if not self._stops or not text or self.stop_reason is not None:
             return text if self.stop_reason is None else ""
-        found: tuple[int, int, str] | None = None
+        match: tuple[int, int, str] | None = None
         exempt = self.num_tokens <= self._min_tokens
         for stop in self._stops:
             end = stop.find(text, exempt)
-            if end >= 0 and (found is None or (end, -len(stop.text)) < found[:2]):
-                found = (end, -len(stop.text), stop.text)
-        if found:
-            end, _, self.stop_reason = found
+            if end >= 0 and (match is None or (end, -len(stop.text)) < match[:2]):
+                match = (end, -len(stop.text), stop.text)
+        if match:
+            end, _, self.stop_reason = match
             whole = self._held + text[:end]
             self._held = ""
             return whole if self._include else whole[: len(whole) - len(self.stop_reason)]
         whole = self._held + text
-        # What comes before a stop string is certain; with the stop string itself in the output, so is that.
+        # Text before a stop string is certain; if the output includes the stop string, so is that.
         hold = 0 if self._include else max(stop.num_matched for stop in self._stops)
         self._held = whole[len(whole) - hold :]
         return whole[: len(whole) - hold]
 
 
 class _Stop:
-    """Looks for one stop string in a text that comes in pieces (Knuth, Morris, Pratt 1977): linear in the text."""
+    """Finds one stop string in a text that comes in pieces (Knuth, Morris, Pratt 1977), in linear time."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -293,7 +293,7 @@ class _Stop:
             self._borders[i] = length
 
     def find(self, text: str, exempt: bool) -> int:
-        """Where in `text`, which goes on from earlier ones, the stop string ends; -1 if it does not.
+        """Return where in `text`, which continues earlier ones, the stop string ends; -1 if it does not.
 
         Matches that end in an `exempt` text do not count.
         """
@@ -314,13 +314,13 @@ class _Stop:
 
 
 class TokenBytes:
-    """Reads a sequence's tokens one by one as bytes, remembering what a token's bytes depend on."""
+    """Turns a sequence's tokens into bytes, one by one, and keeps the state that a token's bytes depend on."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces_between: bool) -> None:
         self.first = True
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # As vLLM: the switch is of use only where special tokens are shown at all.
+        # As in vLLM, this has an effect only where special tokens are shown.
         self._spaces_between = spaces_between or skip_special
         self._after_added = False
 
@@ -347,9 +347,9 @@ _CLEANUP += [(" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'r
 
 
 def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]:
-    """From a tokenizer.json's "decoder" the function (token, is it the first, was it added) -> its bytes.
+    """Return the function (token, whether it is the first, whether it was added) -> bytes of a "decoder".
 
-    Of all the decoders' steps only those at the start of a text look beyond one token. `tokenizers` itself differs
+    Only the steps at the start of a text depend on more than one token. `tokenizers` itself differs
     in one point: it turns a whole run of byte tokens into U+FFFD where a part of it is ill-formed.
     """
     steps: list[dict[str, Any]] = []
@@ -411,7 +411,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name, from where they have been kept over the years; chat_template.jinja has the last word."""
+    """Return the templates by name, from all places of transformers' history; chat_template.jinja overrides."""
     templates: dict[str, str] = {}
     for source in (config.get("chat_template"), _json(directory / "chat_template.json").get("chat_template")):
         if isinstance(source, str):

@@ -1,9 +1,9 @@
-"""Reads the files in which tokenizers come, and makes of each a `tokenizers.Tokenizer`.
+"""Reads the files of tokenizers, each into a `tokenizers.Tokenizer`.
 
-Known: tokenizer.json; SentencePiece models (BPE and unigram); GPT-2's vocab.json + merges.txt under either pair of
+Supported: tokenizer.json; SentencePiece models (BPE and unigram); GPT-2's vocab.json + merges.txt under either pair of
 names; tiktoken's rank files; llama2.c's tokenizer.bin. Where a format does not say how text is split before merging,
-config.json's model_type or the vocabulary's size decides. Knows nothing of chats, streams or requests; called by
-`text.Tokenizer.load`. Raises `CheckpointError` for a file it does not understand.
+config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests; called by
+`Tokenizer.load`. Raises `CheckpointError` for a file that is not supported.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
-"""How byte-level BPE cuts text before merging, by model_type. None is GPT-2's rule, which `tokenizers` has built in."""
+"""How byte-level BPE splits text before merging, by model_type. None is GPT-2's rule, which `tokenizers` has."""
 
 Read = TypeVar("Read")
 
 
 @dataclass
 class TokenizerFile:
-    """A tokenizer and what its file says of the ends of a text (None: nothing)."""
+    """A tokenizer, and the begin and end of text that its file names (None: it names none)."""
 
     tokenizer: tokenizers.Tokenizer
     bos_token: str | None = None
@@ -51,7 +51,7 @@ def present(path: Path) -> bool:
 
 
 def read(path: Path) -> TokenizerFile:
-    """The tokenizer in `path`, a model's directory or a file."""
+    """Read the tokenizer in `path`, a model's directory or a file."""
     if path.is_dir():
         for name, reader in _READERS.items():
             if (path / name).is_file():
@@ -76,7 +76,7 @@ def _guarded(reader: Callable[[Path], TokenizerFile], path: Path) -> TokenizerFi
 
 
 def guarded(reader: Callable[[Path], Read], path: Path) -> Read:
-    """`reader(path)`, whatever it raises told as a `CheckpointError`."""
+    """Return `reader(path)`; any error becomes a `CheckpointError`."""
     try:
         return reader(path)
     except (CheckpointError, KeyboardInterrupt):
@@ -161,7 +161,7 @@ def _read_tiktoken(path: Path) -> TokenizerFile:
 
 
 def byte_letters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies."""
+    """Return the printable character for each byte in byte-level vocabularies."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -183,14 +183,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool = True) -> tokenizers.Tokenizer:
     """BPE whose merges are ordered by the scores of what they make (Kudo and Richardson 2018), with byte fallback.
 
-    `pieces` are (text, score, kind). The dummy prefix, a space, goes before every text between special tokens: so
-    SentencePiece's own users, who encode those texts one by one, have trained their models.
+    `pieces` are (text, score, kind). The dummy prefix, a space, goes before every text between special tokens: as in
+    training with SentencePiece, which encodes those texts one by one.
     """
     vocab = {piece: i for i, (piece, _, _) in enumerate(pieces)}
     if len(vocab) != len(pieces):
         raise CheckpointError("the vocabulary has a piece twice")
     usable = {piece: score for piece, score, kind in pieces if kind == NORMAL}
-    found = [
+    merges = [
         (-score, vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
         for piece, score in usable.items()
         for cut in range(1, len(piece))
@@ -199,7 +199,7 @@ def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=[(left, right) for _, _, _, left, right in sorted(found)],
+            merges=[(left, right) for _, _, _, left, right in sorted(merges)],
             unk_token=pieces[unk_id][0],
             fuse_unk=True,
             byte_fallback=any(kind == BYTE for _, _, kind in pieces),
@@ -222,7 +222,7 @@ def _add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, 
         if kind in (UNKNOWN, CONTROL):
             tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
         elif kind == USER_DEFINED:
-            # Runs of spaces, as Gemma has them, are looked for where spaces have become "▁" already.
+            # Runs of spaces, as in Gemma, are found after spaces have become "▁".
             tokenizer.add_tokens([AddedToken(piece, special=False, normalized="▁" in piece)])
 
 

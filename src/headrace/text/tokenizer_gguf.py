@@ -25,7 +25,7 @@ _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-# DeepSeek's first tokenizer lists the letters that have a case, but leaves out some scripts and all newer letters.
+# DeepSeek's first tokenizer lists the letters that have a case, without some scripts and all newer letters.
 _CASED_LETTER = (
     r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{560}-\x{588}\x{10C6}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}\x{A78F}-\x{AB6F}"
     r"\x{10570}-\x{10C7F}\x{10CF3}-\x{1189F}\x{118E0}-\x{1E8FF}]]"
@@ -64,12 +64,12 @@ _LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 
 
 def habits(pre: str) -> tuple[bool, bool]:
-    """Of a value of `tokenizer.ggml.pre`: whether text is composed (NFC), and whether whole words need no merges."""
+    """Return whether text is composed (NFC) under a value of `tokenizer.ggml.pre`, and whether words need no merges."""
     return pre in ("qwen2", "deepseek-r1-qwen"), pre in (*_LLAMA3, "tekken")
 
 
 _SPECIAL = (UNKNOWN, CONTROL)
-_ROLES = {
+ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
@@ -81,16 +81,16 @@ _ROLES = {
 
 
 def read(path: Path) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
-    """What `Tokenizer` is made of: the tokenizer, what tokenizer_config.json would say, and the chat templates.
+    """Return the arguments of `Tokenizer`: the tokenizer, the contents of a tokenizer_config.json, the chat templates.
 
-    Raises `CheckpointError` for a file that is broken, or that has no tokenizer or one that is not known; what
-    `tokenizers` itself refuses comes out as it raised it.
+    Raises `CheckpointError` for a file that is broken, or whose tokenizer is missing or not supported; errors of
+    `tokenizers` pass through.
     """
     return read_metadata(gguf.read(path))
 
 
 def read_metadata(file: GGUF) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
-    """`read` of a file that is open."""
+    """Return what `read` does, of an open file."""
     pieces = _pieces(file)
     roles = _roles(file, [text for text, _, _ in pieces])
     model = file.text("tokenizer.ggml.model")
@@ -103,9 +103,9 @@ def read_metadata(file: GGUF) -> tuple[TokenizerFile, dict[str, Any], dict[str, 
         tokenizer, adds_bos = _word_piece(file, pieces, roles), None
     else:
         _refuse(file, "tokenizer.ggml.model", model, "llama, gpt2 or bert")
-    said = {name: file.flag(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
+    flags = {name: file.flag(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
     config: dict[str, Any] = {"add_bos_token": adds_bos} if adds_bos is not None else {}
-    config |= {name: flag for name, flag in said.items() if flag is not None}
+    config |= {name: flag for name, flag in flags.items() if flag is not None}
     return TokenizerFile(tokenizer), config | roles, _chat_templates(file)
 
 
@@ -114,7 +114,7 @@ def _refuse(file: GGUF, key: str, value: object, bound: str) -> NoReturn:
 
 
 def _pieces(file: GGUF) -> list[tuple[str, float, int]]:
-    """(text, score, kind) of every token."""
+    """Return (text, score, kind) of every token."""
     key = "tokenizer.ggml.tokens"
     texts = file.texts(key, MAX_TOKENS, MAX_TOKEN_BYTES)
     if not texts:
@@ -139,7 +139,7 @@ def _pieces(file: GGUF) -> list[tuple[str, float, int]]:
 
 
 def _roles(file: GGUF, texts: list[str]) -> dict[str, str]:
-    ids = {role: file.integer(f"tokenizer.ggml.{name}_token_id", 0, len(texts) - 1) for role, name in _ROLES.items()}
+    ids = {role: file.integer(f"tokenizer.ggml.{name}_token_id", 0, len(texts) - 1) for role, name in ROLES.items()}
     return {role: texts[token_id] for role, token_id in ids.items() if token_id is not None}
 
 
@@ -150,7 +150,7 @@ def _scored(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.Toke
     dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix") is not False
     tokenizer = tokenizer_files.scored(pieces, unk_id or 0, dummy_prefix)
     if dummy_prefix:
-        # Such a token has to be found in text whose spaces are marked already; there a prefix would go before it too.
+        # Such a token is found in text whose spaces are marked already; there a prefix would come before it too.
         for token_id, (text, _, kind) in enumerate(pieces):
             if kind == USER_DEFINED and "▁" in text:
                 key = f"tokenizer.ggml.tokens[{token_id}]"
@@ -188,7 +188,7 @@ def _word_piece(file: GGUF, pieces: list[tuple[str, float, int]], roles: dict[st
     """BERT's WordPiece (Devlin et al. 2018), uncased. The file marks the beginnings of words, BERT what goes on."""
     for role in ("unk_token", "cls_token", "sep_token"):
         if role not in roles:
-            _refuse(file, f"tokenizer.ggml.{_ROLES[role]}_token_id", None, "there for a model of kind bert")
+            _refuse(file, f"tokenizer.ggml.{ROLES[role]}_token_id", None, "there for a model of kind bert")
     vocab: dict[str, int] = {}
     for token_id, (text, _, kind) in enumerate(pieces):
         if text.startswith("▁"):
@@ -224,7 +224,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, 
 
 
 def _chat_templates(file: GGUF) -> dict[str, str]:
-    """The default one under "default", others by their names."""
+    """Return the default template under "default", others by their names."""
     prefix = "tokenizer.chat_template"
     keys = {key: key.removeprefix(prefix + ".") for key in file.fields if key.startswith(prefix + ".")}
     keys |= {prefix: "default"} if prefix in file.fields else {}

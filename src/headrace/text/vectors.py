@@ -1,4 +1,4 @@
-"""From what the engine pooled to the vector that is told: the same for `LLM.embed` and for the server's routes.
+"""Turns what the engine pooled into an embedding, alike for `LLM.embed` and for the server's routes.
 
 Pure functions of numbers, in float64 until the last rounding. Knows no requests and no HTTP.
 """
@@ -45,8 +45,8 @@ class EmbeddingRequestOutput(msgspec.Struct):
 def finished(
     pooled: Sequence[float], kind: str, num_tokens: int, dimensions: int | None = None, normalize: bool = True
 ) -> list[float]:
-    """What the engine pooled, as the vector that is told: the mean taken, cut to `dimensions`, made one long, rounded
-    to float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
+    """Return the embedding of what the engine pooled: averaged, cut to `dimensions`, scaled to length one, rounded to
+    float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
     divisor = num_tokens if kind == "mean" else 1
     vector = [x / divisor for x in pooled[:dimensions]]
     if normalize:
@@ -56,7 +56,7 @@ def finished(
 
 
 def check_form(pooling: str | None, dimensions: int | None, hidden_size: int) -> Pooling:
-    """The kind of pooling; "last" if none is given. Raises `RequestError`."""
+    """Return the kind of pooling, "last" by default. Raises `RequestError`."""
     if pooling not in (None, *POOLINGS):
         raise RequestError("pooling", pooling, "last or mean")
     if dimensions is not None and not 1 <= dimensions <= hidden_size:
@@ -65,7 +65,7 @@ def check_form(pooling: str | None, dimensions: int | None, hidden_size: int) ->
 
 
 def packed(vector: Sequence[float]) -> str:
-    """Base64 of little-endian float32."""
+    """Return a vector as base64 of little-endian float32."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -73,5 +73,5 @@ def packed(vector: Sequence[float]) -> str:
 
 
 def likeness(a: Sequence[float], b: Sequence[float]) -> float:
-    """The cosine between two vectors of length one."""
+    """Return the cosine of the angle between two vectors of length one."""
     return math.fsum(x * y for x, y in zip(a, b, strict=True))

@@ -17,8 +17,8 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams, Watermark
 from headrace.sampling.watermark import detect
+from headrace.text.inputs import breakers, spellings, with_token_ids
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.words import breakers, spellings, with_token_ids
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from tests.support.server import HTTP, Live, inproc
 
-from headrace.engine.rates import Limits, Rates
+from headrace.engine.tenants import Limits, Rates
 from headrace.protocol.config import ServerConfig
 from headrace.serve.gates.auth import PUBLIC_PATHS, ApiKeyGate
 from headrace.serve.gates.keys import Key, KeyRing

@@ -15,7 +15,7 @@ from tests.support.server import HTTP, Live, inproc, logged
 
 from headrace.engine import context
 from headrace.engine.context import CallContext, answering
-from headrace.engine.logs import Objects, record_of
+from headrace.engine.logs import JsonFormatter, record_of
 from headrace.insight import tracing
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
@@ -120,7 +120,7 @@ def test_a_line_of_another_process_is_logged_as_it_was(log: io.StringIO) -> None
     [line] = log.getvalue().splitlines()
     record = record_of(line)
     assert record is not None
-    assert Objects().format(record) == line
+    assert JsonFormatter().format(record) == line
     assert json.loads(line)["exception"][-1].startswith("ValueError: (7 ")
 
 
@@ -196,5 +196,5 @@ def test_an_answer_that_fails_is_an_error_in_its_span(tokenizer: Tokenizer) -> N
 
 def test_without_opentelemetry_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(HeadraceError, match=r"pip install 'headrace\[otel\]'"):
+    with pytest.raises(HeadraceError, match=r"pip install -c constraints.txt -e '\.\[otel\]'"):
         tracing.otlp("http://127.0.0.1:9/v1/traces")

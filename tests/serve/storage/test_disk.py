@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from tests.support.server import HTTP, Live, inproc
 
-from headrace.engine import logs, sink
-from headrace.engine.sink import Sink
+from headrace.engine import logs
+from headrace.engine.logs import Sink
 from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.openai import batches
 from headrace.serve.storage.store import StorageError, Store
@@ -194,7 +194,7 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
 
 def lines_to(descriptor: int) -> Sink:
     made = Sink(descriptor)
-    made.setFormatter(logs.Lines())
+    made.setFormatter(logs.LineFormatter())
     return made
 
 
@@ -209,7 +209,7 @@ def test_R_28_a_log_on_a_full_disk_is_dropped_and_counted(live: Live, monkeypatc
     for _ in range(5):
         made.handle(told("x"))
     live.wait(lambda: made.num_dropped == 5)
-    assert (sink.num_dropped(), live.metric("log_lines_dropped_total")) == (5, 5)
+    assert (logs.num_dropped(), live.metric("log_lines_dropped_total")) == (5, 5)
     # The disk has room again.
     reader, writer = os.pipe()
     os.dup2(writer, full)
@@ -223,10 +223,10 @@ def test_R_28_a_log_on_a_full_disk_is_dropped_and_counted(live: Live, monkeypatc
 
 
 def test_R_28_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "LAST_LINES_S", 0.05)
+    monkeypatch.setattr(logs, "LAST_LINES_S", 0.05)
     reader, writer = os.pipe()
     made = lines_to(writer)
-    for _ in range(sink.MAX_LINES + 3000):
+    for _ in range(logs.MAX_LINES + 3000):
         made.handle(told("x" * 100))
     assert made.num_dropped > 2000
     made.close()

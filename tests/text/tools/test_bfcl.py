@@ -11,7 +11,7 @@ from tests.programs import bfcl
 from tests.support.reading import read, tool_parser
 
 from headrace.text.parts import ToolCall
-from headrace.text.tools import form, registry
+from headrace.text.tools import call_grammar, formats
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import ToolParser
 from headrace.text.tools.reader import Reader, Reading
@@ -71,17 +71,17 @@ def test_calls_stream_as_they_are_written(cases: list[bfcl.Case]) -> None:
     assert sum(map(len, told)) == sum(len(json.dumps(arguments)) for _, arguments in case.calls)
 
 
-@pytest.mark.parametrize("name", sorted(registry.FORMATS))
+@pytest.mark.parametrize("name", sorted(formats.FORMATS))
 def test_every_format_has_a_grammar_for_every_case(name: str, cases: list[bfcl.Case]) -> None:
     """The form of required calls is made of every case's schemas; that answers in it parse is `test_forms`' matter."""
     for case in cases[::40]:
         use = ToolUse.of(case.tools, "required", True)
-        assert registry.form(name, form.Wanted(use.schemas, False, "", {}))["type"]
+        assert call_grammar.grammar(name, call_grammar.RequiredCalls(use.schemas, False, "", {}))["type"]
 
 
 def test_irrelevant_questions_have_no_calls(shared_data: Path) -> None:
     lines = (shared_data / "prompts" / "bfcl" / "BFCL_v4_irrelevance.json").read_text(encoding="utf-8").splitlines()
     for line in lines[::20]:
         said = json.loads(line)["question"][0][0]["content"]
-        for name in registry.FORMATS:
+        for name in formats.FORMATS:
             assert read(tool_parser(name), [said]) == (said, "", [])

@@ -12,7 +12,7 @@ from headrace.serve.call.dialect import Dialect
 from headrace.text import reasoning
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import registry
+from headrace.text.tools import calls, formats
 from headrace.text.tools.choice import ToolUse
 
 FOUND = {
@@ -86,15 +86,15 @@ def test_where_an_answer_begins(style: str, prompt: str, inside: bool) -> None:
 
 
 def test_all_names_of_formats_are_known() -> None:
-    for name in (*registry.FORMATS, *registry.SAME):
-        assert registry.format_name(name) in registry.FORMATS
-    for name in (*reasoning.STYLES, *reasoning.SAME):
+    for name in (*formats.FORMATS, *formats.ALIASES):
+        assert formats.format_name(name) in formats.FORMATS
+    for name in (*reasoning.STYLES, *reasoning.ALIASES):
         assert reasoning.style_name(name) in reasoning.STYLES
 
 
 def test_ids_of_calls() -> None:
     """Fresh ones; Mistral's templates take nine letters or digits and nothing else."""
     for name, text in (("hermes", '<tool_call>{"name": "f"}</tool_call>'), ("mistral", "[TOOL_CALLS]f[ARGS]{}")):
-        made = {registry.new_parser(name, {}).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
+        made = {calls.new_parser(name, {}).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
         assert len(made) == 50
         assert all((len(one) == 9 and one.isalnum()) == (name == "mistral") for one in made)

@@ -21,7 +21,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve.call.dialect import Dialect
 from headrace.text.parts import ContentParser
 from headrace.text.reasoning import STYLES, ReasoningParser
-from headrace.text.tools import registry
+from headrace.text.tools import formats
 from headrace.text.tools.choice import ToolUse
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]"]
@@ -87,13 +87,13 @@ def held(name: str, use: ToolUse, template: str = "", token_ids: Mapping[str, in
     return made
 
 
-@pytest.mark.parametrize("name", sorted(registry.FORMATS))
+@pytest.mark.parametrize("name", sorted(formats.FORMATS))
 @pytest.mark.parametrize("other", [False, True], ids=["", "other template"])
 def test_what_the_grammar_lets_through_is_calls(name: str, other: bool) -> None:
     for choice, parallel in (("required", True), ("required", False), ("measure", True)):
         named = {"type": "function", "function": {"name": choice}}
         use = ToolUse.of(TOOLS, choice if choice == "required" else named, parallel)
-        marks = registry.marks(name)
+        marks = formats.FORMATS[name].special_texts()
         constraint = held(
             name, use, TEMPLATES.get(name, "") if other else "", {m: i for m, i in IDS.items() if m in marks}
         )

@@ -13,7 +13,7 @@ from tests.support.reading import Read, parts, read, splits, tool_parser
 
 from headrace.text.parts import Content, ContentParser, MessageParser, ToolCall
 from headrace.text.reasoning import STYLES, ReasoningParser
-from headrace.text.tools import registry
+from headrace.text.tools import formats
 from headrace.text.tools.parser import HOLD, MAX_HELD
 from headrace.text.tools.reader import SPACE, Reader
 
@@ -220,12 +220,28 @@ def test_an_answer_of_one_call_ends_with_it() -> None:
         assert parser.ended
 
 
-@pytest.mark.parametrize("form", sorted(registry.FORMATS))
+@pytest.mark.parametrize("form", sorted(formats.FORMATS))
 @given(data=st.data())
 def test_no_text_is_lost_or_refused(form: str, data: st.DataObject) -> None:
     """Texts made of a format's own pieces: whatever is no call comes out as it went in, in whatever pieces."""
     texts = [text for name, text, *_ in CASES if name == form] + [text for name, text in ILL_FORMED if name == form]
-    marks = [*registry.marks(form), '{"name": "f"', "}", "{", "[", "]", '"', "\\", ",", "(", ")", "=", " ", "\n", "é"]
+    marks = [
+        *formats.FORMATS[form].special_texts(),
+        '{"name": "f"',
+        "}",
+        "{",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ",",
+        "(",
+        ")",
+        "=",
+        " ",
+        "\n",
+        "é",
+    ]
     cut = st.sampled_from(texts).flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(
             lambda at: text[min(at) : max(at)]

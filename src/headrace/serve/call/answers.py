@@ -15,7 +15,7 @@ from headrace.engine import context
 from headrace.engine.generation import Generation
 from headrace.serve.call.call import Call
 from headrace.text.inputs import new_request_id
-from headrace.text.parts import ContentParser, Message, MessageParser, Part, Reasoning
+from headrace.text.parts import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -47,9 +47,9 @@ class Answer:
         self.id = f"{prefix}-{call.request_id or context.fresh_id() or new_request_id()}"
         self._include_reasoning = include_reasoning
         self._parsers = [new_parser() for _ in generation.states]
-        self._messages = [Message() for _ in generation.states]
+        self._messages = [MessageBuilder() for _ in generation.states]
 
-    async def parts(self) -> AsyncIterator[tuple[int, list[Part]]]:
+    async def parts(self) -> AsyncIterator[tuple[int, list[MessagePart]]]:
         """(place of an answer, its new parts), until all have ended; the list may be empty, and is with the last
         pair of a place where that adds nothing. Raises what the engine failed with."""
         async with self.generation:
@@ -62,7 +62,7 @@ class Answer:
         async for _ in self.parts():
             pass
 
-    def take(self, place: int, text: str) -> list[Part]:
+    def take(self, place: int, text: str) -> list[MessagePart]:
         """Take in an answer's next text, for a reader of the generation. -> its new parts."""
         parser = self._parsers[place]
         parts = parser.feed(text, self.generation.states[place].finish is not None)

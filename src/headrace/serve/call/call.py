@@ -19,7 +19,7 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
-from headrace.text.templates import Message
+from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
 
@@ -77,7 +77,7 @@ class ChatCall(Call, kw_only=True):
     """A conversation to be gone on with. `template_variables` are further variables of the chat template.
     `add_generation_prompt` None: unless the final message is continued."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
     reasoning_effort: str | None = None
     include_reasoning: bool = True

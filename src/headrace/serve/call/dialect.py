@@ -22,9 +22,9 @@ from headrace.text.parts import ContentParser, MessageParser
 from headrace.text.reasoning import ReasoningParser
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import registry
+from headrace.text.tools import call_grammar, formats
+from headrace.text.tools.calls import new_parser
 from headrace.text.tools.choice import ToolUse
-from headrace.text.tools.form import Wanted
 
 logger = logging.getLogger("headrace.server")
 
@@ -39,7 +39,7 @@ FALLBACK = "hermes"
 
 
 class Dialect(NamedTuple):
-    """`tools` and `reasoning` are names of `tools.registry` and `reasoning`; None where there is no such thing.
+    """`tools` and `reasoning` are names of `text.tools.formats` and `reasoning`; None where there is no such thing.
     `shows_tools`: whether the chat template has a place for tools. `token_ids`: those of the marks that are special
     tokens, which are usually left out of text. `template`: the sources. `efforts`: the variables of
     the chat template that say how much to reason."""
@@ -64,10 +64,10 @@ class Dialect(NamedTuple):
         """Return the dialect of a model; a parser that is not named is detected by what the template shows. Raises
         `RequestError`."""
         sources = [] if template is None else template.sources
-        tools, style = registry.detect(sources), reasoning.detect(sources)
+        tools, style = formats.detect(sources), reasoning.detect(sources)
         if tool_call_parser is not None:
             enable_auto_tool_choice = enable_auto_tool_choice and tool_call_parser != NONE
-            tools = None if tool_call_parser == NONE else registry.format_name(tool_call_parser)
+            tools = None if tool_call_parser == NONE else formats.format_name(tool_call_parser)
         if reasoning_parser is not None:
             style = None if reasoning_parser in (NONE, "") else reasoning.style_name(reasoning_parser)
         for what, name, flag in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
@@ -100,7 +100,9 @@ class Dialect(NamedTuple):
         constraint, enforced = form, False
         is_json = form is not None and form.kind in ("json", "json_object")
         if calls is not None and (use.mode == "required" or is_json):
-            part = registry.form(calls, Wanted(use.schemas, not use.parallel, self.template, self.token_ids))
+            part = call_grammar.grammar(
+                calls, call_grammar.RequiredCalls(use.schemas, not use.parallel, self.template, self.token_ids)
+            )
             if use.mode == "auto" and form is not None:
                 schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
                 part = {"type": "or", "elements": [part, {"type": "json_schema", "json_schema": schema}]}
@@ -143,18 +145,18 @@ class Dialect(NamedTuple):
         form = self.format_for(use)
         style, inside = self.reasoning, self.begins_inside(prompt)
 
-        def new_parser() -> MessageParser:
+        def parser() -> MessageParser:
             inner: MessageParser = ContentParser()
             if form is not None:
-                inner = registry.new_parser(form, use.schemas, enforced, single=not use.parallel)
+                inner = new_parser(form, use.schemas, enforced, single=not use.parallel)
             return inner if style is None else ReasoningParser(style, inside, inner)
 
-        return new_parser
+        return parser
 
 
 def _marks(form: str | None, style: str | None) -> tuple[str, ...]:
     """What must be seen in a text to find calls and reasoning in it."""
-    return (registry.marks(form) if form else ()) + (reasoning.marks(style) if style else ())
+    return (formats.FORMATS[form].special_texts() if form else ()) + (reasoning.marks(style) if style else ())
 
 
 def _reads(source: str, name: str) -> bool:

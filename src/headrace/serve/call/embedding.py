@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.engine.generation import Front
+from headrace.engine.generation import TextClient
 from headrace.protocol import bounds
 from headrace.text.inputs import Prompt
 from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
@@ -23,7 +23,7 @@ class Vectors(NamedTuple):
 
 
 async def vectors(
-    front: Front,
+    front: TextClient,
     texts: Sequence[Prompt],
     *,
     pooling: str | None = None,

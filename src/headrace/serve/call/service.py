@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine import context
-from headrace.engine.generation import Front, Generation, off_loop
+from headrace.engine.generation import Generation, TextClient, off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
@@ -26,7 +26,7 @@ from headrace.serve.call.call import Call, ChatCall, TextCall, spelled
 from headrace.serve.call.dialect import Dialect
 from headrace.text.inputs import draw_seed
 from headrace.text.reasoning import STYLES
-from headrace.text.templates import ChatTemplate, Message
+from headrace.text.templates import ChatMessage, ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
@@ -48,7 +48,7 @@ class ServedModel:
 
     def __init__(
         self,
-        front: Front,
+        front: TextClient,
         name: str,
         template: ChatTemplate | None = None,
         defaults: Mapping[str, Any] | None = None,
@@ -183,7 +183,7 @@ class ServedModel:
         if self.template is None:
             return
         try:
-            await self.render(ChatCall(messages=[Message(role="user", content="Hello")]))
+            await self.render(ChatCall(messages=[ChatMessage(role="user", content="Hello")]))
         except RequestError as error:
             # Not fatal: there are templates that need more than one plain message.
             logger.warning("the chat template does not take a plain message: %s", error)

@@ -12,8 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from headrace.engine.rates import Rates
-from headrace.engine.tenants import Tenant, acting_as
+from headrace.engine.tenants import Rates, Tenant, acting_as
 from headrace.protocol.errors import HeadraceError
 from headrace.serve.errors import error_response
 from headrace.serve.gates.keys import Key, KeyRing

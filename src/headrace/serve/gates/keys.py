@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.engine.rates import Limits
+from headrace.engine.tenants import Limits
 from headrace.protocol.errors import RequestError
 
 logger = logging.getLogger("headrace.server")

@@ -16,7 +16,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from headrace.engine.memory import read_small
+from headrace.engine.links import read_small
 
 HEADER_S = 10.0
 """Seconds from the connection's start, or from the first byte of a further request, to the end of the headers."""

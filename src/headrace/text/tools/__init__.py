@@ -1,5 +1,5 @@
-"""Tool calls: how each family of models writes them, and how they are read back while they come.
+"""Tool calls: how each family of models writes them, and how they are read while an answer comes.
 
-`registry` knows the formats by name, `parser` drives them, `choice` reads what a request says of tools. A format is
-one small file: what opens a call, how to read one, and the grammar of an answer that must be calls.
+`formats` is the table of the formats; `calls` reads them; `call_grammar` writes the grammar of an answer that must be
+calls. `parser` drives the reading, `choice` checks what a request says of tools.
 """

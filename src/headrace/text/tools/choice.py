@@ -1,4 +1,7 @@
-"""What a chat's `tools`, `tool_choice` and `parallel_tool_calls` ask for, checked. Errors name the field."""
+"""Checks a chat's `tools`, `tool_choice` and `parallel_tool_calls`. Errors name the field.
+
+Knows no formats and no HTTP; called by the routes of the APIs.
+"""
 
 from __future__ import annotations
 
@@ -115,8 +118,8 @@ def _choice(
             names = []
             for place, tool in enumerate(tools):
                 function = tool.get("function") if isinstance(tool, dict) else None
-                named = function.get("name") if isinstance(function, dict) else None
-                names.append(_known(named, schemas, f"tool_choice.allowed_tools.tools[{place}].function.name"))
+                tool_name = function.get("name") if isinstance(function, dict) else None
+                names.append(_known(tool_name, schemas, f"tool_choice.allowed_tools.tools[{place}].function.name"))
             if not names:
                 raise RequestError("tool_choice.allowed_tools.tools", tools, "at least one tool")
             return mode, names

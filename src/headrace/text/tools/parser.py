@@ -1,122 +1,101 @@
-"""`ToolParser`: finds the calls in an answer's text with the help of one format, and tells everything else as content.
+"""`ToolParser` splits an answer's text, as it comes, into calls of tools and content.
 
-A call that is not well-formed is content, every character of it. For that a call is told only when it is whole; but a
-long one (more than `HOLD` characters, or any if a grammar sees to its form) is told as it comes, so that a client does
-not wait in silence. If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is
-content. White space next to a call belongs to the call. What comes out depends on the text alone, never on the pieces
-that it came in. Knows no HTTP and no schema but the names and parameters of the tools.
+A call that is not well-formed is content, every character of it. So a call is sent only when it is whole; but a long
+one (more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees
+progress. If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is content. White
+space next to a call belongs to the call. The result depends on the text alone, never on the pieces in which it came.
+Knows no HTTP and no schema but the names and parameters of the tools. Made by `calls.new_parser`.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from headrace.text.parts import Content, Part, ToolCall
+from headrace.text.parts import Content, MessagePart, ToolCall
+from headrace.text.tools.formats import ToolFormat
 from headrace.text.tools.reader import MAX_NAME, SPACE, IllFormed, Reader, Reading
 
 HOLD = 256
 MAX_HELD = 2**18
-"""Characters of a call, at most, of which nothing can be told yet; a longer one is content."""
+"""Characters, at most, of a call of which nothing was sent yet; a longer one is content."""
 GRID = 4096
+"""Characters that are read at a time."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The parameters' JSON schemas, by the names of the tools."""
 
 
-class Format(Protocol):
-    """How a family of models writes calls."""
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """What opens a call (or a list of them), wherever it stands."""
-        ...
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """What may open one at the start of the answer, or right after another."""
-        ...
-
-    def read(self, call: ToolParser) -> Reading[None]:
-        """Read what was opened, telling `call` of each call in it. Raises `IllFormed`."""
-        ...
-
-
-def call_id() -> str:
-    """A fresh id, as OpenAI's look."""
-    return f"call_{secrets.token_hex(12)}"
-
-
 class _Call:
-    """The call that is being read. Its places are positions in the whole text."""
+    """The call that is being read. Positions count from the start of the whole text."""
 
-    def __init__(self, mark: int) -> None:
-        self.mark = mark
-        """Where it begins."""
+    def __init__(self, start: int) -> None:
+        self.start = start
         self.space = ""
         """The white space before it."""
-        self.told: str | None = None
-        """Its id, once it was told."""
+        self.id: str | None = None
+        """Set when its first part is sent."""
         self.name: str | None = None
-        self.begun = False
+        self.has_arguments = False
         """Whether its arguments have begun."""
         self.verbatim = False
-        """Whether they are being read as they stand; from `sent` on they were not yet taken over."""
-        self.sent = mark
-        self.written: list[str] = []
-        """Arguments that were taken over and not told; they end at `end`."""
-        self.end = mark
+        """Whether its arguments are copied from the text; from `copied_to` on they are still to be copied."""
+        self.copied_to = start
+        self.unsent: list[str] = []
+        """Arguments that were written and not sent."""
+        self.end = start
+        """The end of what was written of the arguments."""
 
 
 class ToolParser:
-    """A `MessageParser` (see `parts`); the formats use its other methods, and its reader `text`.
+    """A `MessageParser` (see `parts`). What reads a format calls its other methods, and its reader `text`.
 
     Args:
+        read: reads the calls at an opening of `tool_format`; raises `IllFormed`.
         new_id: makes the ids of calls.
-        enforced: whether a grammar sees to it that all calls are well-formed.
+        enforced: whether a grammar guarantees that all calls are well-formed.
         single: whether the answer is over after its first call.
     """
 
     def __init__(
         self,
-        form: Format,
+        read: Callable[[ToolParser], Reading[None]],
+        tool_format: ToolFormat,
         schemas: Schemas,
-        new_id: Callable[[], str] = call_id,
+        new_id: Callable[[], str],
         enforced: bool = False,
         single: bool = False,
     ) -> None:
         self.ended = False
         self.text = Reader()
         self.schemas = schemas
-        self._form = form
-        self._opening = re.compile("|".join(map(re.escape, form.openers)) or r"(?!)")
+        self._read_calls = read
+        self._openers = tool_format.all_openers()
+        self._starts = tool_format.starts
+        self._opening = re.compile("|".join(map(re.escape, self._openers)))
         self._new_id = new_id
         self.enforced = enforced
         self._single = single
         self._hold = -1 if enforced else HOLD
-        self._out: list[Part] = []
+        self._out: list[MessagePart] = []
         self._num_calls = 0
-        # Whether nothing but white space came since the start, or since a call.
+        # Whether only white space came since the start, or since a call.
         self._fresh = True
         self._reading = False
         self._call = _Call(0)
         self._run = self._read()
 
-    def feed(self, text: str, final: bool) -> list[Part]:
-        # Cut at fixed places, so that what is given up for its length does not depend on the pieces.
+    def feed(self, text: str, final: bool) -> list[MessagePart]:
+        # Cut at fixed places, so that giving up a call for its length does not depend on the pieces.
         while True:
             size = GRID - (self.text.base + len(self.text.text)) % GRID
             self._feed(text[:size], final and len(text) <= size)
             if len(text) < size:
                 break
             text = text[size:]
-            if (
-                self._reading
-                and self._call.told is None
-                and self.text.base + len(self.text.text) - self._call.mark > MAX_HELD
-            ):
+            num_held = self.text.base + len(self.text.text) - self._call.start
+            if self._reading and self._call.id is None and num_held > MAX_HELD:
                 self._run.throw(IllFormed())
             if not text:
                 break
@@ -127,40 +106,40 @@ class ToolParser:
         keep = self.text.position
         if self._reading:
             call = self._call
-            keep = call.mark if call.told is None else call.sent if call.verbatim else keep
+            keep = call.start if call.id is None else call.copied_to if call.verbatim else keep
         self.text.push(text, final, keep)
         next(self._run, None)
         self._stream()
 
-    # For the formats.
+    # For the code that reads a format.
 
     def name(self, name: str) -> None:
-        """The name of the call that is being read."""
+        """Set the name of the call that is being read. Raises `IllFormed`."""
         if self._call.name is not None or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise IllFormed
         self._call.name = name
 
     def arguments(self) -> Reading[None]:
-        """Read the call's arguments, a JSON object; they are told as they are written."""
-        if self._call.begun:
+        """Read the call's arguments, a JSON object, which are sent as they are written. Raises `IllFormed`."""
+        if self._call.has_arguments:
             raise IllFormed
-        self._call.begun = self._call.verbatim = True
-        self._call.sent = self.text.position
+        self._call.has_arguments = self._call.verbatim = True
+        self._call.copied_to = self.text.position
         yield from self.text.json_object()
         self._catch_up()
         self._call.verbatim = False
 
     def write(self, arguments: str) -> None:
-        """More of the arguments' JSON text, for formats that have them in some other form."""
-        self._call.begun = True
-        self._call.written.append(arguments)
+        """Add to the arguments' JSON text, for formats that write them in some other form."""
+        self._call.has_arguments = True
+        self._call.unsent.append(arguments)
         self._call.end = self.text.position
 
     def done(self) -> None:
-        """The call is whole. One without arguments has an empty object of them."""
+        """End the call, which is whole; without arguments it gets an empty object. Raises `IllFormed`."""
         if self._call.name is None:
             raise IllFormed
-        if not self._call.begun:
+        if not self._call.has_arguments:
             self.write("{}")
         self._announce()
         self._stream()
@@ -171,8 +150,8 @@ class ToolParser:
             raise IllFormed
 
     def back(self) -> None:
-        """Unread what was read since the last call."""
-        self.text.rewind(self._call.mark)
+        """Unread the text since the last call."""
+        self.text.rewind(self._call.start)
 
     # The loop.
 
@@ -180,7 +159,7 @@ class ToolParser:
         while not self.ended and (yield from self._content()):
             self._reading = True
             try:
-                yield from self._form.read(self)
+                yield from self._read_calls(self)
                 self._fresh = True
             except IllFormed:
                 if not self.ended:
@@ -188,13 +167,13 @@ class ToolParser:
             self._reading = False
 
     def _content(self) -> Reading[bool]:
-        """Tell content up to the next opening of a call; false if none comes to the end."""
+        """Send content up to the next opening of a call; return False if the text ends before one."""
         text = self.text
         while True:
             start, partial = self._start() if self._fresh else (-1, len(text.text))
-            found = self._opening.search(text.text, text.at)
-            opening = min(place for place in (start, found.start() if found else -1, 2**62) if place >= 0)
-            end = opening if opening < 2**62 else min(partial, text.open_end(self._form.openers))
+            match = self._opening.search(text.text, text.at)
+            opening = min(place for place in (start, match.start() if match else -1, 2**62) if place >= 0)
+            end = opening if opening < 2**62 else min(partial, text.open_end(self._openers))
             space = text.before_space(end)
             if opening < 2**62:
                 self._say(text.text[text.at : space])
@@ -203,7 +182,7 @@ class ToolParser:
                 self._call.space = text.text[space:opening]
                 return True
             if text.final:
-                # White space after the last call is no content.
+                # White space after the last call is not content.
                 self._say(text.text[text.at : space if self._fresh and self._num_calls else end])
                 text.at = len(text.text)
                 return False
@@ -212,15 +191,15 @@ class ToolParser:
             yield
 
     def _start(self) -> tuple[int, int]:
-        """Where one of the format's `starts` is (-1: nowhere), and from where on that is open."""
+        """Return the place of one of the format's `starts` (-1: none), and the place from which one may still come."""
         text = self.text
         at = text.at
         while at < len(text.text) and text.text[at] in SPACE:
             at += 1
         rest = text.text[at : at + 64]
-        if any(rest.startswith(start) for start in self._form.starts):
+        if any(rest.startswith(start) for start in self._starts):
             return at, at
-        if not text.final and any(start.startswith(rest) for start in self._form.starts):
+        if not text.final and any(start.startswith(rest) for start in self._starts):
             return -1, at
         self._fresh = not rest
         return -1, len(text.text)
@@ -228,8 +207,8 @@ class ToolParser:
     def _give_up(self) -> None:
         self._catch_up()
         self._stream()
-        if self._call.told is None:
-            self._say(self._call.space + self.text.since(self._call.mark))
+        if self._call.id is None:
+            self._say(self._call.space + self.text.since(self._call.start))
         else:
             self._num_calls += 1
         self._fresh = False
@@ -240,22 +219,22 @@ class ToolParser:
 
     def _catch_up(self) -> None:
         if self._call.verbatim:
-            self.write(self.text.since(self._call.sent))
-            self._call.sent = self.text.position
+            self.write(self.text.since(self._call.copied_to))
+            self._call.copied_to = self.text.position
 
     def _stream(self) -> None:
         self._catch_up()
         call = self._call
-        if call.name is not None and call.begun and call.end - call.mark > self._hold:
+        if call.name is not None and call.has_arguments and call.end - call.start > self._hold:
             self._announce()
-        if call.told is not None and (piece := "".join(call.written)):
-            self._out.append(ToolCall(self._num_calls, call.told, None, piece))
-            call.written.clear()
+        if call.id is not None and (arguments := "".join(call.unsent)):
+            self._out.append(ToolCall(self._num_calls, call.id, None, arguments))
+            call.unsent.clear()
 
     def _announce(self) -> None:
-        if self._call.told is None:
-            self._call.told = self._new_id()
-            self._out.append(ToolCall(self._num_calls, self._call.told, self._call.name, ""))
+        if self._call.id is None:
+            self._call.id = self._new_id()
+            self._out.append(ToolCall(self._num_calls, self._call.id, self._call.name, ""))
 
     def _say(self, text: str) -> None:
         if text:

@@ -1,7 +1,8 @@
-"""Reading a text that comes in pieces as if it were all there: generators that pause where the text ends for now.
+"""`Reader` reads a text that comes in pieces as if it were whole: its generators pause where the text ends for now.
 
-Every primitive either advances past what it was asked for or raises `IllFormed`; where it stops depends on the text
-alone and never on how it was cut. Owns the text that is not yet dealt with. Called by `parser` and the formats.
+Each generator either advances past what it reads or raises `IllFormed`; where it stops depends on the text alone, never
+on how it was cut. Holds the text that is not yet read. Called by `parser`, by the code that reads a format and by
+`reasoning`.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ MAX_FRAME_SPACE = 64
 """Characters of white space before a mark, at most, that belong to it."""
 
 SPACE = " \t\r\n"
-_SPACES = re.compile(r"[ \t\r\n]*")
+_SPACES = re.compile(f"[{SPACE}]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _DIGITS = re.compile(r"[0-9]+")
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class IllFormed(Exception):
-    """The text is not what the format wants, or it ends too soon."""
+    """The text does not follow the format, or it ends too soon."""
 
 
 class Reader:
-    """`text[at:]` is what is to be read. Positions in the whole text are `base` + place in `text`.
+    """`text[at:]` is the text to read. Positions in the whole text are `base` + place in `text`.
 
-    What was read and may be asked for again is kept in pieces, so that no letter is copied more than a few times.
+    Text that was read and may be needed again is kept in pieces, so that no character is copied more than a few times.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Reader:
         return self.base + self.at
 
     def push(self, text: str, final: bool, keep: int) -> None:
-        """More text; what lies before the position `keep` is no longer wanted."""
+        """Add text; the text before the position `keep` is no longer needed."""
         if self.position > (keep if self._pin is None else min(keep, self._pin)):
             self._kept.append(self.text[: self.at])
         else:
@@ -63,7 +64,7 @@ class Reader:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, no text from here on is dropped, so that `since` can tell it."""
+        """Drop no text from here on inside the block, so that `since` can return it."""
         outer = self._pin
         self._pin = self.position if outer is None else outer
         try:
@@ -72,7 +73,7 @@ class Reader:
             self._pin = outer
 
     def since(self, position: int) -> str:
-        """The text from `position` to where reading is."""
+        """Return the text from `position` to where reading is."""
         if position >= self.base:
             return self.text[position - self.base : self.at]
         pieces, start = [self.text[: self.at]], self.base
@@ -84,14 +85,14 @@ class Reader:
         return "".join(reversed(pieces))[position - start :]
 
     def rewind(self, position: int) -> None:
-        """Unread what was read since `position`, which was kept."""
+        """Unread the text since `position`, which was kept."""
         back = self.since(position)
         self.text, self.at, self.base = back + self.text[self.at :], 0, position
-        # What lies before is told or given up.
+        # The text before it is not needed again.
         self._kept.clear()
 
     def open_end(self, literals: Iterable[str]) -> int:
-        """Place in `text` from where on what is unread may become one of `literals`, which are not in it."""
+        """Return the place in `text` where one of `literals`, none of which is in it, may begin."""
         longest = 0
         for literal in () if self.final else literals:
             sizes = range(min(len(literal) - 1, len(self.text) - self.at), longest, -1)
@@ -99,35 +100,35 @@ class Reader:
         return len(self.text) - longest
 
     def before_space(self, end: int) -> int:
-        """Place in `text` where the white space begins that belongs to a mark at `end`."""
+        """Return the place in `text` of the white space that belongs to a mark at `end`."""
         low = max(self.at, end - MAX_FRAME_SPACE)
         while end > low and self.text[end - 1] in SPACE:
             end -= 1
         return end
 
     def peek(self, num: int = 1) -> Reading[str]:
-        """The next `num` characters, fewer only at the end of the text. Nothing is read."""
+        """Return the next `num` characters, fewer only at the end of the text, without reading them."""
         while len(self.text) - self.at < num and not self.final:
             yield
         return self.text[self.at : self.at + num]
 
     def comes(self, literal: str) -> Reading[bool]:
-        """Whether `literal` comes next. Waits no longer than that is open."""
+        """Return whether `literal` comes next. Pauses only while that is undecided."""
         while True:
-            have = self.text[self.at : self.at + len(literal)]
-            if len(have) == len(literal) or self.final or not literal.startswith(have):
-                return have == literal
+            start = self.text[self.at : self.at + len(literal)]
+            if len(start) == len(literal) or self.final or not literal.startswith(start):
+                return start == literal
             yield
 
     def take(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next; whether it did."""
+        """Read `literal` if it comes next; return whether it did."""
         if (yield from self.comes(literal)):
             self.at += len(literal)
             return True
         return False
 
     def expect(self, *literals: str) -> Reading[str]:
-        """Read one of `literals`, the first that fits. Raises `IllFormed`."""
+        """Read the first of `literals` that comes next, and return it. Raises `IllFormed`."""
         for literal in literals:
             if (yield from self.take(literal)):
                 return literal
@@ -143,26 +144,26 @@ class Reader:
             yield
 
     def until(self, literal: str) -> Reading[str]:
-        """Read to the next `literal` and past it; what came before it. Raises `IllFormed` if it never comes, having
-        read all."""
+        """Read past the next `literal` and return the text before it. Raises `IllFormed` if it never comes, having read
+        all."""
         start = self.position
         with self.kept():
             while True:
-                found = self.text.find(literal, self.at)
-                if found >= 0:
-                    self.at = found
+                place = self.text.find(literal, self.at)
+                if place >= 0:
+                    self.at = place
                     before = self.since(start)
                     self.at += len(literal)
                     return before
                 if self.final:
                     self.at = len(self.text)
                     raise IllFormed
-                # What can not be the beginning of `literal` is read.
+                # Read all but what may be the beginning of `literal`.
                 self.at = max(self.at, len(self.text) - len(literal) + 1)
                 yield
 
     def while_matches(self, pattern: re.Pattern[str]) -> Reading[int]:
-        """Read characters for as long as they match `pattern`, which is of the form `[...]+`; how many there were."""
+        """Read characters as long as they match `pattern`, of the form `[...]+`; return how many there were."""
         start = self.position
         while True:
             match = pattern.match(self.text, self.at)
@@ -172,7 +173,7 @@ class Reader:
             yield
 
     def word(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """`while_matches`, but what was read. Raises `IllFormed` if that is nothing."""
+        """Read as `while_matches` does and return the text. Raises `IllFormed` if it is empty."""
         start = self.position
         with self.kept():
             if not (yield from self.while_matches(pattern)):
@@ -206,12 +207,12 @@ class Reader:
                 return
 
     def key(self) -> Reading[str]:
-        """Read one JSON string; what it says."""
+        """Read one JSON string and return its value."""
         start = self.position
         with self.kept():
             yield from self.json_string()
-            said: str = json.loads(self.since(start))
-        return said
+            value: str = json.loads(self.since(start))
+        return value
 
     def json_string(self) -> Reading[None]:
         """Read one JSON string."""
@@ -237,7 +238,7 @@ class Reader:
         yield from self.space()
 
     def comma(self, closing: str) -> Reading[bool]:
-        """Read a comma (true) or `closing` (false), with the space that belongs to it."""
+        """Read a comma (True) or `closing` (False), and the space around it."""
         yield from self.space()
         if (yield from self.expect(",", closing)) == closing:
             return False

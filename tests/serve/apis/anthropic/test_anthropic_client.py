@@ -17,7 +17,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.anthropic.reply import MessagesAnswer
 from headrace.serve.apis.anthropic.request import MessagesRequest
 from headrace.serve.call.parsing import Warnings, convert
-from headrace.text.parts import Content, Part, Reasoning, ToolCall
+from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "Wer fährt so spät?"}]}
@@ -259,7 +259,7 @@ def test_anthropic_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str],
 class Scripted:
     """A chat's answer with parts that somebody else made."""
 
-    def __init__(self, parts: list[list[Part]]) -> None:
+    def __init__(self, parts: list[list[MessagePart]]) -> None:
         state = SimpleNamespace(
             request=SimpleNamespace(prompt_token_ids=[1, 2, 3]), num_cached_tokens=0, token_ids=[4], finish=None
         )
@@ -268,7 +268,7 @@ class Scripted:
         self.call = SimpleNamespace(warnings=Warnings())
         self._parts = parts
 
-    async def parts(self) -> AsyncIterator[tuple[int, list[Part]]]:
+    async def parts(self) -> AsyncIterator[tuple[int, list[MessagePart]]]:
         for each in self._parts:
             yield 0, each
 
@@ -278,7 +278,7 @@ class Scripted:
 
 def test_anthropic_stream_of_thinking_text_and_calls() -> None:
     """Each block is opened once, filled, and closed before the next; the client puts it together again."""
-    parts: list[list[Part]] = [
+    parts: list[list[MessagePart]] = [
         [Reasoning("hm"), Reasoning(" so")],
         [Content("I'll "), Content("look.")],
         [ToolCall(0, "c0", "f", '{"x"'), ToolCall(0, "c0", None, ": 1}"), ToolCall(1, "c1", "g", "")],

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
 from headrace.serve.call.answers import Answer, arguments_object
-from headrace.text.parts import Content, Part, Reasoning
+from headrace.text.parts import Content, MessagePart, Reasoning
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -105,7 +105,7 @@ class MessagesAnswer:
         }
 
 
-def _opening(part: Part) -> dict[str, Any]:
+def _opening(part: MessagePart) -> dict[str, Any]:
     if isinstance(part, Content):
         return {"type": "text", "text": ""}
     if isinstance(part, Reasoning):
@@ -113,7 +113,7 @@ def _opening(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
 
 
-def _delta(part: Part) -> dict[str, Any] | None:
+def _delta(part: MessagePart) -> dict[str, Any] | None:
     if isinstance(part, Content):
         return {"type": "text_delta", "text": part.text}
     if isinstance(part, Reasoning):

@@ -150,7 +150,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
 
 def chat_call(request: CountTokensRequest) -> ChatCall:
     """Return the chat that a request asks for. Raises `RequestError`; may add to the request's warnings."""
-    messages = [templates.Message(role="system", content=_system(request.system))] if request.system else []
+    messages = [templates.ChatMessage(role="system", content=_system(request.system))] if request.system else []
     for index, turn in enumerate(request.messages):
         messages += _messages(turn, f"messages[{index}]", request)
     sampling: dict[str, Any] = {}
@@ -185,11 +185,11 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     )
 
 
-def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[templates.Message]:
+def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[templates.ChatMessage]:
     """Return one turn as messages: to templates, results of tools are messages of their own."""
     if isinstance(turn.content, str):
-        return [templates.Message(role=turn.role, content=turn.content)]
-    messages: list[templates.Message] = []
+        return [templates.ChatMessage(role=turn.role, content=turn.content)]
+    messages: list[templates.ChatMessage] = []
     texts: list[str] = []
     calls: list[ToolCall] = []
     reasoning = ""
@@ -201,7 +201,7 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[te
             if turn.role != "user":
                 raise RequestError(f"{where}.type", "tool_result", "in a message of the user's")
             extra = {"tool_call_id": block.tool_use_id}
-            messages.append(templates.Message(role="tool", content=_result(block, where), extra=extra))
+            messages.append(templates.ChatMessage(role="tool", content=_result(block, where), extra=extra))
         elif isinstance(block, ImageBlock | DocumentBlock):
             raise _no_text(where, block)
         elif turn.role != "assistant":
@@ -215,11 +215,11 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[te
     if not texts and not calls and not reasoning:
         if not messages and turn.role == "assistant":
             raise RequestError(f"{field}.content", [], "at least one block that can be read")
-        return messages or [templates.Message(role=turn.role, content="")]
+        return messages or [templates.ChatMessage(role=turn.role, content="")]
     content = _text(texts) if texts else None
     return [
         *messages,
-        templates.Message(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls),
+        templates.ChatMessage(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls),
     ]
 
 

@@ -109,7 +109,7 @@ class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
 
 
-def message_of(turn: Message, field: str) -> templates.Message:
+def message_of(turn: Message, field: str) -> templates.ChatMessage:
     """Return a turn, which errors call `field`, as a message. Raises `RequestError`."""
     if turn.images:
         raise RequestError(f"{field}.images", "images", "left out: the models served here read text")
@@ -123,7 +123,7 @@ def message_of(turn: Message, field: str) -> templates.Message:
         for index, call in enumerate(turn.tool_calls or [])
     ]
     extra = {"name": turn.tool_name, "tool_call_id": turn.tool_call_id}
-    return templates.Message(
+    return templates.ChatMessage(
         role=check_role(turn.role, f"{field}.role"),
         content=turn.content or "",
         reasoning=turn.thinking or None,

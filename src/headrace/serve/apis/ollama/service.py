@@ -31,7 +31,7 @@ from headrace.serve.call.embedding import vectors
 from headrace.serve.call.llama_options import sampling_of, spelling_of
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.serve.call.service import ServedModel
-from headrace.text.templates import Message
+from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
 NDJSON = "application/x-ndjson"
@@ -99,9 +99,11 @@ class Ollama:
         if not request.prompt:
             return self._loaded(request, {"response": ""})
         fields = self._fields(request) | {"spelling": SPELLING | {"messages": "prompt"}}
-        messages = [Message(role="system", content=request.system)] if request.system else []
+        messages = [ChatMessage(role="system", content=request.system)] if request.system else []
         chat = ChatCall(
-            **fields, **_template_fields(request), messages=[*messages, Message(role="user", content=request.prompt)]
+            **fields,
+            **_template_fields(request),
+            messages=[*messages, ChatMessage(role="user", content=request.prompt)],
         )
         if not request.raw and not request.context:
             return Lines(await self.model.chat(chat), request, chat=False, ids=True)

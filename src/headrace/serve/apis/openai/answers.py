@@ -22,8 +22,8 @@ from headrace.serve.call.call import TextCall
 from headrace.serve.call.replies import event
 from headrace.serve.call.service import ServedModel
 from headrace.text.beams import blocks_of
-from headrace.text.outputs import Piece, RequestState
-from headrace.text.parts import Content, Part, Reasoning
+from headrace.text.outputs import RequestState, TextDelta
+from headrace.text.parts import Content, MessagePart, Reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -59,7 +59,7 @@ class Reply(ABC):
     async def whole(self) -> dict[str, Any]:
         """The reply. Raises what the engine failed with."""
         await self.answer.collect()
-        states, places = self.generation.states, self.generation.told()
+        states, places = self.generation.states, self.generation.best_places()
         choices = [self._choice(place, states[place]) | {"index": index} for index, place in enumerate(places)]
         counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)} | blocks_of(self.groups)
         return (
@@ -105,7 +105,7 @@ class Reply(ABC):
     def close(self) -> None:
         self.answer.close()
 
-    def _shows_tokens(self, piece: Piece) -> bool:
+    def _shows_tokens(self, piece: TextDelta) -> bool:
         shown = self.generation.states[0].request.params.logprobs is not None or self.answer.call.return_token_ids
         return bool(shown and piece.token_ids)
 
@@ -140,7 +140,7 @@ class Reply(ABC):
         """A whole answer."""
 
     @abstractmethod
-    def _pieces(self, place: int, state: RequestState, piece: Piece) -> list[dict[str, Any]]:
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[dict[str, Any]]:
         """What a piece adds to an answer: nothing, if there is nothing to tell."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class CompletionReply(Reply):
             logprobs = {key: logprobs[key] + added[key] for key in added} if logprobs else added
         return {"index": place, "text": text, "logprobs": logprobs} | self._ending(state, state.token_ids) | fields
 
-    def _pieces(self, place: int, state: RequestState, piece: Piece) -> list[dict[str, Any]]:
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[dict[str, Any]]:
         if not (piece.text or state.finish or self._shows_tokens(piece)):
             return []
         logprobs = None if self._logprobs is None else self._logprobs[place].add(piece.token_ids, piece.logprobs)
@@ -225,7 +225,7 @@ class ChatReply(Reply):
         ending = self._ending(state, state.token_ids) | {"finish_reason": self.answer.finish_reason(place)}
         return {"index": place, "message": message, "logprobs": logprobs} | ending
 
-    def _pieces(self, place: int, state: RequestState, piece: Piece) -> list[dict[str, Any]]:
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[dict[str, Any]]:
         deltas = [_delta(part) for part in self.answer.take(place, piece.text)]
         if not deltas and (state.finish or self._shows_tokens(piece)):
             deltas = [{"content": ""}]
@@ -264,7 +264,7 @@ class ChatReply(Reply):
         return fields
 
 
-def _delta(part: Part) -> dict[str, Any]:
+def _delta(part: MessagePart) -> dict[str, Any]:
     """A part as OpenAI's streams tell it."""
     if isinstance(part, Content):
         return {"content": part.text}

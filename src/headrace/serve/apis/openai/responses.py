@@ -37,7 +37,7 @@ from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_body, json_response
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
-from headrace.text.parts import Content, Part
+from headrace.text.parts import Content, MessagePart
 
 logger = logging.getLogger("headrace.server")
 
@@ -100,7 +100,7 @@ class ResponseAnswer:
             self.response["status"] = "cancelled"
             self.api.keep(self.response)
 
-    def _take(self, parts: list[Part]) -> list[dict[str, Any]]:
+    def _take(self, parts: list[MessagePart]) -> list[dict[str, Any]]:
         """The events of new parts. Log-probabilities of tokens go with the next text that comes."""
         state = self.chat.generation.states[0]
         fresh, self._num_told = state.logprobs[self._num_told :], len(state.logprobs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.text.parts import Content, Part, Reasoning, ToolCall
+from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
 
 Event = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Output:
         # A snapshot: the object goes on changing.
         return self.event(f"response.{status}", response=msgspec.json.decode(msgspec.json.encode(self.response)))
 
-    def take(self, parts: list[Part], logprobs: list[dict[str, Any]]) -> list[Event]:
+    def take(self, parts: list[MessagePart], logprobs: list[dict[str, Any]]) -> list[Event]:
         """The next parts; `logprobs` are those of the tokens that came with them, for text."""
         events: list[Event] = []
         for part in parts:

@@ -18,7 +18,7 @@ from headrace.serve.apis.openai.completions import call_fields
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, parse
-from headrace.text.templates import Message, ToolCall
+from headrace.text.templates import ChatMessage, ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
 MAX_METADATA = 16
@@ -243,14 +243,14 @@ class NamedItem(NamedTuple):
     item: Mapping[str, Any]
 
 
-def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Message]:
+def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[ChatMessage]:
     """Return items as a chat's messages. Reasoning, text and calls of one turn of the model are one message.
 
     Raises `RequestError` for what is no item that a chat can carry.
     """
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     if instructions:
-        messages.append(Message(role="system", content=instructions))
+        messages.append(ChatMessage(role="system", content=instructions))
     names: dict[str, str] = {}
     for field, item in items:
         kind = item.get("type")
@@ -266,7 +266,7 @@ def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Me
         elif kind == "function_call_output":
             call_id = _string(item, "call_id", field)
             extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
-            messages.append(Message(role="tool", content=_text(item.get("output"), f"{field}.output"), extra=extra))
+            messages.append(ChatMessage(role="tool", content=_text(item.get("output"), f"{field}.output"), extra=extra))
         else:
             known = "message, function_call, function_call_output or reasoning"
             raise RequestError(f"{field}.type", kind, known)
@@ -276,27 +276,27 @@ def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Me
     return messages
 
 
-def _add_message(messages: list[Message], item: Mapping[str, Any], field: str) -> None:
+def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], field: str) -> None:
     role, text = item.get("role"), _text(item.get("content"), f"{field}.content")
     if role not in ROLES:
         raise RequestError(f"{field}.role", role, "one of " + ", ".join(ROLES))
     if role == "assistant":
         _turn(messages, without_text=True).content = text
     elif role == "user":
-        messages.append(Message(role="user", content=text))
+        messages.append(ChatMessage(role="user", content=text))
     elif len(messages) == 1 and messages[0].role == "system":
         # Templates take one system message, and take it first.
         messages[0].content = f"{messages[0].content}\n\n{text}"
     else:
-        messages.append(Message(role="system", content=text))
+        messages.append(ChatMessage(role="system", content=text))
 
 
-def _turn(messages: list[Message], without_text: bool = False) -> Message:
+def _turn(messages: list[ChatMessage], without_text: bool = False) -> ChatMessage:
     """Return the model's turn that is being read; a new one if the last message is not the model's, or has a text and
     must not."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or (without_text and last.content is not msgspec.UNSET):
-        last = Message(role="assistant")
+        last = ChatMessage(role="assistant")
         messages.append(last)
     return last
 

@@ -1,0 +1,157 @@
+"""Writes the grammar of an answer that must be calls, by the table of `formats`, as a structural tag's parts.
+
+The parts are those of `headrace.grammar.tags`. What the grammar allows, `calls` reads. Called by `serve.call.dialect`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from headrace.protocol.errors import RequestError
+from headrace.text.tools.calls import is_string
+from headrace.text.tools.formats import FORMATS, Layout
+from headrace.text.tools.parser import Schemas
+
+FormatPart = dict[str, Any]
+"""A part of a structural tag's `format`."""
+
+
+class RequiredCalls(NamedTuple):
+    """The calls that an answer must be: of tools with these `schemas`, and only one call if `single`. `template` is the
+    model's chat template. `token_ids` has those of the format's texts that are special tokens."""
+
+    schemas: Schemas
+    single: bool
+    template: str
+    token_ids: Mapping[str, int]
+
+    def sequence(self, *parts: FormatPart | str) -> FormatPart:
+        """Return the parts one after another; texts are split at the special tokens in them."""
+        elements: list[FormatPart] = []
+        special = re.compile("|".join(f"({re.escape(mark)})" for mark in self.token_ids) or r"(?!)")
+        for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
+            if not is_text:
+                elements += group  # type: ignore[arg-type]
+                continue
+            for text in special.split("".join(group)):  # type: ignore[arg-type]
+                if text in self.token_ids:
+                    elements.append({"type": "token", "token_id": self.token_ids[text]})
+                elif text:
+                    elements.append({"type": "const_string", "value": text})
+        return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+
+
+def grammar(name: str, required: RequiredCalls) -> FormatPart:
+    """Return the grammar of one call or more in the format `name`. Raises `RequestError` for what it can not honour."""
+    tool_format = FORMATS[name]
+    fitting = [layout for layout in tool_format.layouts if layout.in_template in required.template]
+    layout = max(fitting, key=lambda layout: len(layout.in_template))
+    around = {
+        place: tool_format.marks if layout.marks == place else ("", "") for place in ("around each", "around all")
+    }
+    before, after = around["around each"]
+    calls = [
+        required.sequence(before, *_call(layout, required, name, schema), after)
+        for name, schema in required.schemas.items()
+    ]
+    part: FormatPart = {"type": "tags_with_separator", "tags": calls, "at_least_one": True}
+    if required.single or layout.separator:
+        part |= {"separator": layout.separator, "stop_after_first": required.single}
+    before, after = around["around all"]
+    opening, closing = "[]" if layout.brackets else ("", "")
+    return required.sequence(before, opening, part, closing, after)
+
+
+def _call(layout: Layout, required: RequiredCalls, name: str, schema: Mapping[str, Any]) -> list[FormatPart | str]:
+    before, after = layout.name
+    arguments = _json(schema)
+    match layout.body:
+        case "json":
+            return [f'{{"name": "{name}", "{layout.arguments_key}": ', arguments, "}"]
+        case "named":
+            return [before, name, after, arguments, layout.end]
+        case "fenced":
+            return [before, "function", after, name, "\n```json\n", arguments, "\n```", layout.end]
+        case "tagged":
+            return [before, name, after, *_tagged_arguments(layout, required, name, schema), layout.end]
+        case _:
+            return [f"{name}(", *_keyword_arguments(required, schema), ")"]
+
+
+def _tagged_arguments(
+    layout: Layout, required: RequiredCalls, name: str, schema: Mapping[str, Any]
+) -> list[FormatPart | str]:
+    parts: list[FormatPart | str] = []
+    for key, inner, is_required in _properties(schema):
+        closing = layout.value[1]
+        if is_string(required.schemas, name, key):
+            # A part of its own: free text ends at the first closing tag, whatever comes after that.
+            value = required.sequence(_bare_string(inner, name, key, closing.strip()), closing.strip())
+        else:
+            value = required.sequence(_json(inner), closing)
+        part = required.sequence(layout.key[0], key, layout.key[1], layout.value[0], value, "\n")
+        parts.append(part if is_required else _optional(part))
+    return parts
+
+
+def _bare_string(schema: Any, name: str, key: str, closing: str) -> FormatPart:
+    """Return the grammar of a bare string up to `closing`. Raises `RequestError` for what it can not be held to."""
+    schema = schema if isinstance(schema, dict) else {}
+    for keyword in ("pattern", "format", "allOf", "anyOf", "oneOf", "not", "if"):
+        if keyword in schema:
+            field = f"tools[{name}].function.parameters.properties.{key}"
+            bound = "left out, or tool_choice be auto: the model's format of calls writes bare text, not held to it"
+            raise RequestError(f"{field}.{keyword}", schema[keyword], bound)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and all(isinstance(value, str) and closing not in value for value in values):
+        return _either([{"type": "const_string", "value": value} for value in values])
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    if low or high != "":
+        # No mark begins in it, so that none can end it before its time.
+        return {"type": "regex", "pattern": f"[^<]{{{low},{high}}}"}
+    return {"type": "any_text"}
+
+
+def _keyword_arguments(required: RequiredCalls, schema: Mapping[str, Any]) -> list[FormatPart]:
+    """Return the required arguments, then the others, in the schema's order; values are JSON, which is read too."""
+    arguments = _properties(schema)
+    first = [required.sequence(f"{key}=", _json(inner)) for key, inner, is_required in arguments if is_required]
+    others = [required.sequence(f"{key}=", _json(inner)) for key, inner, is_required in arguments if not is_required]
+
+    def more(parts: list[FormatPart]) -> list[FormatPart]:
+        return [_optional(required.sequence(", ", part)) for part in parts]
+
+    if first:
+        return [first[0], *(required.sequence(", ", part) for part in first[1:]), *more(others)]
+    starts = [required.sequence(part, *more(others[place + 1 :])) for place, part in enumerate(others)]
+    return [_optional(_either(starts))] if starts else []
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return (name, schema, whether required) of each parameter. Each schema has the definitions it refers to."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return [
+        (
+            name,
+            {**shared, **inner} if isinstance(inner, dict) else inner,
+            isinstance(required, list) and name in required,
+        )
+        for name, inner in (properties.items() if isinstance(properties, dict) else ())
+    ]
+
+
+def _json(schema: Any) -> FormatPart:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _optional(part: FormatPart) -> FormatPart:
+    return {"type": "optional", "content": part}
+
+
+def _either(parts: Sequence[FormatPart]) -> FormatPart:
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}

@@ -1,0 +1,207 @@
+"""The table of the formats in which models write tool calls, and the format that a model's chat template shows.
+
+`calls` reads a format, `call_grammar` writes it. A new format is a row here; only a new way to write a call's name and
+arguments needs code, there. Names are vLLM's. Holds no code that reads text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from headrace.protocol.errors import RequestError
+
+Body = Literal["json", "named", "fenced", "tagged", "python", "builtin"]
+"""How the name and the arguments of a call are written:
+
+- json: `{"name": ..., "arguments": {...}}`
+- named: the name, then the arguments as a JSON object
+- fenced: as named, or with the arguments in a Markdown block and `function` as the kind of the call
+- tagged: the name, then each argument between tags; strings bare, anything else as JSON
+- python: `name(key=value, ...)`, with Python literals
+- builtin: `name.call(key=value, ...)`; only read
+"""
+
+
+class Layout(NamedTuple):
+    """One way in which a format writes calls. Texts are as a model writes them; white space around them may differ."""
+
+    body: Body
+    marks: Literal["around all", "around each", "read only"] = "around all"
+    """Where the format's marks stand; those that are `read only` are not needed, and never written."""
+    brackets: bool = False
+    """Whether the calls are a list in square brackets."""
+    separator: str = ""
+    """Written between calls."""
+    begins: str = ""
+    """A format is read by the first of its layouts that begins with what comes after the mark."""
+    in_template: str = ""
+    """A format is written by the layout that has the longest of these texts that the chat template holds."""
+    arguments_key: str = "arguments"
+    """For json: written; both `arguments` and `parameters` are read."""
+    name: tuple[str, str] = ("", "")
+    """For named, fenced and tagged: the texts around the name."""
+    name_pattern: re.Pattern[str] | None = None
+    """For named and tagged: what a name is; None: all up to the text after it."""
+    id_mark: str = ""
+    """For named: the text before an id, which may come after the name; only read."""
+    end: str = ""
+    """For named, fenced and tagged: the text after the arguments."""
+    key: tuple[str, str] = ("", "")
+    value: tuple[str, str] = ("", "")
+    """For tagged: the texts around the name of an argument and around its value."""
+
+
+def call_id() -> str:
+    """A fresh id, as OpenAI's look."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    """Nine letters or digits: Mistral's templates take no other id."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class ToolFormat(NamedTuple):
+    """How a family of models writes calls."""
+
+    layouts: tuple[Layout, ...]
+    marks: tuple[str, str] = ("", "")
+    """The texts before and after a call or a list of calls (see `Layout.marks`)."""
+    openers: tuple[str, ...] = ()
+    """What begins calls wherever it stands, besides the first of `marks`."""
+    starts: tuple[str, ...] = ()
+    """What begins calls only at the start of the answer, or right after another call."""
+    special: tuple[str, ...] = ()
+    """Further texts that may be special tokens."""
+    new_id: Callable[[], str] = call_id
+
+    def all_openers(self) -> tuple[str, ...]:
+        return (self.marks[0].strip(), *self.openers)
+
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the format that may be special tokens."""
+        return tuple(text for text in (*self.all_openers(), self.marks[1].strip(), *self.special) if text)
+
+
+_JSON_LIST = Layout("json", brackets=True, separator=", ")
+_DEEPSEEK_MARKS = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK = Layout("named", name=_DEEPSEEK_MARKS[:2], end=_DEEPSEEK_MARKS[2])
+
+FORMATS: dict[str, ToolFormat] = {
+    # Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and others.
+    "hermes": ToolFormat((Layout("json", "around each", separator="\n"),), marks=("<tool_call>\n", "\n</tool_call>")),
+    # Qwen 3 Coder, Qwen 3.5 and later, Nemotron 3.
+    "qwen3_coder": ToolFormat(
+        (
+            Layout(
+                "tagged",
+                "around each",
+                separator="\n",
+                name=("<function=", ">\n"),
+                end="</function>",
+                key=("<parameter=", ">"),
+                value=("\n", "\n</parameter>"),
+            ),
+        ),
+        marks=("<tool_call>\n", "\n</tool_call>"),
+        openers=("<function=",),
+    ),
+    # Llama 3.1 to 3.3. The built-in tools are written in another way.
+    "llama3_json": ToolFormat(
+        (
+            Layout("json", "read only", separator="; ", begins="{", arguments_key="parameters"),
+            Layout("builtin", "around each"),
+        ),
+        marks=("<|python_tag|>", ""),
+        starts=("{",),
+    ),
+    # Mistral: a list with its tokenizers up to v7; from v11 on each call by itself.
+    "mistral": ToolFormat(
+        (
+            _JSON_LIST._replace(begins="["),
+            Layout(
+                "named",
+                "around each",
+                in_template="[ARGS]",
+                name=("", "[ARGS]"),
+                name_pattern=re.compile(r"[^\s\[\]{}\"]+"),
+                id_mark="[CALL_ID]",
+            ),
+        ),
+        marks=("[TOOL_CALLS]", ""),
+        special=("[ARGS]", "[CALL_ID]"),
+        new_id=_short_id,
+    ),
+    # Llama 3.2, Llama 4 (which writes the marks), and others.
+    "pythonic": ToolFormat(
+        (Layout("python", "read only", brackets=True, separator=", "),),
+        marks=("<|python_start|>", "<|python_end|>"),
+        starts=("[",),
+    ),
+    # DeepSeek: V3 and R1 with fences, V3.1 without.
+    "deepseek_v3": ToolFormat(
+        (_DEEPSEEK._replace(body="fenced", in_template="```json", separator="\n"), _DEEPSEEK),
+        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        openers=_DEEPSEEK_MARKS[:1],
+        special=_DEEPSEEK_MARKS[1:],
+    ),
+    # Granite 3.
+    "granite": ToolFormat((_JSON_LIST,), marks=("<|tool_call|>", "")),
+    # GLM 4.5 and later, Laguna.
+    "glm45": ToolFormat(
+        (
+            Layout(
+                "tagged",
+                "around each",
+                separator="\n",
+                name=("", "\n"),
+                end="</tool_call>",
+                name_pattern=re.compile(r"[^\s<>{}\"]+"),
+                key=("<arg_key>", "</arg_key>\n"),
+                value=("<arg_value>", "</arg_value>"),
+            ),
+        ),
+        marks=("<tool_call>", ""),
+        special=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+}
+ALIASES = {
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+    "deepseek_v31": "deepseek_v3",
+    "glm47": "glm45",
+}
+"""vLLM's other names for what is one format here."""
+
+# The texts in a chat template that show its format; the first row whose texts are all there decides.
+_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<tool_call>"), "qwen3_coder"),
+    (("tool▁call▁begin",), "deepseek_v3"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('{"name": function name, "parameters":',), "llama3_json"),
+)
+
+
+def format_name(name: str) -> str:
+    """Return the key in `FORMATS` of a format or an alias. Raises `RequestError` for an unknown name."""
+    key = ALIASES.get(name, name)
+    if key not in FORMATS:
+        raise RequestError("tool_call_parser", name, "one of " + ", ".join(sorted([*FORMATS, *ALIASES])))
+    return key
+
+
+def detect(templates: Iterable[str]) -> str | None:
+    """Return the key of the format that chat templates show, or None."""
+    text = "\n".join(templates)
+    return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
