@@ -33,7 +33,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Abort, Add, Finish, Request, StepOutput, TokenLogprob
 from headrace.serve.apis.anthropic import request as anthropic
 from headrace.serve.apis.ollama import request as ollama
-from headrace.serve.apis.openai import responses
+from headrace.serve.apis.openai import completions, responses, responses_input
 from headrace.serve.call import schema
 from headrace.serve.gates.limits import parse_json
 from headrace.text import sandbox
@@ -92,7 +92,7 @@ def as_json(*values: Any) -> list[bytes]:
 
 
 def bodies() -> Target:
-    """Requests' bodies, as far as the parameters of sampling."""
+    """Requests' bodies, as far as the call and its parameters of sampling."""
     common = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "logit_bias": {"5": -1.5}, "n": 2}
     message = {"role": "user", "content": [{"type": "text", "text": "hé"}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -118,9 +118,15 @@ def bodies() -> Target:
         refusals: list[HeadraceError] = []
         for kind in (*sampled, *others):
             try:
-                made = schema.parse(kind, body)
-                if isinstance(made, sampled):
-                    schema.sampling_params(made, {})
+                request = schema.parse(kind, body)
+                if isinstance(request, schema.CompletionRequest):
+                    SamplingParams(**completions.text_call(request).sampling)
+                elif isinstance(request, schema.ChatCompletionRequest):
+                    SamplingParams(**completions.chat_call(request).sampling)
+                elif isinstance(request, anthropic.CountTokensRequest):
+                    SamplingParams(**anthropic.chat_call(request).sampling)
+                elif isinstance(request, responses_input.ResponsesRequest):
+                    SamplingParams(**responses_input.chat_call(*responses_input.read(body)).sampling)
             except HeadraceError as error:
                 refusals.append(error)
         if len(refusals) == len(sampled) + len(others):

@@ -57,11 +57,7 @@ async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
     """POST /v1/completions. Raises `HeadraceError`s of all kinds."""
     request = parse(CompletionRequest, body)
     model.check_model(request.model)
-    fields = call_fields(request, stream=bool(request.stream))
-    if request.logprobs is not None:
-        fields["sampling"]["logprobs"] = request.logprobs
-    prompts = as_prompts(request.prompt)
-    call = TextCall(**fields, prompts=prompts, echo=bool(request.echo))
+    call = text_call(request)
     return CompletionReply(await model.complete(call), call, model)
 
 
@@ -69,6 +65,19 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
     """POST /v1/chat/completions. Raises `HeadraceError`s of all kinds."""
     request = parse(ChatCompletionRequest, body)
     model.check_model(request.model)
+    return ChatReply(await model.chat(chat_call(request)), model)
+
+
+def text_call(request: CompletionRequest) -> TextCall:
+    """Return a text completion as a call. Raises `RequestError`."""
+    fields = call_fields(request, stream=bool(request.stream))
+    if request.logprobs is not None:
+        fields["sampling"]["logprobs"] = request.logprobs
+    return TextCall(**fields, prompts=as_prompts(request.prompt), echo=bool(request.echo))
+
+
+def chat_call(request: ChatCompletionRequest) -> ChatCall:
+    """Return a chat as a call. Raises `RequestError`."""
     fields = call_fields(request, stream=bool(request.stream))
     # 0 asks for nothing, and there are clients that always send it.
     if request.top_logprobs and not request.logprobs:
@@ -78,7 +87,7 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
     if request.max_completion_tokens is not None:
         fields["sampling"]["max_tokens"] = request.max_completion_tokens
         fields["spelling"]["max_tokens"] = "max_completion_tokens"
-    call = ChatCall(
+    return ChatCall(
         **fields,
         messages=read_messages(request.messages),
         tools=ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False),
@@ -88,7 +97,6 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
     )
-    return ChatReply(await model.chat(call), model)
 
 
 async def tokenize(model: ServedModel, body: dict[str, Any]) -> dict[str, Any]:
