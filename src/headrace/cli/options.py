@@ -19,6 +19,7 @@ import typer
 from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import METHODS, SpeculativeConfig, speculative_config
 
@@ -94,13 +95,6 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "log_stats_interval": "Seconds between two log lines of statistics; 0 for none.",
         "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace: none.",
     },
-    SamplingParams: {
-        "stop": "Text that ends the answer; may be given more than once.",
-        "stop_token_ids": "Token id that ends the answer; may be given more than once.",
-        "ignore_eos": "Go on after the model's end-of-text token.",
-        "include_stop_str_in_output": "Keep the stop text in the answer.",
-        "skip_special_tokens": "Leave special tokens out of the text.",
-    },
 }
 
 SHORT = {"quantization": "-q", "speculative_config": "-sc"}
@@ -117,27 +111,31 @@ def integer(text: str | int) -> int:
 
 
 def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> str:
-    """The text of a flag: the field's own, or that of `HELP`, or that of the table of bounds with its range.
+    """Return the text of a flag: the field's own, or that of `HELP`, or that of the tables of parameters and bounds.
 
-    Empty if there is none: the flag works, and a test asks for the text.
+    Empty if there is none: the flag works, and a test fails.
     """
     meta = meta_of(field)
     if meta is not None and meta.description:
         return meta.description
     if field.name in HELP.get(struct, {}):
         return HELP[struct][field.name]
-    row = BOUNDS.get(field.name)
-    if row is None:
-        return ""
-    # The ends of a machine integer tell a reader nothing.
-    allowed = f"at least {row.low:g}" if row.high >= 2**31 - 1 else row.describe()
-    return f"{row.doc[0].upper()}{row.doc[1:]}; {allowed}."
+    row, bound = PARAMETERS.get(field.name), BOUNDS.get(field.name)
+    doc = row.doc if row is not None else bound.doc if bound is not None else ""
+    if bound is None:
+        allowed = ""
+    elif bound.kind == "size":
+        allowed = "; may be given more than once"
+    else:
+        # The ends of a machine integer tell a reader nothing.
+        allowed = f"; at least {bound.low:g}" if bound.high >= MAX_INT32 else f"; {bound.describe()}"
+    return doc and f"{doc[0].upper()}{doc[1:]}{allowed}."
 
 
 def meta_of(field: msgspec.structs.FieldInfo) -> msgspec.Meta | None:
-    """What a field's annotation says beside its type, if anything."""
-    found = [part for part in getattr(field.type, "__metadata__", ()) if isinstance(part, msgspec.Meta)]
-    return found[0] if found else None
+    """Return the `msgspec.Meta` of a field's annotation, if it has one."""
+    metas = [part for part in getattr(field.type, "__metadata__", ()) if isinstance(part, msgspec.Meta)]
+    return metas[0] if metas else None
 
 
 def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, default: Any) -> inspect.Parameter:

@@ -1,5 +1,5 @@
 """`python -m headrace.cli.reference DIRECTORY` writes flags.md and limits.md, from the command line itself and from the
-table of bounds. A test fails when the files in docs/ are not what this writes."""
+tables of parameters and of bounds. A test fails when the files in docs/ are not what this writes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import typer.main
 
 from headrace import env
 from headrace.cli.main import app
-from headrace.protocol.bounds import BOUNDS, MAX_INT, Bound
+from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.bounds import BOUNDS, Bound
+from headrace.protocol.parameters import APIS, MAX_INT, MAX_INT32, PARAMETERS, Parameter
+from headrace.protocol.params import SamplingParams, Watermark
+from headrace.protocol.step import Request
 
 
 def commands(command: Any = None, path: str = "headrace") -> Iterator[tuple[str, Any]]:
@@ -67,36 +72,86 @@ def flags_page() -> str:
 
 
 def number(value: float | None) -> str:
+    """A number as a page shows it: the ends of machine integers as powers of two."""
     if value is None:
         return ""
     if value == MAX_INT:
         return "2^63 - 1"
     if float(value).is_integer() and math.log2(abs(value) or 1).is_integer() and abs(value) >= 2**20:
         return f"{'-' if value < 0 else ''}2^{int(math.log2(abs(value)))}"
-    if value == 2**31 - 1:
+    if value == MAX_INT32:
         return "2^31 - 1"
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
 
 
+def defaults() -> dict[str, Any]:
+    """The default of each bounded field that has one, by the name of its row."""
+    values = {"priority": fields_of(Request)["priority"].default}
+    values |= {f"watermark_{name}": field.default for name, field in fields_of(Watermark).items()}
+    for struct in (BeamSearchParams, SamplingParams):
+        values |= {name: field.default for name, field in fields_of(struct).items()}
+    return {name: value for name, value in values.items() if value is not None and value is not msgspec.NODEFAULT}
+
+
+def fields_of(struct: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(struct)}
+
+
+LIMITS_HEAD = """# Limits
+
+Every number and size that a request can carry, by which the server and the engine check it. A value outside its range
+is refused with HTTP 400, naming field, value and range. Written by `make docs`; a test fails when this page is stale.
+
+## Parameters
+
+The fields of `SamplingParams`, from `headrace/protocol/parameters.py`, and their names in the APIs that take them:
+"yes" is the same name. The range of a size is that of its length.
+
+- OpenAI's API has vLLM's extensions. A chat has `max_completion_tokens` too, and `top_logprobs` beside `logprobs`;
+  Responses has `max_output_tokens`.
+- Ollama's names are fields of `options`; `top_logprobs` stands beside it. There and in llama-server's API a `seed` or
+  length of -1 means none, and a share of 0 keeps one token.
+- The form of an answer is `output_config` for Anthropic, `format` for Ollama, `grammar` or `json_schema` for
+  llama-server.
+"""
+
+
 def limits_page() -> str:
-    lines = [
-        "# Limits",
-        "",
-        "Every number and size that a request can carry, from `headrace/protocol/bounds.py`, by which the server and",
-        "the engine check it. A value outside its range is refused with HTTP 400, naming field, value and range.",
-        "Written by `make docs`; a test fails when this page is stale.",
-        "",
-    ]
-    for title, kinds in (("Values", ("int", "float")), ("Sizes", ("size",))):
-        lines += [f"## {title}", "", "| field | kind | from | to | default | meaning |", "|---|---|---|---|---|---|"]
-        lines += [row(bound) for bound in BOUNDS.values() if bound.kind in kinds]
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    default_of = defaults()
+
+    def cells(row: Parameter | Bound) -> list[str]:
+        default = default_of.get(row.name)
+        shown = str(default).lower() if isinstance(default, bool) else number(default)
+        return [f"`{row.name}`", row.kind, number(row.low), number(row.high), shown, row.doc]
+
+    head = ["field", "kind", "from", "to", "default", "meaning"]
+
+    def name_in(api: str, row: Parameter) -> str:
+        name = row.names.get(api, "")
+        return "yes" if name == row.name else name and f"`{name}`"
+
+    parameters = [[*cells(row), *(name_in(api, row) for api in APIS)] for row in PARAMETERS.values()]
+    others = [bound for bound in BOUNDS.values() if bound.name not in PARAMETERS]
+    return "\n".join(
+        [
+            LIMITS_HEAD,
+            *table([*head, *APIS.values()], parameters),
+            "",
+            "## Other values",
+            "",
+            *table(head, [cells(bound) for bound in others if bound.kind != "size"]),
+            "",
+            "## Other sizes",
+            "",
+            *table(head, [cells(bound) for bound in others if bound.kind == "size"]),
+            "",
+        ]
+    )
 
 
-def row(bound: Bound) -> str:
-    cells = (f"`{bound.name}`", bound.kind, number(bound.low), number(bound.high), number(bound.default), bound.doc)
-    return "| " + " | ".join(cells) + " |"
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table."""
+    return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
 
 
 PAGES = {"flags.md": flags_page, "limits.md": limits_page}

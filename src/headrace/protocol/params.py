@@ -1,13 +1,15 @@
 """`SamplingParams`: how the tokens of a request are chosen. Names and defaults are those of vLLM, or of llama-server
-where vLLM has none.
+where vLLM has none. Ranges, meanings and the names in each API are in `headrace.protocol.parameters`.
 
-Frozen, checked against `headrace.protocol.bounds` at construction, and sent as it is from the server to the engine.
-Knows no tensors, no text beyond the strings that the front end turns into token ids, no model. The engine checks token
-ids against the model's width, which is not known here.
+Frozen, checked against that table at construction, and sent as it is from the server to the engine. Knows no tensors,
+no text beyond the strings that the front end turns into token ids, no model. The engine checks token ids against the
+model's width, which is not known here.
 """
 
 from __future__ import annotations
 
+import functools
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,44 +18,10 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import PARAMETERS
 
-BOOLS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "speculation",
-)
-NUMBERS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "repeat_last_n",
-    "typical_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "adaptive_target",
-    "adaptive_decay",
-    "no_repeat_ngram_size",
-)
-OPTIONAL_NUMBERS = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of", "thinking_token_budget")
+NUMBERS = tuple(row.name for row in PARAMETERS.values() if row.kind in ("int", "float"))
+BOOLS = tuple(row.name for row in PARAMETERS.values() if row.kind == "bool")
 
 DEFAULT_SAMPLERS = (
     "penalties",
@@ -128,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop: list[str] | str | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
@@ -172,11 +140,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logits_processors: list[Any] | None = None
 
     def __post_init__(self) -> None:
+        optional = _optional_fields()
         for name in NUMBERS:
-            bounds.check(name, getattr(self, name))
-        for name in OPTIONAL_NUMBERS:
-            if getattr(self, name) is not None:
-                bounds.check(name, getattr(self, name))
+            value = getattr(self, name)
+            if value is not None or name not in optional:
+                bounds.check(name, value)
         for name in BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
@@ -311,6 +279,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         most = len(trace) if self.max_tokens is None else min(self.max_tokens, len(trace))
         msgspec.structs.force_setattr(self, "max_tokens", most)
         msgspec.structs.force_setattr(self, "ignore_eos", True)
+
+
+@functools.cache
+def field_types() -> dict[str, Any]:
+    """Return the type of each field of `SamplingParams`."""
+    return typing.get_type_hints(SamplingParams)
+
+
+@functools.cache
+def _optional_fields() -> frozenset[str]:
+    return frozenset(name for name, type_ in field_types().items() if type(None) in typing.get_args(type_))
 
 
 def _check_each(name: str, token_ids: list[int]) -> None:

@@ -8,6 +8,7 @@ history, no batch. Called by `sampler`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -217,6 +218,23 @@ def top_n_sigma(pool: Candidates, params: SamplingParams) -> Candidates:
     away = pool.scaled - pool.scaled.sum() / len(pool.scaled)
     deviation = math.sqrt(float((away * away).sum()) / len(away))
     return pool.take(pool.scaled >= -params.top_n_sigma * deviation)
+
+
+class Filter(NamedTuple):
+    """A filter by its name in `SamplingParams.samplers`. `changes`: whether it does anything, for so many tokens."""
+
+    changes: Callable[[SamplingParams, int], bool]
+    apply: Callable[[Candidates, SamplingParams], Candidates]
+
+
+FILTERS = {
+    "temperature": Filter(lambda params, _: params.temperature != 1.0 or params.dynatemp_range > 0.0, temperature),
+    "min_p": Filter(lambda params, _: params.min_p > 0.0, min_p),
+    "top_k": Filter(lambda params, vocab_size: 0 < params.top_k < vocab_size, top_k),
+    "typical_p": Filter(lambda params, _: params.typical_p < 1.0, typical_p),
+    "top_p": Filter(lambda params, _: params.top_p < 1.0, top_p),
+    "top_n_sigma": Filter(lambda params, _: params.top_n_sigma > 0.0, top_n_sigma),
+}
 
 
 def xtc(pool: Candidates, params: SamplingParams, coin: float) -> Candidates:

@@ -307,17 +307,7 @@ class Sampler:
             return Candidates(pool.token_ids, values, 0.0).settled()
         if stage == "xtc":
             return filters.xtc(pool, params, noise.uniform(params.seed or 0, row.position, noise.XTC))
-        return _FILTERS[stage](pool, params)
-
-
-_FILTERS = {
-    "temperature": filters.temperature,
-    "min_p": filters.min_p,
-    "top_k": filters.top_k,
-    "typical_p": filters.typical_p,
-    "top_p": filters.top_p,
-    "top_n_sigma": filters.top_n_sigma,
-}
+        return filters.FILTERS[stage].apply(pool, params)
 
 
 def _as_value_error(error: Exception) -> ValueError:
@@ -353,21 +343,12 @@ def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
 
 
 def _stages(params: SamplingParams, vocab_size: int) -> list[str]:
-    """The samplers with an effect, in their order. Mirostat takes the place of the filters."""
-    active = {
-        "penalties": params.penalizes,
-        "dry": params.dries,
-        "temperature": params.temperature != 1.0 or params.dynatemp_range > 0.0,
-    }
+    """Return the samplers with an effect, in their order. Mirostat takes the place of the filters."""
+    active = {"penalties": params.penalizes, "dry": params.dries}
     if not params.mirostat:
-        active |= {
-            "top_n_sigma": params.top_n_sigma > 0.0,
-            "min_p": params.min_p > 0.0,
-            "top_k": 0 < params.top_k < vocab_size,
-            "typical_p": params.typical_p < 1.0,
-            "top_p": params.top_p < 1.0,
-            "xtc": params.xtc_probability > 0.0,
-        }
+        active["xtc"] = params.xtc_probability > 0.0
+    for name, each in filters.FILTERS.items():
+        active[name] = each.changes(params, vocab_size) and (name == "temperature" or not params.mirostat)
     return [stage for stage in params.order if active.get(stage)]
 
 

@@ -16,11 +16,13 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol.bounds import BOUNDS
+from headrace.protocol.parameters import APIS, names_in
 from headrace.serve import routing
 from headrace.serve.apis.anthropic import errors as anthropic_errors
 from headrace.serve.apis.llama_server import errors as llama_errors
 from headrace.serve.apis.ollama import errors as ollama_errors
 from headrace.serve.call import reply_forms, schema
+from headrace.serve.call.llama_options import WIDER
 from headrace.serve.errors import error_response, json_response
 
 STATUSES = {
@@ -46,11 +48,12 @@ ERRORS: Mapping[routing.Refusal, type[msgspec.Struct]] = {
     llama_errors.refuse: reply_forms.LlamaError,
 }
 # Which row of the bounds table holds for a number, where the names differ.
-ROWS = schema.ROWS | {"repeat_penalty": "repetition_penalty", "n_probs": "logprobs", "max_output_tokens": "max_tokens"}
-# A seed of -1 means: none, and a share of 0 one token; the rows do not say so.
-UNBOUNDED = frozenset(
-    (struct, name) for struct in ("LlamaCompletionRequest", "Options") for name in ("seed", "top_p", "typical_p")
+ROWS = (
+    {name: field for api in APIS for field, name in names_in(api).items()}
+    | schema.ROWS
+    | {"max_output_tokens": "max_tokens"}
 )
+UNBOUNDED = frozenset((struct, name) for struct in ("LlamaCompletionRequest", "Options") for name in WIDER)
 # What a chat message is at least; templates may want more, and may take more.
 MESSAGE = {
     "type": "object",

@@ -14,8 +14,9 @@ import msgspec
 
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
-from headrace.protocol.params import SamplingParams
+from headrace.protocol.parameters import OPENAI, names_in
 from headrace.serve.call.parsing import Body, Warnings, convert
+from headrace.serve.call.sampling import takes_parameters
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -23,54 +24,15 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+@takes_parameters(OPENAI, but=("logprobs",))
 class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of completion take. None, also given as null, means: not given."""
 
     model: str | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[int, float] | None = None
     best_of: int | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repeat_last_n: int | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    no_repeat_ngram_size: int | None = None
-    thinking_token_budget: int | None = None
-    trace_decode_token_ids: list[int] | None = None
     # true, or an object: see `protocol.params.Watermark`.
     watermark: bool | dict[str, Any] | None = None
-    samplers: list[str] | None = None
-    # Whether tokens may be guessed ahead (--speculative-config).
-    speculation: bool | None = None
     # See `text.beams`.
     use_beam_search: bool | None = None
     beam_width: int | None = None
@@ -78,9 +40,6 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     early_stopping: bool | str | None = None
     num_beam_groups: int | None = None
     diversity_penalty: float | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -195,10 +154,8 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
-# Of these the form of the answer is left out, which has more ways to be said.
-PASSED_ON = (frozenset(SamplingParams.__struct_fields__) & frozenset(Sampled.__struct_fields__)) - {
-    "structured_outputs"
-}
+# Neither logprobs, whose type differs between the two kinds, nor the form of the answer, which has other fields too.
+PASSED_ON = frozenset(names_in(OPENAI)) - {"logprobs", "structured_outputs"}
 
 T = TypeVar("T", bound=Body)
 

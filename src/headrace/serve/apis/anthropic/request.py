@@ -13,8 +13,10 @@ import msgspec
 
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import ANTHROPIC
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body
+from headrace.serve.call.sampling import sampling_of, spelling_of, takes_parameters
 from headrace.text import templates
 from headrace.text.templates import ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
@@ -27,9 +29,7 @@ IGNORED = {
     "diagnostics": "usage tells what the cache had",
 }
 # The engine's fields, and those of this API that set them.
-SPELLING = {
-    "stop": "stop_sequences",
-    "thinking_token_budget": "thinking.budget_tokens",
+SPELLING = spelling_of(ANTHROPIC) | {
     "structured_outputs": "output_config",
     "reasoning_effort": "output_config.effort",
     "prompt": "messages",
@@ -136,15 +136,13 @@ class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
     output_config: OutputConfig | None = None
 
 
+@takes_parameters(ANTHROPIC, but=("thinking_token_budget",))
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     metadata: Metadata | None = None
 
 
@@ -166,9 +164,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     if output is not None and output.effort is not None:
         effort = "xhigh" if output.effort == "max" else output.effort
     if isinstance(request, MessagesRequest):
-        values = {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
-        values["stop"] = request.stop_sequences
-        sampling |= {name: value for name, value in values.items() if value is not None}
+        sampling |= sampling_of(request, ANTHROPIC)
     return ChatCall(
         model=request.model,
         messages=messages,

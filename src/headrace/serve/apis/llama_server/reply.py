@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
-from headrace.serve.call import llama_options, replies
+from headrace.serve.call import replies
 from headrace.serve.call.answers import Answer
+from headrace.serve.call.llama_options import NO_SEED
 from headrace.serve.call.replies import event
 from headrace.text.outputs import RequestState
 
@@ -131,16 +132,11 @@ class Results:
 
 
 def settings(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters under llama-server's names."""
+    """Return the sampling parameters under llama-server's names."""
     stop: Sequence[str] = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    same = (name for name in llama_options.SAME if name not in ("stop", "samplers", "repeat_last_n"))
-    values = {name: getattr(params, name) for name in same}
-    finite = {name: value for name, value in values.items() if not isinstance(value, float) or math.isfinite(value)}
-    return finite | {
+    return {name: getattr(params, field) for field, name in names_in(LLAMA_SERVER).items()} | {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
-        "seed": 2**32 - 1 if params.seed is None else params.seed,
-        "repeat_penalty": params.repetition_penalty,
-        "repeat_last_n": params.repeat_last_n,
+        "seed": NO_SEED if params.seed is None else params.seed,
         "stop": list(stop),
         "samplers": list(params.order),
         "logit_bias": [[token_id, bias] for token_id, bias in (params.logit_bias or {}).items()],

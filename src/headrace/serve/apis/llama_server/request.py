@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.serve.call.parsing import Body
+from headrace.serve.call.sampling import takes_parameters
 
 IGNORED = {
     "id_slot": "there are no slots; a prefix is found wherever it was computed",
@@ -26,6 +28,7 @@ MAX_PIECES = 64
 MAX_PROMPTS = 256
 
 
+@takes_parameters(LLAMA_SERVER)
 class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /completion."""
 
@@ -35,36 +38,8 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     # The same under OpenAI's name.
     max_tokens: int | None = None
     stream: bool | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    samplers: list[str] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
-    ignore_eos: bool | None = None
     logit_bias: list[list[Any]] | dict[str, Any] | None = None
     n_probs: int | None = None
     post_sampling_probs: bool | None = None

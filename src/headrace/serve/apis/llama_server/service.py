@@ -14,6 +14,7 @@ from headrace import __version__
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.protocol.params import SamplingParams
 from headrace.serve.apis.llama_server.errors import NoSlotError
 from headrace.serve.apis.llama_server.reply import Results, settings
@@ -28,8 +29,9 @@ from headrace.serve.apis.llama_server.request import (
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.llama_options import sampling_of, spelling_of
+from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import convert
+from headrace.serve.call.sampling import spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
 from headrace.text.templates import read_messages
@@ -53,15 +55,14 @@ class LlamaServer:
 
     async def _call(self, request: LlamaCompletionRequest) -> TextCall:
         prompts = await self._prompts(request.prompt)
-        sampling = sampling_of(request)
-        spelling = spelling_of()
-        if request.n_predict is not None:
-            spelling["max_tokens"] = "n_predict"
-        elif request.max_tokens is not None:
-            sampling["max_tokens"] = request.max_tokens
-        if request.n_probs:
-            sampling["logprobs"] = request.n_probs
-            spelling["logprobs"] = "n_probs"
+        sampling = sampling_of(request, LLAMA_SERVER)
+        spelling = spelling_of(LLAMA_SERVER)
+        if request.n_predict is None:
+            spelling["max_tokens"] = "max_tokens"
+            if request.max_tokens is not None:
+                sampling["max_tokens"] = request.max_tokens
+        if request.n_probs == 0:
+            del sampling["logprobs"]
         if request.post_sampling_probs:
             request.warn("post_sampling_probs", "ignored: probabilities are the model's, before samplers")
         if request.logit_bias is not None:

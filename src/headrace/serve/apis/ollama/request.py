@@ -7,30 +7,18 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import OLLAMA
 from headrace.serve.call.parsing import Body
+from headrace.serve.call.sampling import takes_parameters
 from headrace.text import templates
 from headrace.text.templates import ToolCall, check_role
 
 
+@takes_parameters(OLLAMA)
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What shapes an answer. Others are known and end in warnings."""
 
-    num_predict: int | None = None
     num_ctx: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repeat_last_n: int | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     tfs_z: float | None = None
     penalize_newline: bool | None = None
 

@@ -15,6 +15,7 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
 from headrace.serve.apis.ollama.reply import Lines, now
 from headrace.serve.apis.ollama.request import (
@@ -28,8 +29,9 @@ from headrace.serve.apis.ollama.request import (
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.llama_options import sampling_of, spelling_of
+from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import Warnings, convert
+from headrace.serve.call.sampling import spelling_of
 from headrace.serve.call.service import ServedModel
 from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
@@ -44,8 +46,7 @@ IGNORED = {
 }
 LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 # The engine's fields, and those of Ollama's requests that set them.
-SPELLING = spelling_of("options.") | {
-    "max_tokens": "options.num_predict",
+SPELLING = spelling_of(OLLAMA, "options.") | {
     "structured_outputs": "format",
     "reasoning_effort": "think",
     "logprobs": "top_logprobs",
@@ -222,7 +223,7 @@ class Ollama:
             request.warn(f"options.{name}", "ignored: set when the server starts")
         with spelled(SPELLING):
             # Also where the request only loads the model.
-            SamplingParams(**sampling_of(request.options or Options(), "options."))
+            SamplingParams(**sampling_of(request.options or Options(), OLLAMA, "options."))
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self.model.check_model(self._name(request.model))
@@ -235,7 +236,7 @@ class Ollama:
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
         options = request.options or Options()
-        sampling = sampling_of(options, "options.")
+        sampling = sampling_of(options, OLLAMA, "options.")
         context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
             request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
