@@ -35,8 +35,8 @@ DEFAULT_SAMPLERS = (
     "xtc",
     "adaptive_p",
 )
-"""The order of vLLM V1 (penalties, temperature, min_p, top_k, top_p), with headrace's further samplers in between.
-Wherever it stands, adaptive_p runs last: it draws from the candidates of the others."""
+"""The order of vLLM V1 (penalties, temperature, min_p, top_k, top_p), with the others in between.
+adaptive_p runs last, wherever it is listed: it draws from the tokens that the others keep."""
 
 # llama-server's spelling.
 ALIASES = {"typ_p": "typical_p"}
@@ -44,8 +44,8 @@ ALIASES = {"typ_p": "typical_p"}
 
 class Watermark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The mark of Kirchenbauer et al. 2023 (arXiv 2301.10226, algorithm 2): the token before and `hashing_key` make a
-    share `gamma` of the vocabulary green, and green logits get `delta` more. With `gamma` and
-    `hashing_key` such a text can be detected: `headrace.sampling.watermark.detect`.
+    share `gamma` of the vocabulary green, and green logits get `delta` more. With `gamma` and `hashing_key` such a
+    text can be recognised: `headrace.sampling.watermark.detect`.
 
     Raises `RequestError` naming the field, the value and the bound.
     """
@@ -60,8 +60,8 @@ class Watermark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def watermark_of(value: Watermark | Mapping[str, Any] | bool) -> Watermark | None:
-    """Return the `Watermark` of true (the defaults) or of a plain dict of its fields, None for false. Raises
-    `RequestError` for anything else."""
+    """Return a `Watermark` for true (the defaults) or for a dict of its fields, None for false. Raises `RequestError`
+    for anything else."""
     if isinstance(value, Watermark):
         return value
     if isinstance(value, bool):
