@@ -71,7 +71,8 @@ _counts: dict[str, Counter[str]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    tier = report.nodeid.split("/")[1] if report.nodeid.count("/") > 1 else "other"
+    file = report.nodeid.partition("::")[0]
+    tier = file.split("/")[1] if file.count("/") > 1 else "other"
     if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
         outcome = "error" if report.when == "setup" and report.failed else report.outcome
         _counts.setdefault(tier, Counter())[outcome] += 1
