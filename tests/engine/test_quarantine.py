@@ -118,7 +118,7 @@ def test_an_engine_that_every_request_kills_is_given_up() -> None:
 def test_kills_from_outside_convict_nobody(seed: int) -> None:
     """At any moment, also while requests are told to a new engine one by one."""
     made = [request([1, 2, i], seed=i, logprobs=1, max_tokens=120) for i in range(12)]
-    client = mortal(max_restarts=1000)
+    client = mortal(max_restarts=1000, delay=0.01)
     noise = random.Random(seed)
 
     async def work(client: EngineClient) -> object:

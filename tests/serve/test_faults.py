@@ -78,12 +78,13 @@ def test_control_without_the_watch_a_plain_reply_would_run_on(live: Live, monkey
         return await work
 
     monkeypatch.setattr(routing, "until_gone", careless)
+    ends = [live.metric("request_success_total", finished_reason=reason) for reason in ("abort", "length")]
     with socket.create_connection(("127.0.0.1", live.port)) as client:
         client.sendall(head("/v1/completions", json.dumps(dict(LONG, max_tokens=1000)).encode()))
         live.wait(lambda: live.metric("num_requests_running") == 1)
-    time.sleep(0.3)
-    assert not is_idle(live)
-    live.wait(lambda: is_idle(live), 20)
+    live.wait(lambda: is_idle(live))
+    ends[1] += 1
+    assert [live.metric("request_success_total", finished_reason=reason) for reason in ("abort", "length")] == ends
 
 
 def test_garbage_bytes_harm_nobody(live: Live) -> None:
@@ -186,7 +187,7 @@ def test_R_14_a_client_that_does_not_read_holds_up_nobody(live: Live, monkeypatc
         client.sendall(head("/v1/completions", body))
         live.wait(lambda: live.metric("num_requests_running") >= 16)
         assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 20}).status_code == 200
-        live.wait(lambda: is_idle(live), 20)
+        live.wait(lambda: is_idle(live))
 
 
 def test_R_03_probes_stay_quick_beside_large_prompts(live: Live) -> None:
@@ -228,9 +229,9 @@ def test_R_17_a_request_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
     with Live(InprocClient(build), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         for stream in (True, False):
             with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                bad = pool.submit(live.post, "/v1/completions", dict(LONG, stream=stream))
+                bad = pool.submit(live.post, "/v1/completions", dict(LONG, max_tokens=1500, stream=stream))
                 live.wait(lambda: live.client.stats.num_running == 1)
-                good = pool.submit(live.post, "/v1/completions", dict(LONG, max_tokens=60))
+                good = pool.submit(live.post, "/v1/completions", dict(LONG, max_tokens=200))
                 live.wait(lambda: live.client.stats.num_running == 2)
                 failing.set()
                 if stream:
@@ -240,7 +241,7 @@ def test_R_17_a_request_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
                 else:
                     assert bad.result().status_code == 500
                     assert bad.result().json()["error"]["code"] == "numerical_error"
-            undisturbed = live.post("/v1/completions", dict(LONG, max_tokens=60)).json()
+            undisturbed = live.post("/v1/completions", dict(LONG, max_tokens=200)).json()
             assert good.result().json()["choices"] == undisturbed["choices"]
         assert live.metric("request_success_total", finished_reason="error") == 2
         live.wait(lambda: is_idle(live))
@@ -256,7 +257,7 @@ def test_a_killed_engine_is_a_pause_in_the_streams(mortal: Live) -> None:
     """Promise 2, over HTTP: same text as undisturbed, streamed and plain, and one clean end each."""
 
     def one(index: int) -> str:
-        body = dict(LONG, max_tokens=150, seed=index, stream=index % 2 == 0, logprobs=1)
+        body = dict(LONG, max_tokens=250, seed=index, stream=index % 2 == 0, logprobs=1)
         reply = mortal.post("/v1/completions", body)
         assert reply.status_code == 200
         if index % 2:
@@ -269,7 +270,8 @@ def test_a_killed_engine_is_a_pause_in_the_streams(mortal: Live) -> None:
         running = [pool.submit(one, index) for index in range(16)]
         for kills in range(1, 4):
             mortal.wait(lambda: mortal.client.is_alive and mortal.client.stats.num_running > 0)
-            time.sleep(0.05)
+            at_least = mortal.client.total.num_generated_tokens + 32
+            mortal.wait(lambda at_least=at_least: mortal.client.total.num_generated_tokens >= at_least)
             os.kill(pid_of(mortal.client), signal.SIGKILL)
             # The restart may be over before anybody looked.
             mortal.wait(lambda kills=kills: not ready(mortal) or mortal.client.num_restarts == kills)
@@ -288,8 +290,7 @@ def test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done(tokenizer: Tok
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             streamed = pool.submit(live.post, "/v1/completions", dict(LONG, stream=True))
             plain = pool.submit(live.post, "/v1/completions", LONG)
-            live.wait(lambda: client.stats.num_running == 2)
-            time.sleep(0.1)
+            live.wait(lambda: client.stats.num_running == 2 and client.total.num_generated_tokens >= 20)
             os.kill(pid_of(client), signal.SIGKILL)
         text, lines = events(streamed.result().text)
         assert text
@@ -304,7 +305,7 @@ def test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done(tokenizer: Tok
 
 def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     dog = mortal.client.watchdog
-    monkeypatch.setattr(dog, "timeout", 8.0)
+    monkeypatch.setattr(dog, "timeout", 4.0)
     monkeypatch.setattr(dog, "interval", 0.05)
     pid = pid_of(mortal.client)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -312,7 +313,7 @@ def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.Mon
         mortal.wait(lambda: mortal.client.stats.num_running > 0)
         os.kill(pid, signal.SIGSTOP)
         try:
-            mortal.wait(lambda: HTTP.get(mortal.url + "/health/ready").json()["status"] == "stalled", 7)
+            mortal.wait(lambda: HTTP.get(mortal.url + "/health/ready").json()["status"] == "stalled")
         finally:
             os.kill(pid, signal.SIGCONT)
         mortal.wait(lambda: ready(mortal))
@@ -338,7 +339,7 @@ class Served:
 
     def __enter__(self) -> Served:
         try:
-            Live.wait(lambda: HTTP.get(self.url + "/health").status_code == 200, 60)
+            Live.wait(lambda: HTTP.get(self.url + "/health").status_code == 200, 120)
         except BaseException:
             self.__exit__()
             raise
@@ -355,7 +356,7 @@ class Served:
         self.process.stderr.close()
 
     def end(self) -> tuple[int, str]:
-        _, log = self.process.communicate(timeout=60)
+        _, log = self.process.communicate(timeout=120)
         return self.process.returncode, log
 
 
@@ -411,10 +412,10 @@ def test_R_23_a_killed_server_leaves_no_process_and_no_port(tmp_path: Path, froz
         if frozen:
             os.kill(served.engine, signal.SIGSTOP)
         served.process.kill()
-        served.process.wait(timeout=30)
+        served.process.wait(timeout=60)
         with socket.create_server(("127.0.0.1", served.port)):
             pass
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while left := [pid for pid in served.children if is_running(pid)]:
             assert time.monotonic() < end, left
             time.sleep(0.02)
@@ -426,22 +427,22 @@ def test_I_24_serving_is_true_both_ways(mortal: Live) -> None:
     """An idle engine that was stopped is not serving, though nobody has missed it yet."""
 
     def serving() -> bool:
-        return HTTP.get(mortal.url + "/health/serving", timeout=10).status_code == 200
+        return HTTP.get(mortal.url + "/health/serving").status_code == 200
 
     pid = pid_of(mortal.client)
     assert serving()
     os.kill(pid, signal.SIGSTOP)
     try:
         assert HTTP.get(mortal.url + "/health/ready").status_code == 200
-        mortal.wait(lambda: not serving(), 10)
+        mortal.wait(lambda: not serving())
     finally:
         os.kill(pid, signal.SIGCONT)
-    mortal.wait(serving, 10)
+    mortal.wait(serving)
     restarts = mortal.client.num_restarts
     os.kill(pid, signal.SIGKILL)
     # Either it says that nobody serves, or what it says is the new engine's answer.
-    mortal.wait(lambda: not serving() or mortal.client.num_restarts > restarts, 20)
-    mortal.wait(serving, 20)
+    mortal.wait(lambda: not serving() or mortal.client.num_restarts > restarts)
+    mortal.wait(serving)
     assert mortal.client.num_restarts == restarts + 1
     assert pid_of(mortal.client) != pid
 

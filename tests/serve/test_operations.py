@@ -8,6 +8,7 @@ import inspect
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from tests.support.server import HTTP, Live, inproc
 from headrace import AsyncLLM, __version__
 from headrace.engine import context
 from headrace.engine.client import InprocClient
+from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -116,13 +118,21 @@ def test_I_21_metrics_count_what_happened(fresh: Live) -> None:
 
 
 def test_R_27_not_ready_before_a_token_was_made(tokenizer: Tokenizer) -> None:
-    client = inproc(delay=0.5)
+    started = threading.Event()
+
+    def build() -> EngineCore:
+        core = fake.build(EngineConfig(model="fake"))
+        core.executor._fail = lambda step_id, index: not started.wait(60)  # type: ignore[attr-defined]
+        return core
+
+    client = InprocClient(build)
     live = Live(client, tokenizer, ServerConfig(log_stats_interval=0))
     live.thread.start()
-    live.wait(lambda: HTTP.get(live.url + "/health/live").status_code == 200, 20)
+    live.wait(lambda: HTTP.get(live.url + "/health/live").status_code == 200)
     live.wait(lambda: client.is_started)
     loading = HTTP.get(live.url + "/health/ready")
     assert (loading.status_code, loading.json()) == (503, {"status": "loading"})
+    started.set()
     live.wait(lambda: HTTP.get(live.url + "/health/ready").status_code == 200)
     live.__exit__()
 

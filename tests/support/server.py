@@ -32,7 +32,7 @@ from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 # One for all: to make a client loads the certificates, which takes longer than most tests.
-HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=30)
+HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=60)
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
@@ -80,18 +80,18 @@ class Live:
 
     def __enter__(self) -> Live:
         self.thread.start()
-        self.wait(lambda: HTTP.get(self.url + "/health/live").status_code == 200, 20)
-        self.wait(lambda: self.client.is_alive or self.app.state.life.failure is not None, 20)
+        self.wait(lambda: HTTP.get(self.url + "/health/live").status_code == 200)
+        self.wait(lambda: self.client.is_alive or self.app.state.life.failure is not None)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
         self.socket.close()
         assert not self.thread.is_alive(), "the server did not stop"
 
     @staticmethod
-    def wait(until: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait(until: Callable[[], bool], seconds: float = 60.0) -> None:
         """Poll `until`, which may also fail to connect, for at most `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -102,7 +102,7 @@ class Live:
         raise AssertionError(f"not so within {seconds} s")
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        return HTTP.post(self.url + path, json=body, timeout=30, **more)
+        return HTTP.post(self.url + path, json=body, timeout=60, **more)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of one metric's samples with these labels."""

@@ -26,8 +26,17 @@ class Served(NamedTuple):
 
     def engine(self) -> psutil.Process:
         """The engine's process. The renderer of templates is a child of the server too."""
-        children = psutil.Process(self.pid).children()
-        return next(child for child in children if "headrace.engine.child" in child.cmdline())
+        return next(self._engines())
+
+    def num_engines(self) -> int:
+        """How many engines the server has: one, but for the time of a restart."""
+        return len(list(self._engines()))
+
+    def _engines(self) -> Iterator[psutil.Process]:
+        for child in psutil.Process(self.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "headrace.engine.child" in child.cmdline():
+                    yield child
 
 
 @contextlib.contextmanager
@@ -43,17 +52,17 @@ def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 120
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health/ready", timeout=5).status_code == 200:
+                if httpx.get(f"{url}/health/ready", timeout=30).status_code == 200:
                     break
             assert process.poll() is None, f"{command} exited with {process.returncode}"
-            assert time.monotonic() < deadline, f"{command} was not ready after 90 s"
+            assert time.monotonic() < deadline, f"{command} was not ready after 120 s"
             time.sleep(0.1)
         yield Served(url, process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=40) == 0
+        assert process.wait(timeout=90) == 0
     finally:
         if process.poll() is None:
             process.kill()
@@ -63,13 +72,13 @@ def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
 
 def gauge(url: str, name: str) -> float:
     """The sum of a metric's samples, from /metrics."""
-    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
     assert values, f"no metric {name}"
     return sum(values)
 
 
-def wait_for(url: str, name: str, value: float, seconds: float = 30.0) -> None:
+def wait_for(url: str, name: str, value: float, seconds: float = 60.0) -> None:
     """Wait until a metric has a value; fail with what it had last."""
     deadline = time.monotonic() + seconds
     while (seen := gauge(url, name)) != value:

@@ -253,7 +253,7 @@ def test_others_go_first(tokenizer: Tokenizer) -> None:
 
 
 def test_a_batch_lives_through_the_engine_s_death(tokenizer: Tokenizer) -> None:
-    link_client = child(delay=0.002)
+    link_client = child(delay=0.01)
     with Live(link_client, tokenizer, ServerConfig(log_stats_interval=0)) as server, openai_of(server) as client:
         lines = [line(f"q{i}", max_tokens=20, seed=i) for i in range(40)]
         made = client.batches.create(
