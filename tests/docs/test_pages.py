@@ -18,6 +18,7 @@ import pytest
 from tests.docs import pages
 from tests.docs.pages import PAGES, SHELLS, Block, blocks, commands, program
 from tests.support.serving import serve
+from tests.support.shallow import shallow
 
 from headrace.cli import main
 from headrace.cli import serve as serve_command
@@ -48,7 +49,7 @@ LIMITS = {
     "headrace quantize": ["--num-calibration-tokens", "64"],
 }
 """Flags added to commands that are run, so that they take little time."""
-PLACES = {"path/to/model.gguf": "made.gguf", "path/to/model": "builtin", "./model": "builtin"}
+PLACES = {"path/to/model.gguf": "made.gguf", "path/to/model": shallow(), "./model": shallow()}
 """Placeholders of the pages, and what stands in their place."""
 SNIPPETS_NOT_RUN = {"howto-tools.md": "the built-in model calls no tools; tests/e2e/test_tools_model.py runs others"}
 """Pages whose snippets are compiled alone, and why."""

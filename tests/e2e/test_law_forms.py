@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.law import Bits, assert_same, groups_of, make_core, make_requests, run, run_alone
+from tests.support.shallow import shallow
 
 from headrace.backends.native import require_native
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
@@ -102,8 +103,8 @@ def test_control_torch_ref_with_a_product_over_all_rows_is_noticed(
 
 
 def test_I_13_every_isa_gives_the_same_bits() -> None:
-    """In processes of their own: the ISA is chosen once. One line for each form."""
-    forms = [form for form in FORMS.values() if "backend" not in form]
+    """In processes of their own: the ISA is chosen once. One line for each form, on two layers; `scalar` is slow."""
+    forms = [form | {"model": shallow(2)} for form in FORMS.values() if "backend" not in form]
     command = [sys.executable, "-m", "tests.support.law", json.dumps(forms)]
     told = {}
     for isa in require_native().isas():

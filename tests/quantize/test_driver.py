@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.checkpoints import llama_tensors, write_llama
+from tests.support.shallow import shallow
 
-from headrace import hub
 from headrace.llm import LLM
 from headrace.models import find
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -27,9 +27,10 @@ LENGTH = 160
 
 
 @functools.cache
+@functools.cache
 def words(first: int, count: int) -> list[list[int]]:
-    """What the built-in model says to nothing, under seeds first ... first + count - 1."""
-    llm = LLM("builtin", skip_tokenizer_init=True, num_threads=1)
+    """What the shallow model says to nothing, under seeds first ... first + count - 1."""
+    llm = LLM(shallow(), skip_tokenizer_init=True, num_threads=1)
     try:
         asked = [SamplingParams(temperature=1, max_tokens=LENGTH, seed=seed) for seed in range(first, first + count)]
         outputs = llm.generate([{"prompt_token_ids": [0]}] * count, asked, use_tqdm=False)
@@ -56,7 +57,7 @@ def loss(model: str | Path, texts: Sequence[list[int]]) -> float:
 
 def make(out: Path, method: str, layout: str, source: Path | None = None, **changes: Any) -> driver.Report:
     options = Options(method=method, **({"group_size": 64} | changes))
-    return quantise_checkpoint(source or hub.resolve("builtin"), out, options, layout, words(0, 12))
+    return quantise_checkpoint(source or Path(shallow()), out, options, layout, words(0, 12))
 
 
 def mean(errors: dict[str, float]) -> float:
@@ -69,7 +70,7 @@ def test_gptq_and_awq_lose_less_than_rounding_at_four_bits(tmp_path: Path) -> No
     for method, layout in (("rtn", "compressed-tensors"), ("gptq", "gptq"), ("awq", "awq")):
         errors[method] = mean(make(tmp_path / method, method, layout, group_size=128, symmetric=False).errors)
         losses[method] = loss(tmp_path / method, texts)
-    plain = loss("builtin", texts)
+    plain = loss(shallow(), texts)
     assert errors["gptq"] < 0.9 * errors["rtn"]
     assert errors["awq"] < 0.9 * errors["rtn"]
     assert plain < losses["gptq"] < losses["rtn"]
@@ -199,7 +200,7 @@ def test_layers_left_plain_stay_to_the_bit(tmp_path: Path, small: Path) -> None:
 
 def test_smoothquant_is_served_better_than_plain_int8(tmp_path: Path) -> None:
     """Outliers are planted: three channels of each norm are 128 times as large, their weights as much smaller."""
-    source, spoilt = hub.resolve("builtin"), tmp_path / "spoilt"
+    source, spoilt = Path(shallow()), tmp_path / "spoilt"
     spoilt.mkdir()
     tensors = load_file(source / "model.safetensors")
     channels = [5, 100, 200]
@@ -216,7 +217,7 @@ def test_smoothquant_is_served_better_than_plain_int8(tmp_path: Path) -> None:
     save_file(tensors, spoilt / "model.safetensors")
     (spoilt / "config.json").write_text((source / "config.json").read_text())
     texts = words(100, 8)
-    plain = loss("builtin", texts)
+    plain = loss(shallow(), texts)
     assert loss(spoilt, texts) == pytest.approx(plain, abs=1e-6)
     kept: dict[str, Any] = {"source": spoilt, "bits": 8, "group_size": -1}
     make(tmp_path / "rtn", "rtn", "compressed-tensors", **kept)

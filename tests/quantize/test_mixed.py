@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.shallow import shallow
 
-from headrace.builtin import directory
 from headrace.protocol.errors import RequestError
 from headrace.quantize import mixed
 from headrace.quantize.mixed import Step, choose, hull
 from headrace.text.tokenizer import Tokenizer
 
-PATH = directory()
+PATH = Path(shallow())
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden with her dog. " * 4
 

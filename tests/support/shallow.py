@@ -1,4 +1,5 @@
-"""The built-in model cut off after its fourth layer, trained as an exit: it can speak, for a third of the work."""
+"""The built-in model cut off after its fourth layer, trained as an exit: it can speak, for a third of the work. Or
+after an earlier one, where only the bits of its numbers matter."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ NUM_LAYERS = 4
 
 
 @functools.cache
-def shallow() -> str:
+def shallow(num_layers: int = NUM_LAYERS) -> str:
     """The directory, the same for all processes; written by the first of them."""
     whole = builtin.directory()
-    path = Path(tempfile.gettempdir()) / f"headrace-shallow-{os.getuid()}-{whole.name}"
+    path = Path(tempfile.gettempdir()) / f"headrace-shallow-{num_layers}-{os.getuid()}-{whole.name}"
     if not path.is_dir():
         made = Path(tempfile.mkdtemp(dir=path.parent))
         for name in builtin.BESIDE:
             shutil.copyfile(whole / name, made / name)
         config = json.loads((whole / "config.json").read_text("utf-8"))
-        (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS}))
+        (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
         header, data = builtin.read(whole / "model.safetensors")
-        kept = [name for name in header if ".layers." not in name or int(name.split(".")[2]) < NUM_LAYERS]
+        kept = [name for name in header if ".layers." not in name or int(name.split(".")[2]) < num_layers]
         entries, parts, at = {}, [], 0
         for name in kept:
             if name == "__metadata__":

@@ -18,7 +18,7 @@ from tests.support.shallow import shallow
 from headrace.backends.native import require_native
 from headrace.protocol.step import Request
 
-PATH = Path(shallow())
+PATH = Path(shallow(2))
 
 ROOT = Path(__file__).parents[3]
 KINDS = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q3_K", "ffn_gate": "Q2_K",
