@@ -1,6 +1,6 @@
 """The engine's process dies in mid-answer, in every way, under 32 streams of every kind: nobody gets another bit.
 
-A slice of the campaign in tests/campaigns/faults.py, on the built-in model.
+A slice of the campaign in tests/campaigns/faults.py, on four layers of the built-in model.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from collections.abc import Callable
 import pytest
 from tests.campaigns import faults
 from tests.campaigns.streams import Told, asked, is_whole, same
+from tests.support.shallow import shallow
 
 
 def test_R_01_R_02_streams_survive_the_engines_death() -> None:
     """SIGKILL, SIGSEGV, SIGSTOP and no more memory."""
-    report = faults.run(4, seed=1, kinds=("kill", "segv", "stop", "memory"), watchdog=5.0, max_tokens=40, per_round=2)
+    report = faults.run(
+        4, seed=1, kinds=("kill", "segv", "stop", "memory"), watchdog=5.0, max_tokens=40, per_round=2,
+        arguments=(shallow(), "--served-model-name", "builtin"),
+    )  # fmt: skip
     assert not report["problems"], json.dumps(report["problems"][:3], indent=1)
     counts = report["counts"]
     assert counts["faults"] == 4
