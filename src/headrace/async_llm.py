@@ -49,14 +49,15 @@ class AsyncLLM:
         if unknown or (config is not None and fields):
             name = unknown[0] if unknown else sorted(fields)[0]
             raise RequestError(name, fields[name], "a field of EngineConfig, and no config be given beside it")
-        made = config or EngineConfig(**fields)
-        self.config = made
+        config = self.config = config or EngineConfig(**fields)
         if client is None:
-            client = InprocClient(lambda: build_engine(made)) if in_process else ProcessClient(made, ServerConfig())
-        if tokenizer is None and not made.skip_tokenizer_init:
-            tokenizer = Tokenizer.load_if_present(hub.resolve_tokenizer(made.model, made.tokenizer, made.revision))
+            client = InprocClient(lambda: build_engine(config)) if in_process else ProcessClient(config, ServerConfig())
+        if tokenizer is None and not config.skip_tokenizer_init:
+            tokenizer = Tokenizer.load_if_present(
+                hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
+            )
         self._front = TextClient(client, tokenizer)
-        self._draw = seed_source(made.seed)
+        self._draw = seed_source(config.seed)
         self._starting: asyncio.Task[None] | None = None
         self._streams: dict[str, list[Any]] = {}
 
@@ -140,7 +141,7 @@ class AsyncLLM:
         return self._front.client.total
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix that nobody holds."""
+        """Forget every cached prefix that no running request uses."""
         self._front.client.reset_prefix_cache()
 
     async def close(self) -> None:

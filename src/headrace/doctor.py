@@ -1,8 +1,8 @@
-"""What this machine and this installation are: versions, CPU, memory, kernels, backends, model, hub. Printed by
+"""Describes this machine and this installation: versions, CPU, memory, kernels, backends, model, hub. Printed by
 `headrace doctor`, and meant to be pasted into a bug report.
 
-Every section is found out by itself; a part that can not be had says why instead of hiding the rest. Changes nothing,
-fetches nothing, and needs no model to be loaded. Knows no engine.
+Each section is examined alone; one that fails reports why and does not hide the rest. Changes nothing, fetches
+nothing, and loads no model. Knows no engine.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from headrace import env, gguf, hub
 from headrace.protocol.errors import HeadraceError
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
-# What a kernel may one day ask for; the rest of /proc/cpuinfo's flags is noise here.
+# The flags of /proc/cpuinfo that kernels can use; the rest is left out.
 CPU_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_fp16 "
     "amx_tile amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve"
 ).split()
 PROBE_BYTES = 2**30  # well above any last-level cache
 
-# What is measured of the machine: its unit for people, and how many of the plain unit (bytes, operations) that is.
+# By measured quantity: its unit for people, and how many plain units (bytes, operations) that is.
 LIMITS = {"read": ("GB/s", 1e9), "int8": ("TOPS", 1e12), "f32": ("GFLOPS", 1e9)}
 
 Section = dict[str, Any]
 
 
 def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[str, Section]:
-    """Everything `headrace doctor` shows, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
+    """Return all that `headrace doctor` shows, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
 
     Args:
         model: what to look for; a hub id is looked up in the local cache only.
@@ -58,17 +58,17 @@ def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[s
 
 
 def versions() -> Section:
-    found: Section = {"headrace": headrace.__version__, "python": platform.python_version()}
+    section: Section = {"headrace": headrace.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            section[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+            section[name] = "not installed"
+    return section | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
 
 
 def cpu() -> Section:
-    """Name, cores and vector extensions. On systems without /proc/cpuinfo the latter are left empty."""
+    """Return name, cores and vector extensions. On systems without /proc/cpuinfo the latter are left empty."""
     import psutil
 
     name, flags = platform.processor(), set[str]()
@@ -96,14 +96,14 @@ def memory(probe_bytes: int) -> Section:
     import psutil
 
     now = psutil.virtual_memory()
-    found: Section = {"total_bytes": now.total, "available_bytes": now.available}
+    section: Section = {"total_bytes": now.total, "available_bytes": now.available}
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        found["cgroup_limit_bytes"] = int(text)
+        section["cgroup_limit_bytes"] = int(text)
     if probe_bytes:
-        found["read_gb_per_s"] = round(read_bandwidth(probe_bytes), 1)
-        found["read_probe_bytes"] = probe_bytes
-    return found
+        section["read_gb_per_s"] = round(read_bandwidth(probe_bytes), 1)
+        section["read_probe_bytes"] = probe_bytes
+    return section
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
@@ -122,7 +122,7 @@ def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
 def torch_state() -> Section:
     import torch
 
-    found: Section = {
+    section: Section = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -132,12 +132,12 @@ def torch_state() -> Section:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
-            found["gpus"].append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
-    return found
+            section["gpus"].append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
+    return section
 
 
 def native_state() -> Section:
-    """The native kernels: instruction sets of build and machine, and which of them serves each operator."""
+    """Describe the native kernels: instruction sets of build and machine, and which of them serves each operator."""
     from headrace.backends.native import native
 
     try:
@@ -157,7 +157,7 @@ def native_state() -> Section:
 
 
 def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
-    """What the machine can do at most, to hold rates against: one entry for each thing measured, on one thread and on
+    """Measure what the machine can do at most, to compare rates with: one entry for each quantity, on one thread and on
     all of the team. `rate` is the median of nine pieces (`least` and `most` their range) in `unit`, 1e9 or 1e12 a
     second; a multiply-add counts as two operations. Takes about `seconds` for each. What is read is a buffer of
     `most_bytes`, or of a quarter of the free memory: well above any cache.
@@ -177,7 +177,7 @@ def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
 
 
 def backends() -> Section:
-    """The folders and files that operators, models and formats live in, by name."""
+    """Name the backends, models and formats that this installation has."""
     from headrace import backends as operators
     from headrace import models
     from headrace.quant import formats
@@ -191,26 +191,26 @@ def backends() -> Section:
 
 
 def model_state(model: str) -> Section:
-    """What is known of a model from its headers. No weights are read, nothing is fetched."""
-    found: Section = {"name": model}
+    """Describe a model by its headers. No weights are read, nothing is fetched."""
+    section: Section = {"name": model}
     try:
         directory = local_directory(model)
         if directory.is_file():
-            return found | gguf_facts(directory)
+            return section | gguf_facts(directory)
         config = hub.read_json(directory / "config.json")
-        found |= {"directory": str(directory), "model_type": config.get("model_type")}
+        section |= {"directory": str(directory), "model_type": config.get("model_type")}
         files = sorted(directory.glob("*.safetensors"))
-        found["weight_bytes"] = sum(file.stat().st_size for file in files)
-        found["num_parameters"] = sum(num_parameters(file) for file in files)
-        found["context_length"] = config.get("max_position_embeddings", config.get("n_positions"))
-        found["tokenizer"] = (directory / "tokenizer.json").exists()
+        section["weight_bytes"] = sum(file.stat().st_size for file in files)
+        section["num_parameters"] = sum(num_parameters(file) for file in files)
+        section["context_length"] = config.get("max_position_embeddings", config.get("n_positions"))
+        section["tokenizer"] = (directory / "tokenizer.json").exists()
     except (HeadraceError, OSError, ValueError) as error:
-        found["problem"] = str(error)
-    return found
+        section["problem"] = str(error)
+    return section
 
 
 def gguf_facts(path: Path) -> Section:
-    """What a GGUF file's metadata and directory of tensors say. Raises `CheckpointError`."""
+    """Describe a GGUF file by its metadata and directory of tensors. Raises `CheckpointError`."""
     file = gguf.read(path)
     architecture = file.text("general.architecture")
     return {
@@ -225,7 +225,7 @@ def gguf_facts(path: Path) -> Section:
 
 
 def local_directory(model: str) -> Path:
-    """Like `hub.resolve`, but a hub id is only looked up in the local cache."""
+    """Resolve as `hub.resolve`, but look a hub id up in the local cache only."""
     if model == "builtin" or Path(model).expanduser().exists() or model.count("/") != 1:
         return hub.resolve(model)
     from huggingface_hub import try_to_load_from_cache
@@ -237,7 +237,7 @@ def local_directory(model: str) -> Path:
 
 
 def num_parameters(file: Path) -> int:
-    """Numbers in a safetensors file, from its header (8 bytes of length, then JSON). Raises ValueError if broken."""
+    """Count the numbers in a safetensors file, from its header (8 bytes of length, then JSON). Raises ValueError."""
     with file.open("rb") as stream:
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
@@ -265,8 +265,8 @@ def environment() -> Section:
     }
 
 
-def shown(name: str, value: Any) -> str:
-    """One value for people: bytes in GiB or MB, lists joined, None as a dash."""
+def formatted(name: str, value: Any) -> str:
+    """Format one value for people: bytes in GiB or MB, lists joined, None as a dash."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == [] or value == "":
@@ -295,7 +295,7 @@ def show(report: dict[str, Section]) -> None:
             label = name.removesuffix("_bytes").removesuffix("_gb_per_s").removeprefix("num_")
             label = label if label.isupper() else label.replace("_", " ")
             first = section if index == 0 else ""
-            table.add_row(first, label, shown(name, value), style="red" if name == "problem" else None)
+            table.add_row(first, label, formatted(name, value), style="red" if name == "problem" else None)
         table.add_section()
     Console(highlight=False).print(table)
 
@@ -313,11 +313,11 @@ def show_limits(rows: list[Section]) -> None:
     for num in threads:
         table.add_column(f"{num} thread{'s' if num > 1 else ''} (range)", justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
-    found = {(row["what"], row["isa"], row["threads"]): row for row in rows}
+    by_key = {(row["what"], row["isa"], row["threads"]): row for row in rows}
     for what, isa in dict.fromkeys((row["what"], row["isa"]) for row in rows):
         cells = [
             f"{row['rate']:.3g} ({row['least']:.3g}-{row['most']:.3g})"
-            for row in (found[what, isa, num] for num in threads)
+            for row in (by_key[what, isa, num] for num in threads)
         ]
         table.add_row(what, isa, *cells, LIMITS[what][0])
     Console(highlight=False).print(table)

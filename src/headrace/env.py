@@ -31,7 +31,7 @@ def isa() -> str | None:
 def tame_openmp() -> str:
     """OMP_WAIT_POLICY: read by GNU OpenMP when torch is loaded; `import headrace` makes it passive if it is not set.
 
-    OpenMP's threads spin at barriers by default: with fewer free cores than threads, a step of a small model was seen
-    to take 100 times as long. Returns what it is.
+    OpenMP's threads spin at barriers by default: with fewer free cores than threads, a step of a small model can
+    take 100 times as long. Returns the policy.
     """
     return os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,9 +1,9 @@
 """Reads GGUF files: metadata by key, and where each tensor lies. Converts and dequantises nothing.
 
 No number in the file is trusted: every count and size is held against the file's own size before anything is
-allocated, and a value is decoded only when it is asked for, with the type and range that the caller expects. So a
-hostile file costs little more than its length. Knows no model and no tokenizer; called by `text.tokenizer_gguf`
-and by whoever loads weights. Layout: the GGUF specification, versions 2 and 3, little endian.
+allocated, and a value is decoded only on request, with the type and range that the caller expects. So a hostile
+file costs little more than its length. Knows no model and no tokenizer; called by `text.tokenizer_gguf` and by the
+readers of weights. Layout: the GGUF specification, versions 2 and 3, little endian.
 """
 
 from __future__ import annotations
@@ -139,9 +139,8 @@ class GGUF:
         self._check_overlap()
 
     def fault(self, field: str, value: object, bound: str) -> CheckpointError:
-        """The error to raise for a field of this file."""
-        shown = repr(value)
-        return CheckpointError(f"{self.name}: {field} is {shown[:80]}; it must be {bound}")
+        """Return the error to raise for a field of this file."""
+        return CheckpointError(f"{self.name}: {field} is {repr(value)[:80]}; it must be {bound}")
 
     def text(self, key: str) -> str | None:
         field = self._field(key, (_STRING,), False, "a string")
@@ -175,7 +174,7 @@ class GGUF:
         return bool(value)
 
     def texts(self, key: str, most: int, longest: int) -> list[str] | None:
-        """An array of strings, of `longest` bytes each at most."""
+        """Return an array of strings, of `longest` bytes each at most."""
         field = self._field(key, (_STRING,), True, "an array of strings", most)
         if field is None:
             return None
@@ -230,13 +229,13 @@ class GGUF:
         except UnicodeDecodeError:
             raise self.fault(what, self.data[start : min(end, start + 20)], "UTF-8") from None
 
-    # From here on, reading the directory: `_at` is where the next number is.
+    # The rest reads the directory: `_at` is the position of the next number.
 
     def _skip(self, size: int, what: str) -> int:
-        """Step over `size` bytes, and say where they start."""
-        left = len(self.data) - self._at
-        if size > left:
-            raise self.fault(what, f"{size} bytes at {self._at}", f"within the file, which has {left} bytes left")
+        """Step over `size` bytes and return where they start."""
+        num_left = len(self.data) - self._at
+        if size > num_left:
+            raise self.fault(what, f"{size} bytes at {self._at}", f"within the file, which has {num_left} bytes left")
         self._at += size
         return self._at - size
 
@@ -299,7 +298,7 @@ class GGUF:
         self._skip(at - self._at, f"{what}[{count - 1}]")
 
     def _read_entry(self, what: str) -> tuple[str, TensorInfo]:
-        """A tensor's entry, whose `start` still counts from the beginning of the tensors' data."""
+        """Read a tensor's entry, whose `start` still counts from the beginning of the tensors' data."""
         size = self._bounded(f"length of the name of {what}", MAX_NAME_BYTES)
         start = self._skip(size, f"name of {what}")
         name = self._decode(start, self._at, f"name of {what}")
@@ -334,7 +333,7 @@ class GGUF:
 
 
 def read(path: Path) -> GGUF:
-    """The GGUF file at `path`, mapped and not read into memory. Raises `CheckpointError`."""
+    """Open the GGUF file at `path`, mapped and not read into memory. Raises `CheckpointError`."""
     try:
         with open(path, "rb") as file:
             # An empty file can not be mapped.

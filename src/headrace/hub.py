@@ -1,4 +1,4 @@
-"""Where a model's files are: a local directory, a GGUF file, a hub id, or the built-in model. No torch, no weights.
+"""Finds a model's files: a local directory, a GGUF file, a hub id, or the built-in model. No torch, no weights.
 
 `resolve` is called by the loader (for weights), by the text layer (for the tokenizer) and by the command line.
 Nothing from the model directory is ever executed: only the file kinds in `PATTERNS` are fetched or looked at.
@@ -21,19 +21,19 @@ _TURN_ENDS = frozenset(
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Directory that holds `model`: 'builtin', a path, or a hub id (fetched by `huggingface_hub`); or a GGUF file.
+    """Return the directory of `model` ('builtin', a path, or a hub id, fetched by `huggingface_hub`), or its GGUF file.
 
-    A directory that holds one GGUF file and no config.json means that file. Raises `ModelNotFoundError` telling what
+    A directory that holds one GGUF file and no config.json means that file. Raises `ModelNotFoundError` naming what
     was tried.
     """
     if model == "builtin":
         return builtin.directory() if weights else builtin.PATH
     path = Path(model).expanduser()
     if path.is_dir():
-        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-        if len(found) > 1:
-            raise ModelNotFoundError(f"{model} holds {len(found)} GGUF files; name one, such as {found[0]}")
-        return found[0] if found else path
+        files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise ModelNotFoundError(f"{model} holds {len(files)} GGUF files; name one, such as {files[0]}")
+        return files[0] if files else path
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.exists():
@@ -47,12 +47,12 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     patterns = PATTERNS if weights else [p for p in PATTERNS if p != "*.safetensors"]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the hub's client raises a dozen kinds; each is told, none is swallowed
+    except Exception as error:  # the hub's client raises a dozen kinds; the message reports each
         raise ModelNotFoundError(f"{model}: not a local directory, and the hub said: {error}") from error
 
 
 def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = None) -> Path:
-    """Directory or file that holds the tokenizer: `tokenizer` if it is given (a file is fine), else the model's.
+    """Return the directory or file of the tokenizer: `tokenizer` if it is given (a file is fine), else the model's.
 
     The revision pins the model only; another repository has revisions of its own.
     """
@@ -63,7 +63,7 @@ def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model directory. Raises `CheckpointError` if it is missing, too large or not an object."""
+    """Read a JSON object from a model directory. Raises `CheckpointError` if it is missing, too large or no object."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     if path.stat().st_size > MAX_JSON_BYTES:
@@ -78,31 +78,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """Ids that end a text, from generation_config.json and config.json (either may give one id or a list).
+    """Return the ids that end a text, from generation_config.json and config.json (either may give one id or a list).
 
     Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn.
     """
     if directory.is_file():
         return gguf_ends(gguf.read(directory))
-    found: list[int] = []
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
             value = read_json(directory / name).get("eos_token_id")
             for token_id in value if isinstance(value, list) else [value]:
-                if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id in found:
+                if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id in ids:
                     continue
                 if token_id >= 0:  # some files write -1 for "there is none"
-                    found.append(token_id)
-    return found
+                    ids.append(token_id)
+    return ids
 
 
 def gguf_ends(file: gguf.GGUF) -> list[int]:
-    """Ids that end a text or a turn, by the metadata. Raises `CheckpointError`."""
+    """Return the ids that end a text or a turn, from the metadata. Raises `CheckpointError`."""
     key = "tokenizer.ggml."
     tokens = file.texts(key + "tokens", gguf.MAX_TOKENS, gguf.MAX_TOKEN_BYTES) or []
     kinds = file.integers(key + "token_type", gguf.MAX_TOKENS) or ()
-    said = [file.integer(f"{key}{role}_token_id", 0, max(len(tokens) - 1, 0)) for role in ("eos", "eot", "eom")]
+    named = [file.integer(f"{key}{role}_token_id", 0, max(len(tokens) - 1, 0)) for role in ("eos", "eot", "eom")]
     # Older files name one id only, and chat models end their turns with another.
-    known = [i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3 and text in _TURN_ENDS]
-    found = [token_id for token_id in said if token_id is not None] + known
-    return list(dict.fromkeys(found))
+    turn_ends = [
+        i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3 and text in _TURN_ENDS
+    ]
+    return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *turn_ends]))

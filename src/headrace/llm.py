@@ -1,4 +1,4 @@
-"""`LLM`: the engine without a server. Holds an `EngineCore` directly and turns its steps on the caller's thread.
+"""`LLM`: the engine without a server. Holds an `EngineCore` and runs its steps on the caller's thread.
 
 Names and shapes are vLLM's (`generate`, `chat`, `RequestOutput`). Text, stop strings and the fan-out of `n` are the
 server's own (`text.outputs`, `text.inputs`), so that a call here and a call over HTTP mean the same request and
@@ -56,7 +56,7 @@ class LLM:
         self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises `HeadraceError` if the model directory has none, or it was not wanted."""
+        """The tokenizer. Raises `HeadraceError` if the model directory has none, or `skip_tokenizer_init` is set."""
         if self._tokenizer is None:
             raise HeadraceError("this engine has no tokenizer: pass prompts as token ids, or name one (tokenizer=...)")
         return self._tokenizer
@@ -194,7 +194,7 @@ class LLM:
         self.core.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give back the model's memory. May be called twice."""
+        """Release the model's memory. May be called twice."""
         self._closed = True
         self._grammars.close()
         self.core.close()
@@ -224,13 +224,13 @@ class LLM:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("", total=len(groups), rate="")
             for _ in self._steps(groups):
-                done = sum(all(s.finish for s in group) for group in groups)
+                num_finished = sum(all(s.finish for s in group) for group in groups)
                 tokens = sum(len(s.token_ids) for group in groups for s in group)
                 elapsed = progress.tasks[task].elapsed or 1e-9
-                progress.update(task, completed=done, rate=f"{tokens / elapsed:.1f} tok/s")
+                progress.update(task, completed=num_finished, rate=f"{tokens / elapsed:.1f} tok/s")
 
     def _steps(self, groups: list[list[RequestState]]) -> Iterator[None]:
-        """Add all, then turn steps until all have ended. Whatever is left when the caller goes away is aborted."""
+        """Add all requests and run steps until all have ended. Those still open when the caller stops are aborted."""
         if self._closed:
             raise HeadraceError("this LLM is closed")
         mine = {state.request.request_id for group in groups for state in group}
@@ -249,13 +249,13 @@ class LLM:
             for request_id in mine & self._open.keys():
                 del self._open[request_id]
                 self.core.abort(request_id)
-            # Tell the scheduler's last word on aborted requests to nobody, so that the next call starts clean. There is
-            # none after a closed engine, and where another stream is open, its steps will do.
+            # Step once more to drop the scheduler's output for aborted requests, so that the next call starts clean. A
+            # closed engine has none, and the steps of another open stream drop it too.
             while self.core.has_work() and not self._open and not self._closed:
                 self._turn()
 
     def _turn(self) -> None:
-        """One step. Its tokens go to whoever asked for them: streams may be interleaved, with calls too."""
+        """Run one step and hand its tokens to the open requests: calls and streams may share a step."""
         self._num_turns += 1
         for request_id, delta in deltas_of(self.core.step()):
             state = self._open.get(request_id)
@@ -279,9 +279,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed  # type: ignore[return-value]
 
 
-def _one_each(name: str, given: Any, count: int) -> list[Any]:
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(name, len(given), f"one, or one for each of the {count} prompts")
-    return list(given)
+def _one_each(name: str, values: Any, count: int) -> list[Any]:
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(name, len(values), f"one, or one for each of the {count} prompts")
+    return list(values)

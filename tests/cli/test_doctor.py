@@ -60,13 +60,13 @@ def test_the_table_shows_every_value(report: dict[str, doctor.Section], capsys: 
 
 
 def test_values_are_shown_for_people() -> None:
-    assert doctor.shown("total_bytes", 3 * 2**30) == "3.0 GiB"
-    assert doctor.shown("weight_bytes", 2_600_000) == "2.6 MB"
-    assert doctor.shown("num_parameters", 656000) == "656,000"
-    assert doctor.shown("read_gb_per_s", 11.8) == "11.8 GB/s"
-    assert doctor.shown("offline", False) == "no"
-    assert doctor.shown("gpus", []) == "-"
-    assert doctor.shown("features", ["a", "b"]) == "a, b"
+    assert doctor.formatted("total_bytes", 3 * 2**30) == "3.0 GiB"
+    assert doctor.formatted("weight_bytes", 2_600_000) == "2.6 MB"
+    assert doctor.formatted("num_parameters", 656000) == "656,000"
+    assert doctor.formatted("read_gb_per_s", 11.8) == "11.8 GB/s"
+    assert doctor.formatted("offline", False) == "no"
+    assert doctor.formatted("gpus", []) == "-"
+    assert doctor.formatted("features", ["a", "b"]) == "a, b"
 
 
 def test_who_serves_each_operator_is_listed(report: dict[str, doctor.Section]) -> None:

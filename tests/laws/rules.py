@@ -145,6 +145,14 @@ DANGEROUS_ATTRIBUTES = frozenset(
 DANGEROUS_METHODS = frozenset("recv_pyobj send_pyobj broadcast_object_list".split())
 
 BAD_NAME = re.compile(r"(Manager|Handler|Utils?|Helpers?|Mixin)(?=[A-Z_]|$)")
+# Bare participles do not say what a variable holds, and in these phrases things are persons.
+VAGUE_WORDS = frozenset(
+    "found made own told given taken kept said asked wanted shown held drawn begun sent gone".split()
+)
+RIDDLES = re.compile(
+    r"\b(?:" + "|".join(("(?:is|are) told", "asks for nothing", "nobody knows", "who guesses", "whoever")) + r")\b",
+    re.I,
+)
 # Where the house stands is nobody's business. Written in two parts so that this file does not break its own law.
 WORKPLACE = re.compile("(?<![\\w.])/" + "(work|root|home|opt|mnt|Users)/" + r"[\w.-]+")
 
@@ -311,6 +319,50 @@ def habit_violations(module: str, source: str) -> list[str]:
         elif isinstance(node, ast.ClassDef) and BAD_NAME.search(node.name):
             broken.append(f"{module}:{node.lineno}: class {node.name} says nothing; name what it is")
     return broken
+
+
+def word_violations(module: str, source: str) -> list[str]:
+    """Names of variables, parameters and attributes of `self` that are bare participles, and riddles in docstrings and
+    comments. Fields of structs may have such names: they are those of JSON and of the wire."""
+    tree = ast.parse(source)
+    fields = {
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        for target in [*getattr(statement, "targets", ()), getattr(statement, "target", None)]
+    }
+    names: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            names.append((node.lineno, node.arg))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            names.append((node.lineno, node.id))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            names.append((node.lineno, node.attr))
+    broken = [
+        f"{module}:{line}: {name} does not say what it holds" for line, name in names if name.strip("_") in VAGUE_WORDS
+    ]
+    for line, text in prose(source):
+        for match in RIDDLES.finditer(" ".join(text.split())):
+            broken.append(f"{module}:{line}: {match.group()!r} makes a person of a thing")
+    return broken
+
+
+def prose(source: str) -> Iterator[tuple[int, str]]:
+    """(first line, text) of every docstring, and of every run of comments in successive lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    comments: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("#")
+            if comments and token.start[0] == comments[-1][0] + comments[-1][1].count("\n") + 1:
+                comments[-1] = comments[-1][0], comments[-1][1] + "\n" + text
+            else:
+                comments.append((token.start[0], text))
+    yield from comments
 
 
 def environment_reads(source: str) -> list[int]:

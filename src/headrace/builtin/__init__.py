@@ -1,9 +1,9 @@
 """The small trained model that ships with the package, so that a first run works offline.
 
-A Llama in Hugging Face's layout; MODEL_CARD.md tells what it is, training/ how it was made. To keep the package small
+A Llama in Hugging Face's layout; MODEL_CARD.md describes it, and training/ made it. To keep the package small
 its weights are stored in `model.u8`: a byte for each, which picks one of 256 bfloat16 numbers, its tensor's own.
-`directory` writes them out once, as the bfloat16 checkpoint that every other part of headrace reads. Whoever turns a
-model's name into a directory calls it. Standard library only.
+`directory` writes them out once, as the bfloat16 checkpoint that every other part of headrace reads. Called by `hub`.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 @functools.cache
 def directory() -> Path:
-    """The built-in model as a plain checkpoint: bfloat16 in model.safetensors, and the files of `BESIDE`.
+    """Return the built-in model as a plain checkpoint: bfloat16 in model.safetensors, and the files of `BESIDE`.
 
-    It lies in ~/.cache/headrace, or, where that can not be written, among the temporary files in a folder that is this
-    user's alone. It is written at the first call, and again if a byte of it is not what was shipped. Raises
+    It lies in ~/.cache/headrace, or, where that can not be written, in a private folder among the temporary files. It
+    is written at the first call, and again if a byte of it differs from what was shipped. Raises
     `CheckpointError` if it can be written nowhere, or if `model.u8` is damaged.
     """
     header, data, digest = _shipped()
     reasons = []
     for folder in (_cache, _temporary):
         try:
-            made = folder() / f"builtin-{digest[:16]}"
-            made.mkdir(parents=True, exist_ok=True)
+            checkpoint = folder() / f"builtin-{digest[:16]}"
+            checkpoint.mkdir(parents=True, exist_ok=True)
             for name in BESIDE:
-                _write(made / name, (PATH / name).read_bytes())
-            weights = made / "model.safetensors"
+                _write(checkpoint / name, (PATH / name).read_bytes())
+            weights = checkpoint / "model.safetensors"
             if not weights.is_file() or hashlib.sha256(weights.read_bytes()).hexdigest() != digest:
                 _write(weights, _checked(header, data, digest))
-            return made
-        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory can be told
+            return checkpoint
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             reasons.append(str(error))
     raise CheckpointError(f"the built-in model's weights can be written nowhere: {'; '.join(reasons)}")
 
 
 def read(path: Path) -> tuple[dict[str, Any], memoryview]:
-    """Header and data of a safetensors file, whatever its name."""
+    """Return header and data of a safetensors file, whatever its name."""
     whole = memoryview(path.read_bytes())
     end = 8 + int.from_bytes(whole[:8], "little")
     header: dict[str, Any] = json.loads(bytes(whole[8:end]))
@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[dict[str, Any], memoryview]:
 
 
 def unpacked(header: dict[str, Any], data: memoryview) -> bytes:
-    """The safetensors file with each tensor of bytes in place of its levels; the others as they are."""
+    """Return the safetensors file with each tensor of bytes replaced by its levels; the others unchanged."""
     names = [name for name in header if name != "__metadata__" and not name.endswith(LEVELS)]
     parts, entries, at = [], {}, 0
     for name in names:
@@ -102,14 +102,14 @@ def _cache() -> Path:
 def _temporary() -> Path:
     path = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if path.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if path.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OSError(f"{path} is not this user's alone")
     return path
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, as several processes may do it at once; a file that is right stays as it is."""
+    """Write a file atomically, as several processes may do it at once; a file with the same bytes is left alone."""
     if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
         return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

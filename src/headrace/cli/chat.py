@@ -1,7 +1,7 @@
 """`headrace chat`: a conversation in the terminal, with a model in this process or with a running server.
 
 Reads lines: from a terminal with a prompt sign and editing, from a pipe without. /reset forgets the conversation,
-/quit or the end of input ends it. The two sides differ in one function, from messages to pieces of text.
+/quit or the end of input ends it. Either side is one function, from messages to pieces of text.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from headrace.cli.options import build, options
@@ -48,15 +49,12 @@ def chat(
     )
     from headrace.llm import LLM
 
-    llm = LLM(**{name: getattr(config, name) for name in config.__struct_fields__})
-    try:
+    with closing(LLM(**msgspec.structs.asdict(config))) as llm:
         converse(local(llm, params), system)
-    finally:
-        llm.close()
 
 
 def local(llm: Any, params: SamplingParams) -> Answer:
-    """Answers of an `LLM` in this process."""
+    """Return the function that answers by an `LLM` in this process."""
     from headrace.text.templates import ChatTemplate
 
     tokenizer = llm.get_tokenizer()
@@ -65,16 +63,16 @@ def local(llm: Any, params: SamplingParams) -> Answer:
     def answer(messages: list[Message]) -> Iterator[str]:
         text = template.render(messages, add_generation_prompt=True)
         prompt = {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-        shown = 0
+        num_printed = 0
         for output in llm.stream(prompt, params):
-            yield output.outputs[0].text[shown:]
-            shown = len(output.outputs[0].text)
+            yield output.outputs[0].text[num_printed:]
+            num_printed = len(output.outputs[0].text)
 
     return answer
 
 
 def remote(url: str, model: str | None, api_key: str | None, params: SamplingParams) -> Answer:
-    """Answers of an OpenAI-compatible server. Raises `HeadraceError` if there is none at `url`."""
+    """Return the function that answers by an OpenAI-style server. Raises `HeadraceError` if there is none at `url`."""
     import httpx
 
     from headrace import env
@@ -111,22 +109,22 @@ def remote(url: str, model: str | None, api_key: str | None, params: SamplingPar
 
 
 def converse(answer: Answer, system: str | None) -> None:
-    """Turn after turn, until /quit or the end of input. On a terminal an error ends the turn only."""
+    """Hold the conversation until /quit or the end of input. On a terminal an error ends the turn only."""
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()
     if interactive:
         print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)
     for line in lines(interactive):
-        said = line.strip()
-        if said == "/quit":
+        text = line.strip()
+        if text == "/quit":
             return
-        if said == "/reset":
+        if text == "/reset":
             messages = list(opening)
             continue
-        if not said:
+        if not text:
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         try:
             for piece in answer(messages):

@@ -1,7 +1,7 @@
-"""What `headrace doctor` makes of what it found: a verdict for each thing that has gone wrong before, and the remedy.
+"""The checks of `headrace doctor`: a verdict for each thing that has gone wrong before, and the remedy.
 
-Takes `doctor.examine`'s report and looks at the few things that are no part of it: a port, limits of the process,
-quotas, earlier crashes. Changes nothing. Called by `cli.doctor`.
+They take `doctor.examine`'s report and examine what it leaves out: a port, limits of the process, quotas, earlier
+crashes. Changes nothing. Called by `cli.doctor`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from headrace import env
-from headrace.doctor import shown
+from headrace.doctor import formatted
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.serve.gates.wire import SPARE_FILES
@@ -44,9 +44,14 @@ class Check(msgspec.Struct, frozen=True):
     found: str
     advice: str = ""
 
+    @classmethod
+    def warn_if(cls, has_problem: bool, name: str, text: str, advice: str) -> Check:
+        """Return a warning with its advice, or that all is well."""
+        return cls(name, "warn", text, advice) if has_problem else cls(name, "ok", text)
+
 
 def check_all(report: Report, host: str, port: int) -> list[Check]:
-    """Every check. One that fails itself says so, and the others go on."""
+    """Run every check. One that fails itself says so, and the others go on."""
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("native kernels", lambda: native(report)),
         ("processors", lambda: processors(report)),
@@ -58,13 +63,13 @@ def check_all(report: Report, host: str, port: int) -> list[Check]:
         ("settings", lambda: settings(report)),
         ("crashes", crashes),
     ]
-    found: list[Check] = []
+    checks: list[Check] = []
     for name, part in parts:
         try:
-            found += part()
+            checks += part()
         except (HeadraceError, OSError, ValueError, KeyError) as error:
-            found.append(Check(name, "warn", f"could not be found out: {error}", "tell us, with what this printed"))
-    return found
+            checks.append(Check(name, "warn", f"could not be found out: {error}", "tell us, with what this printed"))
+    return checks
 
 
 def is_bad(checks: list[Check]) -> bool:
@@ -100,17 +105,15 @@ def processors(report: Report) -> Iterator[Check]:
         yield Check("processors", "warn", f"{allowed} cores, but a quota of {quota:g}", advice)
     else:
         yield Check("processors", "ok", f"{allowed} cores")
-    if load > 0.75 * allowed:
-        advice = "see with top what else computes; each step waits for its slowest thread"
-        yield Check("load", "warn", f"{load:g} on {allowed} cores", advice)
-    else:
-        yield Check("load", "ok", f"{load:g}")
+    is_loaded = load > 0.75 * allowed
+    advice = "see with top what else computes; each step waits for its slowest thread"
+    yield Check.warn_if(is_loaded, "load", f"{load:g} on {allowed} cores" if is_loaded else f"{load:g}", advice)
     if GOVERNOR.is_file() and GOVERNOR.read_text().strip() == "powersave":
         yield Check("frequency", "warn", "powersave", "cpupower frequency-set -g performance")
 
 
 def cpu_quota(path: Path) -> float | None:
-    """Cores that the control group may use, or None for no bound."""
+    """Return the number of cores that the control group may use, or None for no bound."""
     if not path.is_file():
         return None
     share, _, period = path.read_text().partition(" ")
@@ -127,15 +130,15 @@ def memory(report: Report) -> Iterator[Check]:
         used = CGROUP / "memory.current"
         free = min(free, limit - (int(used.read_text()) if used.is_file() else 0))
     weights = report["model"].get("weight_bytes", 0)
-    told = f"{shown('_bytes', free)} free, the weights have {shown('_bytes', weights)}"
+    text = f"{formatted('_bytes', free)} free, the weights have {formatted('_bytes', weights)}"
     if weights > free:
         advice = "quantise (--quantization int4), take a smaller model, or end what else holds memory"
-        yield Check("memory", "bad", told, advice)
+        yield Check("memory", "bad", text, advice)
     elif free < max(LOW_MEMORY_BYTES, 1.25 * weights):
         advice = "bound the cache with --kv-cache-memory-bytes, or the system will kill the engine when it fills"
-        yield Check("memory", "warn", told, advice)
+        yield Check("memory", "warn", text, advice)
     else:
-        yield Check("memory", "ok", told)
+        yield Check("memory", "ok", text)
     swap = psutil.swap_memory()
     if swap.total and swap.used > max(2**28, 0.25 * swap.total):
         advice = "end what fills the memory: weights that are swapped out make each step wait for the disk"
@@ -148,21 +151,20 @@ def model(report: Report) -> Iterator[Check]:
         advice = "give a directory with config.json and *.safetensors, a .gguf file, a hub id, or builtin"
         yield Check("model", "bad", state["problem"], advice)
         return
-    kind, known = state.get("model_type"), report["backends"]["models"]
-    if "file" not in state and kind not in known:
-        yield Check("model", "bad", f"model_type {kind}", f"one of {', '.join(known)}; docs/howto-add-a-model.md")
+    kind, kinds = state.get("model_type"), report["backends"]["models"]
+    if "file" not in state and kind not in kinds:
+        yield Check("model", "bad", f"model_type {kind}", f"one of {', '.join(kinds)}; docs/howto-add-a-model.md")
     elif not state.get("weight_bytes"):
         yield Check("model", "bad", "no weights", "fetch the model's *.safetensors")
     else:
         yield Check("model", "ok", f"{state['name']}: {kind}, {state.get('num_parameters', 0):,} parameters")
-    if not state.get("tokenizer"):
-        yield Check("tokenizer", "warn", "none", "give --tokenizer, or send token ids for prompts")
-    else:
-        yield Check("tokenizer", "ok", "there")
+    has_tokenizer = bool(state.get("tokenizer"))
+    text = "there" if has_tokenizer else "none"
+    yield Check.warn_if(not has_tokenizer, "tokenizer", text, "give --tokenizer, or send token ids for prompts")
 
 
 def listening(host: str, port: int) -> Iterator[Check]:
-    """Whether a server could listen there."""
+    """Check whether a server could listen on this address."""
     name = f"{host} port {port}"
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -180,7 +182,7 @@ def listening(host: str, port: int) -> Iterator[Check]:
 
 def limits() -> Iterator[Check]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = (
+    text = (
         "no bound" if files == resource.RLIM_INFINITY else f"{files} open files, {max(0, files - SPARE_FILES)} clients"
     )
     verdict = "ok" if files == resource.RLIM_INFINITY or files >= ENOUGH_FILES else "warn"
@@ -188,7 +190,7 @@ def limits() -> Iterator[Check]:
         verdict = "bad"
     enough = most == resource.RLIM_INFINITY or most >= 4096
     advice = "ulimit -n 4096" if enough else "raise nofile in /etc/security/limits.conf, or LimitNOFILE in the unit"
-    yield Check("open files", verdict, told, "" if verdict == "ok" else advice)
+    yield Check("open files", verdict, text, "" if verdict == "ok" else advice)
     for name, what in (("RLIMIT_AS", "address space"), ("RLIMIT_DATA", "data")):
         soft, _ = resource.getrlimit(getattr(resource, name))
         if soft != resource.RLIM_INFINITY:
@@ -200,32 +202,31 @@ def limits() -> Iterator[Check]:
 
 
 def disk() -> Iterator[Check]:
-    """Where packed weights, crash reports and the built-in model go."""
+    """Check the disk of packed weights, crash reports and the built-in model."""
     folder = Path.home() / ".cache"
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    told = f"{free / 2**30:.1f} GiB free in {folder}"
-    low = "make room: packed weights, crash reports and the built-in model go there"
-    yield Check("disk", "warn" if free < LOW_DISK_BYTES else "ok", told, low if free < LOW_DISK_BYTES else "")
+    advice = "make room: packed weights, crash reports and the built-in model go there"
+    yield Check.warn_if(free < LOW_DISK_BYTES, "disk", f"{free / 2**30:.1f} GiB free in {folder}", advice)
 
 
 def settings(report: Report) -> Iterator[Check]:
-    """Of the environment: what slows down or has misled before."""
-    found = []
+    """Check the environment for settings that slow the engine down or mislead."""
+    checks = []
     level = env.debug_level()
     if level >= 2:
-        found.append(Check("HEADRACE_DEBUG", "warn", str(level), "unset it: every step is checked, which is slow"))
+        checks.append(Check("HEADRACE_DEBUG", "warn", str(level), "unset it: every step is checked, which is slow"))
     if (policy := env.tame_openmp()) != "passive":
         advice = "unset it: torch's threads spin, and a step can take 100 times as long"
-        found.append(Check("OMP_WAIT_POLICY", "warn", policy, advice))
+        checks.append(Check("OMP_WAIT_POLICY", "warn", policy, advice))
     if report["hub"]["offline"] and "problem" in report["model"]:
-        found.append(Check("HF_HUB_OFFLINE", "warn", "set", "unset it, so that the model can be fetched"))
-    yield from found or [Check("settings", "ok", "none that is known to harm")]
+        checks.append(Check("HF_HUB_OFFLINE", "warn", "set", "unset it, so that the model can be fetched"))
+    yield from checks or [Check("settings", "ok", "none that is known to harm")]
 
 
 def crashes() -> Iterator[Check]:
-    """Reports of the engine's deaths, where they are written unless told otherwise."""
+    """Check for reports of the engine's deaths in their default folder."""
     folder = Path(ServerConfig().crash_report_dir).expanduser()
     reports = sorted(folder.glob("crash-*.json"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
     if not reports:
@@ -233,9 +234,8 @@ def crashes() -> Iterator[Check]:
         return
     newest = reports[-1]
     at = newest.stat().st_mtime
-    told = f"{len(reports)} reports, the last of {datetime.datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"
-    recent = time.time() - at < RECENT_S
-    yield Check("crashes", "warn" if recent else "ok", told, f"read {newest}" if recent else "")
+    text = f"{len(reports)} reports, the last of {datetime.datetime.fromtimestamp(at):%Y-%m-%d %H:%M}"
+    yield Check.warn_if(time.time() - at < RECENT_S, "crashes", text, f"read {newest}")
 
 
 def show(checks: list[Check]) -> None:

@@ -1,4 +1,4 @@
-"""`headrace doctor`: prints what `headrace.doctor` finds out and what `cli.checkup` makes of it, as table or JSON."""
+"""`headrace doctor`: prints the report of `headrace.doctor` and the verdicts of `cli.checkup`, as table or JSON."""
 
 from __future__ import annotations
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from headrace.cli.options import build, options
@@ -18,7 +20,7 @@ from headrace.protocol.params import SamplingParams
 if TYPE_CHECKING:
     from headrace.text.outputs import Logprob, RequestOutput
 
-# Fields of SamplingParams that make sense for one answer on a terminal.
+# The fields of SamplingParams that are flags of this command.
 SAMPLING = (
     "max_tokens",
     "temperature",
@@ -51,8 +53,7 @@ def generate(
     config = build(EngineConfig, {name: value for name, value in fields.items() if name != "seed"} | {"model": model})
     from headrace.llm import LLM
 
-    llm = LLM(**{name: getattr(config, name) for name in config.__struct_fields__})
-    try:
+    with closing(LLM(**msgspec.structs.asdict(config))) as llm:
         if as_json:
             [output] = llm.generate(text, params, use_tqdm=False)
             print(json.dumps(as_object(output, params), ensure_ascii=False))
@@ -60,12 +61,10 @@ def generate(
             output = stream_text(llm.stream(text, params))
         if output.outputs[0].finish_reason == "error":
             raise HeadraceError("the engine ended this request with an error; see its log above")
-    finally:
-        llm.close()
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The prompt from the one of the two flags that was given. None, both, or an unreadable file is a usage error."""
+    """Return the prompt of whichever flag is set. None, both, or an unreadable file is a usage error."""
     if (prompt is None) == (prompt_file is None):
         raise typer.BadParameter("give the prompt by exactly one of --prompt and --prompt-file")
     if prompt_file is None:
@@ -80,13 +79,13 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 def stream_text(outputs: Any) -> RequestOutput:
     """Write the text of an answer as it grows, and a line of figures to stderr if that is a terminal."""
-    shown = 0
+    num_printed = 0
     last: RequestOutput | None = None
     for last in outputs:
         text = last.outputs[0].text
-        sys.stdout.write(text[shown:])
+        sys.stdout.write(text[num_printed:])
         sys.stdout.flush()
-        shown = len(text)
+        num_printed = len(text)
     if last is None:
         raise HeadraceError("the engine gave no output")
     print()
@@ -101,10 +100,10 @@ def stream_text(outputs: Any) -> RequestOutput:
 
 
 def as_object(output: RequestOutput, params: SamplingParams) -> dict[str, Any]:
-    """What --json prints. `logprobs` is there if it was asked for, one entry for each of `token_ids`."""
+    """Return the object that --json prints. `logprobs`, where requested, has one entry for each of `token_ids`."""
     answer = output.outputs[0]
     num_prompt, num_answer = len(output.prompt_token_ids), len(answer.token_ids)
-    made: dict[str, Any] = {
+    result: dict[str, Any] = {
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
@@ -112,22 +111,22 @@ def as_object(output: RequestOutput, params: SamplingParams) -> dict[str, Any]:
         "seed": answer.seed,
     }
     if params.logprobs is not None:
-        made["logprobs"] = [
+        result["logprobs"] = [
             logprob_entry(token_id, entry, params.logprobs)
             for token_id, entry in zip(answer.token_ids, answer.logprobs or [], strict=True)
         ]
-    made["usage"] = {
+    result["usage"] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_answer,
         "total_tokens": num_prompt + num_answer,
         "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
     }
-    made["timings"] = timings(output)
-    return made
+    result["timings"] = timings(output)
+    return result
 
 
 def logprob_entry(token_id: int, entry: dict[int, Logprob], count: int) -> dict[str, Any]:
-    """One token: its own log-probability (natural, of the raw logits), its rank, and the likeliest alternatives."""
+    """Return one token: its log-probability (natural, of the raw logits), its rank, and the likeliest others."""
 
     def one(token_id: int, value: Logprob) -> dict[str, Any]:
         return {"token_id": token_id, "token": value.decoded_token, "logprob": value.logprob, "rank": value.rank}
@@ -138,7 +137,7 @@ def logprob_entry(token_id: int, entry: dict[int, Logprob], count: int) -> dict[
 
 
 def timings(output: RequestOutput) -> dict[str, float]:
-    """Milliseconds and rates of one request. `prompt_ms` ends with the first token; the later ones are predicted_ms."""
+    """Return times (ms) and rates of one request. `prompt_ms` ends with the first token; `predicted_ms` is the rest."""
     metrics = output.metrics
     prompt_n = len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
     predicted_n = len(output.outputs[0].token_ids)

@@ -1,4 +1,4 @@
-"""Entry of the `headrace` command: the list of subcommands, and what becomes of errors.
+"""Entry of the `headrace` command: its subcommands, and how errors are printed.
 
 A deliberate error (`HeadraceError`) is one line on stderr and exit status 1, or 2 where a value on the command line
 is at fault; an error of a disk that is full or fails is one line too. Anything else is a bug and keeps its traceback.
@@ -39,8 +39,8 @@ app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_set: bool) -> None:
+    if is_set:
         print(f"headrace {headrace.__version__}")
         raise typer.Exit
 

@@ -1,8 +1,8 @@
-"""Command-line options made from the fields of the config structs, so that flags and fields can not drift apart.
+"""Makes command-line options from the fields of the config structs, so that flags and fields can not drift apart.
 
 A command is written with `**fields` and decorated with `options(EngineConfig, ServerConfig)`: the decorator gives it
-one option per field, with the field's name, type and default, and the text in `HELP`. `build` makes the struct again
-from what was given. A test fails when a field has no text. Knows no command; no torch.
+one option per field, with the field's name, type and default, and the text in `HELP`. `build` makes the struct from
+the values of the flags. A test fails when a field has no text. Knows no command; no torch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampl
 
 
 def integer(text: str | int) -> int:
-    """A whole number, negative or human: -1, 4096, 32k (32,000), 32K (32,768). Raises ValueError."""
+    """Parse a whole number, negative or human: -1, 4096, 32k (32,000), 32K (32,768). Raises ValueError."""
     if isinstance(text, int):  # a default, which typer parses too
         return text
     return -human_int(text[1:]) if text.startswith("-") else human_int(text)
@@ -113,7 +113,7 @@ def integer(text: str | int) -> int:
 def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> str:
     """Return the text of a flag: the field's own, or that of `HELP`, or that of the tables of parameters and bounds.
 
-    Empty if there is none: the flag works, and a test fails.
+    Empty if there is none: the flag works, and a test reports the missing text.
     """
     meta = meta_of(field)
     if meta is not None and meta.description:
@@ -133,13 +133,12 @@ def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> s
 
 
 def meta_of(field: msgspec.structs.FieldInfo) -> msgspec.Meta | None:
-    """Return the `msgspec.Meta` of a field's annotation, if it has one."""
-    metas = [part for part in getattr(field.type, "__metadata__", ()) if isinstance(part, msgspec.Meta)]
-    return metas[0] if metas else None
+    """Return the `Meta` of a field's annotation, if it has one."""
+    return next((part for part in getattr(field.type, "__metadata__", ()) if isinstance(part, msgspec.Meta)), None)
 
 
 def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, default: Any) -> inspect.Parameter:
-    """The parameter that stands for one field of a struct in a command's signature."""
+    """Return the parameter that stands for one field of a struct in a command's signature."""
     name = "--" + field.name.replace("_", "-")
     settings: dict[str, Any] = {"help": help_of(struct, field), "rich_help_panel": PANELS.get(struct)}
     plain = typing.get_args(field.type)[0] if meta_of(field) else field.type
@@ -153,7 +152,7 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
         settings["parser"] = integer
     if kind is SpeculativeConfig:
         settings["parser"] = speculative_config
-    # Nobody asks for --no-json.
+    # --no-json would be of no use.
     decls = [f"{name}/--no-{name[2:]}"] if kind is bool and field.name != "json" else [name]
     if struct is EngineConfig and field.name in SHORT:
         decls.append(SHORT[field.name])
@@ -170,7 +169,7 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
 def options(
     *structs: type[msgspec.Struct], skip: tuple[str, ...] = (), only: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: replace a command's `**fields` by one option for each field of the structs.
+    """Return a decorator that replaces a command's `**fields` by one option for each field of the structs.
 
     Args:
         structs: where the fields come from.
@@ -181,24 +180,24 @@ def options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        taken = {p.name for p in own} | set(skip)
-        made: list[inspect.Parameter] = []
+        declared = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = {p.name for p in declared} | set(skip)
+        generated: list[inspect.Parameter] = []
         for struct in structs:
             for field in msgspec.structs.fields(struct):
-                if field.name in taken or (struct is SamplingParams and only and field.name not in only):
+                if field.name in names or (struct is SamplingParams and only and field.name not in only):
                     continue
-                taken.add(field.name)
+                names.add(field.name)
                 default = None if field.default is msgspec.NODEFAULT else field.default
-                made.append(option(struct, field, defaults.get(field.name, default)))
-        command.__signature__ = signature.replace(parameters=[*own, *made])  # type: ignore[attr-defined]
+                generated.append(option(struct, field, defaults.get(field.name, default)))
+        command.__signature__ = signature.replace(parameters=[*declared, *generated])  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
 def build(struct: type[T], values: dict[str, Any]) -> T:
-    """The struct of those `values` that are its fields. Raises `RequestError` for a value out of bounds."""
+    """Make the struct from those `values` that are its fields. Raises `RequestError` for a value out of bounds."""
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
     for name, field in fields.items():
         value, meta = values.get(name), meta_of(field)

@@ -1,28 +1,29 @@
-"""`headrace quantize`: make a quantised checkpoint (or GGUF file) of a model, with its loss measured.
+"""`headrace quantize`: makes a quantised checkpoint (or GGUF file) of a model, with its loss measured.
 
-Layouts of Hugging Face directories and the methods are `headrace.quantize`'s; levels of GGUF files (Q4_K_M, ...) are
-named as methods here.
+Methods, layouts of Hugging Face directories and levels of GGUF files (Q4_K_M, ...) come from `headrace.quantize`; on
+the command line a level is a method.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from headrace import hub
+from headrace.cli.progress import progress_bar
 from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
 
 if TYPE_CHECKING:
-    from headrace.quantize.driver import Progress, Report
+    from headrace.quantize.driver import Report
 
 
 class Default(NamedTuple):
-    """What a method does where nothing is said."""
+    """A method's defaults."""
 
     bits: int = 4
     group_size: int = 128
@@ -125,7 +126,7 @@ def quantize(
         clip=clip,
         alpha=alpha,
     )
-    # All that can be wrong is told before the model is asked for a text.
+    # Every refusal comes before the model generates a text, which takes minutes.
     options = find_method(method).verify(options)
     find_writer(layout or default.layout).verify(options)
     verify_out(out)
@@ -134,13 +135,13 @@ def quantize(
     pieces: list[list[int]] = []
     if find_method(method).CALIBRATED or calibration is not None:
         pieces = calibration_text(model, directory, calibration, num_calibration_tokens, calibration_length)
-    with _progress() as show:
+    with progress_bar("quantising") as show:
         report = quantise_checkpoint(directory, out, options, layout or default.layout, pieces, progress=show)
-    print(told(report, out), file=sys.stderr)
+    print(summary(report, out), file=sys.stderr)
 
 
-def told(report: Report, out: Path) -> str:
-    """One line: what was made, and what it loses."""
+def summary(report: Report, out: Path) -> str:
+    """Describe the checkpoint and its loss in one line."""
     errors = report.errors
     line = f"{out}: {report.num_bytes / 2**20:.1f} MiB, {len(errors)} layers quantised"
     if errors:
@@ -154,7 +155,7 @@ def told(report: Report, out: Path) -> str:
 
 
 def calibration_text(model: str, directory: Path, file: Path | None, num_tokens: int, length: int) -> list[list[int]]:
-    """Pieces of token ids, out of `file` or of the model's own words."""
+    """Return pieces of token ids, from `file` or from text that the model generates."""
     from headrace.models.config import ModelConfig
     from headrace.quantize.calibration import cut, own_words, read_texts
 
@@ -182,25 +183,22 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
     ends = hub.eos_token_ids(directory)
     first = values.get("bos_token_id")
     prompt = [first if type(first) is int and first >= 0 else ends[0] if ends else 0]
-    llm = LLM(str(directory), skip_tokenizer_init=True, max_model_len=max(length, 2))
-    try:
+    with closing(LLM(str(directory), skip_tokenizer_init=True, max_model_len=max(length, 2))) as llm:
 
         def answer(seeds: range) -> Sequence[Sequence[int]]:
-            asked = [
+            params = [
                 SamplingParams(temperature=1.0, max_tokens=length - 1, seed=seed, detokenize=False) for seed in seeds
             ]
-            outputs = llm.generate([{"prompt_token_ids": prompt}] * len(asked), asked, use_tqdm=False)
+            outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
             return [[*prompt, *output.outputs[0].token_ids] for output in outputs]
 
         return own_words(answer, length, num_tokens)
-    finally:
-        llm.close()
 
 
 def _gguf(
     model: str, out: Path, method: str, bits: float | None, calibration: Path | None, num_tokens: int, length: int
 ) -> None:
-    """A GGUF file of one of its levels, or of types chosen by measured loss."""
+    """Write a GGUF file of one of its levels, or of types chosen by measured loss."""
     from headrace.quantize import gguf_writer, mixed
     from headrace.quantize.driver import verify_out
 
@@ -210,41 +208,14 @@ def _gguf(
         raise RequestError("out", str(out), "a file that is not there yet")
     verify_out(out)
     directory = hub.resolve(model)
-    with _progress() as show:
-
-        def step(done: int, total: int) -> None:
-            show(done, total, "")
-
+    with progress_bar("quantising") as show:
         if method == MIXED:
             mixed.verify(gguf_writer.Source(directory), MIXED_BITS if bits is None else bits)
             pieces = calibration_text(model, directory, calibration, num_tokens, length)
-            made = mixed.write(directory, out, MIXED_BITS if bits is None else bits, pieces, step)
-            written, loss = made.written, f"; {made.measured:.4f} nats a token from the plain model"
+            mixture = mixed.write(directory, out, MIXED_BITS if bits is None else bits, pieces, show)
+            written, loss = mixture.written, f"; {mixture.measured:.4f} nats a token from the plain model"
         else:
             if bits is not None or calibration is not None:
                 raise RequestError("bits" if bits is not None else "calibration", method, "left out: the level says it")
-            written, loss = gguf_writer.convert(directory, out, method, step), ""
+            written, loss = gguf_writer.convert(directory, out, method, show), ""
     print(f"{out}: {written.num_bytes / 2**20:.1f} MiB, {written.bits:.2f} bits a weight{loss}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """A function of (done, in all, what comes next) that shows a bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total, name: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns: Any = (
-        TextColumn("quantising"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[name]}"),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, name="")
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)

@@ -1,13 +1,12 @@
-"""`headrace run-batch`: answer a file of requests in OpenAI's batch format, without a server and without HTTP.
+"""`headrace run-batch`: answers a file of requests in OpenAI's batch format, without a server and without HTTP.
 
-The same requests through the same code as /v1/batches, so the same answers. The output grows by whole lines, and what
-it has already is not asked again: a run that was killed is taken up where it stood by the same command.
+Requests go through the code of /v1/batches, so the answers are the same. The output grows by whole lines, and requests
+that it already answers are skipped: the same command resumes a run that was killed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,16 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import build, options
+from headrace.cli.progress import progress_bar
 from headrace.protocol.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from headrace.serve.storage.batch_file import Report
 
 SOME_FAILED = 3
-"""Exit status of a run that went through, but has lines in its output that tell of an error."""
+"""Exit status of a complete run whose output has lines with an error."""
 
 
-# What of the server's settings changes an answer.
+# The server's settings that change an answer.
 TEXT_SETTINGS = (
     "served_model_name",
     "chat_template",
@@ -67,10 +67,10 @@ def run_batch(
 
 
 def _one(name: str, flag: str, argument: Path | None, option: Path | None) -> Path:
-    given = [path for path in (argument, option) if path is not None]
-    if len(given) != 1:
+    paths = [path for path in (argument, option) if path is not None]
+    if len(paths) != 1:
         raise typer.BadParameter(f"give {name} once, as an argument or by {flag}")
-    return given[0]
+    return paths[0]
 
 
 async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerConfig, concurrency: int) -> Report:
@@ -89,29 +89,7 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     model = served_model(TextClient(client, tokenizer), template, server, name, defaults, engine.seed)
     await client.start()
     try:
-        with _progress() as show:
+        with progress_bar("Requests") as show:
             return await answer_file(source, target, offline_answerer(model), concurrency, show)
     finally:
         await client.close()
-
-
-@contextlib.contextmanager
-def _progress() -> Any:
-    """A function of (lines done, lines in all) that shows a bar where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("Requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""`headrace verify MODEL --speculative-config ...`: does speculation change what this model says, on this machine?
+"""`headrace verify MODEL --speculative-config ...`: tests whether speculation changes a model's output on this machine.
 
 Two tests. Bits: the same requests with and without speculation, alone and in a batch, at three temperatures; token ids
 and log-probabilities must be equal to the bit (under rejection sampling, which draws otherwise, at temperature 0).
@@ -46,7 +46,7 @@ class VerifyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(NamedTuple):
-    """What a request gave; `bits` are those of its log-probabilities."""
+    """The output of a request; `bits` are those of its log-probabilities."""
 
     token_ids: list[int]
     bits: bytes
@@ -72,47 +72,47 @@ def verify(
 
 
 def examine(plan: VerifyPlan, config: EngineConfig) -> dict[str, Any]:
-    """Both tests, with one engine at a time. `passed` is the verdict.
+    """Run both tests, with one engine at a time. `passed` is the verdict.
 
-    Alone, the engine guesses as it is configured to; in the batch and in the distribution test it makes every guess,
-    also those that would not pay: few guesses prove little.
+    Requests alone are run with the configured speculation; in the batch and in the distribution test every guess is
+    made, also those that would not pay: few guesses prove little.
     """
     from headrace.llm import LLM
 
     spec = config.speculative_config or SpeculativeConfig(method="ngram")
-    given = {name: getattr(config, name) for name in config.__struct_fields__}
+    settings = msgspec.structs.asdict(config)
     prompts = [PROMPTS[i % len(PROMPTS)] + " very" * (i // len(PROMPTS)) for i in range(plan.num_prompts)]
-    asked = [
+    requests = [
         (prompt, params_of(i, temperature, plan.max_tokens))
         for (i, prompt), temperature in itertools.product(enumerate(prompts), TEMPERATURES)
         if spec.mode == "coupled" or temperature == 0.0
     ]
-    with closing(LLM(**given | {"speculative_config": None, "enable_prefix_caching": False})) as plain:
-        want = answers(plain, asked)
+    with closing(LLM(**settings | {"speculative_config": None, "enable_prefix_caching": False})) as plain:
+        expected = answers(plain, requests)
         exact = exact_chances(plain, PROMPTS[0]) if plan.num_samples else None
-    with closing(LLM(**given)) as guessing:
-        alone = [answer for each in asked for answer in answers(guessing, [each])]
+    with closing(LLM(**settings)) as guessing:
+        alone = [answer for each in requests for answer in answers(guessing, [each])]
         stats = [guessing.get_metrics()]
-    with closing(LLM(**given | {"speculative_config": msgspec.structs.replace(spec, adaptive=False)})) as eager:
-        together = answers(eager, asked)
+    with closing(LLM(**settings | {"speculative_config": msgspec.structs.replace(spec, adaptive=False)})) as eager:
+        together = answers(eager, requests)
         result: dict[str, Any] = {
             "method": spec.method,
             "mode": spec.mode,
-            "num_compared": 2 * len(asked),
-            "num_different": num_different(want, alone) + num_different(want, together),
+            "num_compared": 2 * len(requests),
+            "num_different": num_different(expected, alone) + num_different(expected, together),
         }
         if exact is not None:
             result |= distribution(eager, exact, plan.num_samples)
         stats.append(eager.get_metrics())
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         result[name] = sum(getattr(each, name) for each in stats)
-    # Who never guesses proves nothing.
+    # A drafter that never guesses proves nothing.
     sound = result["num_different"] == 0 and result.get("p_value", 1.0) >= LEAST_P
     return result | {"passed": sound and result["num_drafts"] > 0}
 
 
 def params_of(seed: int, temperature: float, max_tokens: int) -> SamplingParams:
-    """Filters take turns, so that speculation meets them."""
+    """Return params whose filters vary with the seed, so that speculation is tested with each."""
     return SamplingParams(
         temperature=temperature, seed=1000 + seed, max_tokens=max_tokens, ignore_eos=True, logprobs=2,
         top_k=40 if seed % 3 == 1 else 0, top_p=0.9 if seed % 3 == 2 else 1.0,
@@ -120,24 +120,24 @@ def params_of(seed: int, temperature: float, max_tokens: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def answers(llm: Any, asked: Sequence[tuple[str, SamplingParams]]) -> list[Answer]:
-    outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
-    found = []
+def answers(llm: Any, requests: Sequence[tuple[str, SamplingParams]]) -> list[Answer]:
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
+    answers = []
     for output in outputs:
         answer = output.outputs[0]
         if answer.finish_reason == "error":
             raise HeadraceError(f"a request failed: {output.prompt!r}")
         numbers = [entry.logprob for place in answer.logprobs or [] for _, entry in sorted(place.items())]
-        found.append(Answer(list(answer.token_ids), struct.pack(f"{len(numbers)}d", *numbers)))
-    return found
+        answers.append(Answer(list(answer.token_ids), struct.pack(f"{len(numbers)}d", *numbers)))
+    return answers
 
 
-def num_different(want: Iterable[Answer], got: Iterable[Answer]) -> int:
-    return sum(a != b for a, b in zip(want, got, strict=True))
+def num_different(expected: Iterable[Answer], actual: Iterable[Answer]) -> int:
+    return sum(a != b for a, b in zip(expected, actual, strict=True))
 
 
 class Exact(NamedTuple):
-    """What may follow a prompt if only `allowed` may be drawn: the chance of each path of `NUM_DRAWN` tokens."""
+    """The chance of each path of `NUM_DRAWN` tokens after a prompt, if only `allowed` may be drawn."""
 
     token_ids: list[int]
     allowed: list[int]
@@ -145,7 +145,7 @@ class Exact(NamedTuple):
 
 
 def exact_chances(plain: Any, prompt: str) -> Exact:
-    """Of the `NUM_CHOICES` likeliest tokens, by the model's own log-probabilities."""
+    """Return the paths of the `NUM_CHOICES` likeliest tokens, by the model's log-probabilities."""
     token_ids = plain.get_tokenizer().encode(prompt)
     [choices] = logprobs_after(plain, [token_ids])
     allowed = sorted(choices, key=lambda token: -choices[token])[:NUM_CHOICES]
@@ -162,8 +162,8 @@ def exact_chances(plain: Any, prompt: str) -> Exact:
 
 
 def distribution(guessing: Any, exact: Exact, num_samples: int) -> dict[str, Any]:
-    """Draws against their exact probabilities."""
-    # A token more than is counted: the last of an answer is never guessed.
+    """Compare draws with their exact probabilities."""
+    # One token more than is counted, as the last of an answer is never guessed.
     params = [
         SamplingParams(seed=seed, max_tokens=NUM_DRAWN + 1, ignore_eos=True, allowed_token_ids=exact.allowed)
         for seed in range(num_samples)
@@ -176,14 +176,14 @@ def distribution(guessing: Any, exact: Exact, num_samples: int) -> dict[str, Any
 
 def logprobs_after(llm: Any, prompts: Sequence[list[int]]) -> list[dict[int, float]]:
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, ignore_eos=True, seed=0)
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [{token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
 
 
 def chi_square(counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float], num_samples: int) -> float:
-    """The chance of counts as far off as these (Pearson 1900; Wilson and Hilferty's normal approximation). Cells that
-    expect fewer than 5 are taken together."""
+    """Return the chance of counts as far off as these (Pearson 1900; Wilson and Hilferty's normal approximation).
+
+    Cells that expect fewer than 5 are taken together."""
     total, cells, rest, expected_rest = 0.0, 0, 0, 0.0
     for cell, chance in chances.items():
         expected = chance * num_samples
@@ -204,8 +204,8 @@ def chi_square(counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], 
 
 
 def show(result: dict[str, Any]) -> None:
-    guessed, kept = result["num_draft_tokens"], result["num_accepted_tokens"]
-    print(f"{result['method']} ({result['mode']}): {guessed} tokens guessed, {kept} kept")
+    num_guessed, num_accepted = result["num_draft_tokens"], result["num_accepted_tokens"]
+    print(f"{result['method']} ({result['mode']}): {num_guessed} tokens guessed, {num_accepted} kept")
     print(f"answers compared to the bit: {result['num_compared']}, different: {result['num_different']}")
     if "p_value" in result:
         print(f"distribution: {result['num_samples']} draws, p = {result['p_value']:.4f} (at least {LEAST_P} wanted)")

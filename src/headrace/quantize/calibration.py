@@ -28,14 +28,14 @@ def read_texts(path: Path) -> list[str | list[int]]:
 
     Raises `RequestError` for a file that is neither.
     """
-    field, shown = "calibration", str(path)
+    field, name = "calibration", str(path)
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise RequestError(field, shown, f"a file of at most {MAX_FILE_BYTES} bytes, not {size}")
+            raise RequestError(field, name, f"a file of at most {MAX_FILE_BYTES} bytes, not {size}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(field, shown, f"a readable UTF-8 file ({error})") from error
+        raise RequestError(field, name, f"a readable UTF-8 file ({error})") from error
     if path.suffix != ".jsonl":
         return [text]
     texts: list[str | list[int]] = []
@@ -45,13 +45,11 @@ def read_texts(path: Path) -> list[str | list[int]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise RequestError(
-                field, shown, f'one JSON object with a "text" a line (line {number}: {error})'
-            ) from error
+            raise RequestError(field, name, f'one JSON object with a "text" a line (line {number}: {error})') from error
         entry: Any = value.get("text", value.get("token_ids")) if isinstance(value, dict) else None
         is_ids = isinstance(entry, list) and all(type(token_id) is int and token_id >= 0 for token_id in entry)
         if not isinstance(entry, str) and not is_ids:
-            raise RequestError(field, shown, f'one JSON object with a "text" a line; line {number} is none')
+            raise RequestError(field, name, f'one JSON object with a "text" a line; line {number} is none')
         texts.append(entry)
     return texts
 

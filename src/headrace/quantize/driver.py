@@ -134,7 +134,7 @@ class Run:
         self.method, self.writer = find_method(options.method), find_writer(layout)
         self.options = self.method.verify(options)
         self.writer.verify(self.options)
-        self.source, self.out, self.progress = source, out, progress or (lambda done, total, name: None)
+        self.source, self.out, self.progress = source, out, progress or (lambda num_done, total, name: None)
         self.values = _read_values(source)
         self.checkpoint = Checkpoint(source)
         self.dtype = DTYPES[choose_dtype("auto", self.checkpoint, self.values)]
@@ -176,19 +176,19 @@ class Run:
 
     def run(self) -> Report:
         self.state.open()
-        done = self.state.num_done
+        num_done = self.state.num_done
         with torch.inference_mode():
             hidden, batches, kv = self._embedded()
             for i in range(self.num_layers):
                 self.progress(i, self.num_layers, "")
-                if i >= done:
+                if i >= num_done:
                     self._quantise(i, hidden, batches, kv)
-                if batches and i + 1 < self.num_layers and done < self.num_layers:
+                if batches and i + 1 < self.num_layers and num_done < self.num_layers:
                     self._read_back(i)
                     hidden = self._run_layer(i, hidden, batches, kv)
                 self.ops.weights, self.ops.biases = {}, {}
                 self.checkpoint.release()
-            if done <= self.num_layers:
+            if num_done <= self.num_layers:
                 names = [name for name in self.checkpoint.names if _layer_of(name) is None]
                 file = self.state.file_of(self.num_layers)
                 shards.write(self.out / file, {name: self.checkpoint.tensor(name) for name in names})

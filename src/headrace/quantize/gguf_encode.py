@@ -126,9 +126,9 @@ def _affine(x: F32, high: int, below: bool) -> tuple[F32, F32]:
         scale = (num * of_products - total * of_codes) * below_line
         moved = (total - scale * of_codes) / num
         if below:
-            held = moved > 0
-            moved = np.where(held, 0, moved)
-            scale = np.where(held, of_products * _inverse(of_squares), scale)
+            above = moved > 0
+            moved = np.where(above, 0, moved)
+            scale = np.where(above, of_products * _inverse(of_squares), scale)
         error = square + scale * (scale * of_squares - 2 * of_products + 2 * moved * of_codes)
         error += moved * (num * moved - 2 * total)
         better = (error < best_error) & (scale > 0)

@@ -78,17 +78,17 @@ def write(
     begin = header(fields, tensors)
     part = path.with_name(path.name + ".part")
     notes = Notes(path, hashlib.sha256(begin + stamp.encode()).hexdigest())
-    done = notes.read().get("num_tensors", 0)
-    size = len(begin) + sum(_padded(tensor.num_bytes) for tensor in tensors[:done])
+    num_done = notes.read().get("num_tensors", 0)
+    size = len(begin) + sum(_padded(tensor.num_bytes) for tensor in tensors[:num_done])
     if not part.is_file() or part.stat().st_size < size:
-        done, size = 0, len(begin)
+        num_done, size = 0, len(begin)
     try:
-        with part.open("r+b" if done else "wb") as file:
-            if not done:
+        with part.open("r+b" if num_done else "wb") as file:
+            if not num_done:
                 file.write(begin)
             file.truncate(size)
             file.seek(size)
-            _write_data(file, tensors, data(done), done, notes)
+            _write_data(file, tensors, data(num_done), num_done, notes)
             _to_disk(file)
         os.replace(part, path)
     except CheckpointError:

@@ -273,17 +273,17 @@ def write(
     total = sum(math.prod(tensor.shape) for tensor in tensors)
 
     def data(first: int) -> Iterator[tuple[int, U8]]:
-        done = sum(math.prod(tensor.shape) for tensor in tensors[:first])
+        num_written = sum(math.prod(tensor.shape) for tensor in tensors[:first])
         for index, plan in list(enumerate(source.plans))[first:]:
             if source.is_blocks(plan):
                 yield from ((index, piece) for piece in source.raw(plan))
-                done += math.prod(tensors[index].shape)
+                num_written += math.prod(tensors[index].shape)
                 continue
             for piece in source.slabs(plan):
                 yield index, encode(kinds[plan.name], piece, plan.name)
-                done += piece.size
+                num_written += piece.size
                 if progress is not None:
-                    progress(done, total)
+                    progress(num_written, total)
         if metadata.factors is not None and first <= len(source.plans):
             yield len(source.plans), encode("F32", metadata.factors[None], "rope_freqs.weight")
         source.checkpoint.release()

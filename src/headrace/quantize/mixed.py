@@ -98,7 +98,7 @@ def write(
         stamp = hashlib.sha256(json.dumps([source.stamp, model.pieces, LADDER, SHORT_LADDER]).encode()).hexdigest()
         notes = Notes(path, stamp, ".steps.json")
         measured_steps: dict[str, Any] = notes.read().get("steps", {})
-        for done, group in enumerate(model.groups):
+        for num_done, group in enumerate(model.groups):
             name = group.plans[0].name
             if name in measured_steps:
                 group.steps = [Step(*step) for step in measured_steps[name]]
@@ -107,7 +107,7 @@ def write(
                 measured_steps[name] = [tuple(step) for step in group.steps]
                 notes.write({"steps": measured_steps})
             if progress is not None:
-                progress(done + 1, len(model.groups))
+                progress(num_done + 1, len(model.groups))
         chosen = choose(model, bits)
         kinds = source.kinds(gguf_writer.LEVELS["F32"])
         for group, step in zip(model.groups, chosen, strict=True):

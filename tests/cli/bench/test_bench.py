@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from headrace.cli.bench import serve as bench_serve
 from headrace.cli.bench.data import Sample, file_samples, random_samples
+from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import (
     Timeline,
     check_metrics,
@@ -211,7 +212,7 @@ def target(url: str, **more: Any) -> bench_serve.Target:
 def test_client_counts_what_the_server_reports(scripted: str) -> None:
     samples = [Sample("hi", 3, 5), Sample("refuse", 3, 5), Sample("break", 3, 5), Sample("cut", 3, 5)]
     timelines, duration = asyncio.run(
-        bench_serve.run(target(scripted, extra_body={"ignore_eos": True}), samples, max_concurrency=2)
+        bench_serve.run(target(scripted, extra_body={"ignore_eos": True}), samples, ServePlan(max_concurrency=2))
     )
     good, refused, broken, cut = timelines
     assert (good.text, good.error, good.num_prompt_tokens, good.num_output_tokens) == ("hello", "", 9, 2)
@@ -227,14 +228,16 @@ def test_client_counts_what_the_server_reports(scripted: str) -> None:
 
 def test_client_speaks_chat(scripted: str) -> None:
     spoken = bench_serve.Target(base_url=scripted, endpoint="/v1/chat/completions", model="scripted", chat=True)
-    [timeline], _ = asyncio.run(bench_serve.run(spoken, [Sample("hi", 3, 5)]))
+    [timeline], _ = asyncio.run(bench_serve.run(spoken, [Sample("hi", 3, 5)], ServePlan()))
     assert timeline.text == "hello"
     assert Script.seen[0]["messages"] == [{"role": "user", "content": "hi"}]
 
 
 def test_a_wait_in_the_client_is_not_the_server_s(scripted: str) -> None:
     """With one slot, later requests wait; their wait is told apart, and `sent` comes after it."""
-    timelines, _ = asyncio.run(bench_serve.run(target(scripted), [Sample("hi", 3, 5)] * 5, max_concurrency=1))
+    timelines, _ = asyncio.run(
+        bench_serve.run(target(scripted), [Sample("hi", 3, 5)] * 5, ServePlan(max_concurrency=1))
+    )
     ordered = sorted(timelines, key=lambda timeline: timeline.sent)
     assert all(after.sent >= before.done for before, after in itertools.pairwise(ordered))
     assert ordered[-1].queue_time > ordered[0].queue_time
@@ -251,4 +254,4 @@ def test_first_model(scripted: str) -> None:
 
 def test_a_failing_warmup_ends_the_run(scripted: str) -> None:
     with pytest.raises(HeadraceError, match="warm-up"):
-        asyncio.run(bench_serve.run(target(scripted), [Sample("refuse", 3, 5)], num_warmups=1))
+        asyncio.run(bench_serve.run(target(scripted), [Sample("refuse", 3, 5)], ServePlan(num_warmups=1)))

@@ -1,6 +1,6 @@
-"""`headrace bench latency|throughput|quality|speculate|serve`: the commands. They take a plan from the flags, have
-`bench_offline`, `bench_quality`, `bench_speculate` or `bench_serve` measure it, and print a table (vLLM's, where it has
-one), or one JSON object with vLLM's field names under --json.
+"""`headrace bench latency|throughput|quality|speculate|serve`: the commands. Each makes a plan from the flags, calls
+its module to measure it, and prints a table (vLLM's, where it has one), or with --json one object with vLLM's field
+names.
 
 Each result carries what it was measured on: model, dtype, backend, version and date.
 """
@@ -120,12 +120,12 @@ def _header(model_id: str) -> dict[str, Any]:
     return {"date": time.strftime("%Y%m%d-%H%M%S"), "version": headrace.__version__, "model_id": model_id}
 
 
-def _goals(given: list[str] | None, more: list[str] | None) -> dict[str, float]:
+def _goals(goals: list[str] | None, more: list[str] | None) -> dict[str, float]:
     from headrace.cli.bench.stats import parse_goodput
 
-    if more and not given:
+    if more and not goals:
         raise typer.BadParameter(f"unexpected argument {more[0]!r}")
-    return parse_goodput([*(given or []), *(more or [])])
+    return parse_goodput([*(goals or []), *(more or [])])
 
 
 def _emit(

@@ -1,7 +1,7 @@
-"""The prompts of a benchmark: random token ids of given lengths, or the lines of a file.
+"""Makes the prompts of a benchmark: random token ids of given lengths, or the lines of a file.
 
-Everything random comes from one seeded generator, so two runs with the same seed send the same bytes. Used by
-`bench_serve` and `bench_offline`; knows neither HTTP nor the engine.
+Everything random comes from one seeded generator, so two runs with the same seed send the same bytes. Called by
+`bench.serve` and `bench.offline`; knows neither HTTP nor the engine.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def random_samples(
     seed: int = 0,
     avoid: frozenset[int] = frozenset(),
 ) -> list[Sample]:
-    """Prompts of random token ids: `prefix_len` shared ones, then `input_len` of each prompt's own.
+    """Return prompts of random token ids: `prefix_len` shared ones, then `input_len` of each prompt's own.
 
     Lengths are drawn evenly from [len * (1 - range_ratio), len * (1 + range_ratio)]. Ids in `avoid` (special tokens)
-    are not drawn. No two prompts begin alike past the shared prefix, so no prefix cache can help unasked.
+    are not drawn. No two prompts begin alike past the shared prefix, so a prefix cache helps with the prefix alone.
     """
     if not 0 <= range_ratio < 1:
         raise RequestError("random_range_ratio", range_ratio, "at least 0 and below 1")
@@ -58,11 +58,11 @@ def random_samples(
         return max(1, noise.randint(int(middle * (1 - range_ratio)), int(middle * (1 + range_ratio))))
 
     prefix = noise.choices(allowed, k=prefix_len)
-    made = []
+    samples = []
     for _ in range(num_prompts):
         prompt = prefix + noise.choices(allowed, k=length(input_len))
-        made.append(Sample(prompt, len(prompt), length(output_len)))
-    return made
+        samples.append(Sample(prompt, len(prompt), length(output_len)))
+    return samples
 
 
 def file_samples(
@@ -75,10 +75,10 @@ def file_samples(
     seed: int = 0,
     default_output_len: int = 256,
 ) -> list[Sample]:
-    """Prompts from a file, shuffled by `seed` and repeated if the file has fewer than `num_prompts`.
+    """Return prompts from a file, shuffled by `seed` and repeated if the file has fewer than `num_prompts`.
 
     Args:
-        dataset: `custom` (JSON lines with "prompt" or "turns", and "output_tokens" if wanted) or `sharegpt` (a JSON
+        dataset: `custom` (JSON lines with "prompt" or "turns", and optionally "output_tokens") or `sharegpt` (a JSON
             list of "conversations", whose first turn is the prompt and whose second gives the length).
         output_len: overrides the file's lengths.
         count: tokens of a text; None leaves the count to the server's usage report.
@@ -91,11 +91,11 @@ def file_samples(
     if not pairs:
         raise RequestError("dataset_path", path, f"a file with prompts in the form of --dataset-name {dataset}")
     random.Random(seed).shuffle(pairs)
-    made = []
+    samples = []
     for index in range(num_prompts):
         prompt, length = pairs[index % len(pairs)]
-        made.append(Sample(prompt, count(prompt) if count else 0, output_len or length or default_output_len))
-    return made
+        samples.append(Sample(prompt, count(prompt) if count else 0, output_len or length or default_output_len))
+    return samples
 
 
 def _json(text: str, path: Path, line: int) -> Any:
@@ -106,7 +106,7 @@ def _json(text: str, path: Path, line: int) -> Any:
 
 
 def _custom(path: Path) -> list[tuple[str, int]]:
-    found = []
+    pairs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -116,17 +116,17 @@ def _custom(path: Path) -> list[tuple[str, int]]:
         if not isinstance(prompt, str) or not prompt:
             raise RequestError("dataset_path", f"{path}:{number}", 'an object with a text under "prompt" or "turns"')
         length = entry.get("output_tokens", 0)
-        found.append((prompt, length if isinstance(length, int) else 0))
-    return found
+        pairs.append((prompt, length if isinstance(length, int) else 0))
+    return pairs
 
 
 def _sharegpt(path: Path, count: Callable[[str], int] | None) -> list[tuple[str, int]]:
-    found = []
+    pairs = []
     entries = _json(path.read_text(encoding="utf-8"), path, 1)
     for entry in entries if isinstance(entries, list) else []:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if isinstance(turns, list) and len(turns) >= 2:
             prompt, answer = (str(turn.get("value", "")) for turn in turns[:2])
             if prompt:
-                found.append((prompt, count(answer) if count else 0))
-    return found
+                pairs.append((prompt, count(answer) if count else 0))
+    return pairs

@@ -1,7 +1,7 @@
-"""`headrace bench latency` and `throughput` without a server: drives an `EngineCore` step by step and times each token.
+"""`headrace bench latency` and `throughput`: drives an `EngineCore` step by step and times each token.
 
-A token's time is the end of the step that made it, so nothing of text, sockets or progress bars is in the figures.
-Prompts differ in every iteration: a prefix cache that answers the second run would flatter it. Knows the engine's
+A token's time is the end of the step that made it, so the figures contain no text, sockets or progress bars. Prompts
+differ in every iteration, as a prefix cache would speed up a second run. Knows the engine's
 `add` and `step` alone, so the tests can run it on a simulated executor.
 """
 
@@ -25,7 +25,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Request
 
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
-# Every answer its full length, and every sampled token drawn: the work must not depend on what the model says.
+# Answers of full length, with every token drawn: the work must not depend on the text that the model generates.
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
 
 
@@ -35,7 +35,6 @@ def run_batch(
     params: SamplingParams,
     *,
     clock: Callable[[], float] = time.monotonic,
-    on_done: Callable[[Timeline], None] = lambda timeline: None,
 ) -> list[Timeline]:
     """Give all samples (token ids) to an idle engine at once, run it dry, and return their timelines in order.
 
@@ -47,8 +46,8 @@ def run_batch(
         if isinstance(sample.prompt, str):
             raise HeadraceError("offline benchmarks take token ids, not text")
         request_id = str(index)
-        own = msgspec.structs.replace(params, max_tokens=sample.output_len, seed=index)
-        core.add(Request(request_id=request_id, prompt_token_ids=sample.prompt, params=own))
+        request_params = msgspec.structs.replace(params, max_tokens=sample.output_len, seed=index)
+        core.add(Request(request_id=request_id, prompt_token_ids=sample.prompt, params=request_params))
         timelines[request_id] = Timeline(sent=0.0, num_prompt_tokens=len(sample.prompt))
     start = clock()
     for timeline in timelines.values():
@@ -64,7 +63,6 @@ def run_batch(
             if finish.reason in ("abort", "error"):
                 raise HeadraceError(f"request {request_id} ended with {finish.reason}: {finish.message}")
             timelines[request_id].done = now
-            on_done(timelines[request_id])
     return list(timelines.values())
 
 
@@ -93,14 +91,14 @@ def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, fl
                 core.info.vocab_size,
                 input_len=plan.input_len,
                 output_len=plan.output_len,
-                # Numbers drawn apart, so that no batch repeats another's prompts.
+                # A seed for each batch, so that none repeats another's prompts.
                 seed=plan.seed + (iteration + plan.num_iters_warmup) * 1_000_003,
             )
             start = time.perf_counter()
-            done = run_batch(core, batch, PARAMS)
+            batch_timelines = run_batch(core, batch, PARAMS)
             if iteration >= 0:
                 latencies.append(time.perf_counter() - start)
-                timelines += done
+                timelines += batch_timelines
         result: dict[str, Any] = about(core.info) | {
             name: getattr(plan, name) for name in ("input_len", "output_len", "batch_size", "num_iters")
         }

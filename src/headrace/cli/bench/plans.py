@@ -1,4 +1,4 @@
-"""What can be said to `headrace bench`: one struct per command, whose fields become its flags (vLLM's names).
+"""The flags of `headrace bench`: one struct per command, whose fields become its flags (vLLM's names).
 
 Kept apart from the code that measures, so that `--help` needs none of it. Bounds and texts stand on the fields;
 `cli.options` reads them.

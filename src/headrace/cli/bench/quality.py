@@ -1,12 +1,15 @@
-"""`headrace bench quality`: loads a model and its reference, has `cli.bench.divergence` compare them, tells sizes and
-speed.
+"""`headrace bench quality`: loads a model and its reference, compares them by `cli.bench.divergence`, and measures
+sizes and speed.
 
-Both are whole engines, so that what is judged is what is served. `bench.quality` runs it over all forms of a model.
+Both are whole engines, so that the figures are those of the served model. `bench.quality` runs it over all forms of a
+model.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -35,7 +38,7 @@ MAX_TEXTS = 4096
 FIRST_SEED = 2**20
 """Far from the seeds that `headrace quantize` calibrates with: nothing is judged by the text it was fitted to."""
 CHARACTERS_OF_TOKEN = 16
-"""A file is cut where it can hold no more of the tokens that are asked for."""
+"""Characters of a file that are read for each token to score."""
 SPEED_TOKENS, SPEED_RUNS = 64, 3
 TIED = {"lm_head": "embed_tokens"}
 
@@ -49,42 +52,41 @@ class Text(NamedTuple):
 
 
 def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
-    """What the plan asks of `config.model`: see docs/quantisation.md for the names. `layers` has the worst first.
+    """Return the figures of `config.model`: see docs/quantisation.md for the names. `layers` has the worst first.
 
     Raises `HeadraceError` for a reference that can not be compared with, `RequestError` for a text that is not there.
     """
-    theirs = reference_config(plan, config)
-    with closing(opened(config)) as own:
-        with nullcontext() if theirs is None else closing(opened(theirs)) as reference:
-            text = text_of(plan, reference or own)
-            result = judge(own, reference, text)
+    plain = reference_config(plan, config)
+    with closing(opened(config)) as llm:
+        with nullcontext() if plain is None else closing(opened(plain)) as reference:
+            result = judge(llm, reference, text_of(plan, reference or llm))
         if plan.speed:
-            result["decode_tokens_per_s"] = decode_speed(program_of(own))
+            result["decode_tokens_per_s"] = decode_speed(program_of(llm))
         if plan.save:
             path = hub.resolve(config.model, config.revision)
-            measured = result | {"date": time.strftime("%Y-%m-%d"), "version": own.core.info.version}
-            result["saved"] = audit.save(path, audit.form_of(own.core.info), measured).name
+            measured = result | {"date": time.strftime("%Y-%m-%d"), "version": llm.core.info.version}
+            result["saved"] = audit.save(path, audit.form_of(llm.core.info), measured).name
     return result
 
 
 def opened(config: EngineConfig) -> LLM:
-    """An engine without a prefix cache: its blocks are written over here, and nobody tells it."""
+    """Open an engine without a prefix cache: blocks are overwritten here, which a prefix cache would not notice."""
     return LLM(**msgspec.structs.asdict(config) | {"enable_prefix_caching": False})
 
 
 def reference_config(plan: QualityPlan, config: EngineConfig) -> EngineConfig | None:
-    """What to compare with; None if nobody named a reference, and the model has no plainer form than its own."""
+    """Return the config of the reference; None if the plan names none and the model has no plainer form."""
     plain: dict[str, Any] = {"quantization": None, "kv_cache_dtype": "auto", "save_packed": False}
     if plan.reference is not None:
         plain |= {"model": plan.reference, "revision": None}
     elif is_quantised(hub.resolve(config.model, config.revision)):
         return None
-    made = msgspec.structs.replace(config, dtype=plan.reference_dtype, **plain)
-    return None if made == config else made
+    reference = msgspec.structs.replace(config, dtype=plan.reference_dtype, **plain)
+    return None if reference == config else reference
 
 
 def is_quantised(path: Path) -> bool:
-    """Whether the weights of a directory or of a GGUF file are codes."""
+    """Return whether the weights of a directory or of a GGUF file are codes."""
     if path.is_file():
         tensors = gguf.read(path).tensors.values()
         return any(len(info.shape) > 1 and info.type not in gguf_config.FLOATS for info in tensors)
@@ -92,7 +94,7 @@ def is_quantised(path: Path) -> bool:
 
 
 def text_of(plan: QualityPlan, writer: LLM) -> Text:
-    """The file of the plan, or what `writer` says of its own accord."""
+    """Return the text of the plan's file, or one that `writer` generates."""
     window = min(plan.window, writer.core.info.max_model_len - 1)
     if plan.text is None:
         return written_text(writer, window, plan.max_tokens)
@@ -103,7 +105,7 @@ def text_of(plan: QualityPlan, writer: LLM) -> Text:
 
 
 def file_text(llm: LLM, path: Path, window: int, max_tokens: int) -> Text:
-    """The beginning of a file of UTF-8, in windows that each begin as a text of the model's does."""
+    """Return the beginning of a UTF-8 file, in windows that each begin with the model's begin-of-text token."""
     tokenizer = llm.get_tokenizer()
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         content = file.read(CHARACTERS_OF_TOKEN * max_tokens)
@@ -111,23 +113,23 @@ def file_text(llm: LLM, path: Path, window: int, max_tokens: int) -> Text:
     begin = tokenizer.encode("")[:1]
     begin = begin if begin == [tokenizer.bos_token_id] else []
     step = window - len(begin)
-    windows, left = [], max_tokens
+    windows, num_left = [], max_tokens
     for first in range(0, len(token_ids), max(step, 1)):
-        own = begin + token_ids[first : first + min(step, left + 1 - len(begin))]
-        if left < 1 or len(own) < 2:
+        piece = begin + token_ids[first : first + min(step, num_left + 1 - len(begin))]
+        if num_left < 1 or len(piece) < 2:
             break
-        windows.append(own)
-        left -= len(own) - 1
+        windows.append(piece)
+        num_left -= len(piece) - 1
     return Text(path.name, windows, num_bytes(llm, windows))
 
 
 def written_text(llm: LLM, window: int, max_tokens: int) -> Text:
-    """What the model samples at temperature 1 from the beginning of a text, with seeds from FIRST_SEED on."""
+    """Return what the model samples at temperature 1 from the beginning of a text, with seeds from FIRST_SEED on."""
     tokenizer = llm.get_tokenizer()
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     begin = 0 if begin is None else begin
     windows: list[list[int]] = []
-    left = max_tokens
+    num_left = max_tokens
     for round_id in range(MAX_TEXTS // WRITTEN_AT_ONCE):
         params = [
             SamplingParams(temperature=1.0, max_tokens=window - 1, seed=FIRST_SEED + round_id * WRITTEN_AT_ONCE + i)
@@ -135,81 +137,80 @@ def written_text(llm: LLM, window: int, max_tokens: int) -> Text:
         ]
         prompts: list[Any] = [{"prompt_token_ids": [begin]}] * WRITTEN_AT_ONCE
         for output in llm.generate(prompts, params, use_tqdm=False):
-            own = [begin, *output.outputs[0].token_ids][: left + 1]
-            if left > 0 and len(own) > 1:
-                windows.append(own)
-                left -= len(own) - 1
-        if left < 1:
+            piece = [begin, *output.outputs[0].token_ids][: num_left + 1]
+            if num_left > 0 and len(piece) > 1:
+                windows.append(piece)
+                num_left -= len(piece) - 1
+        if num_left < 1:
             return Text("written by the reference", windows, num_bytes(llm, windows))
     raise HeadraceError(f"the reference ends its texts too soon to write {max_tokens} tokens; name a file with --text")
 
 
 def num_bytes(llm: LLM, windows: Sequence[Sequence[int]]) -> int:
-    """Of the text of all scored tokens."""
+    """Return the bytes of the text of all scored tokens."""
     tokenizer = llm.get_tokenizer()
     return sum(len(tokenizer.token_bytes(token_id)) for window in windows for token_id in window[1:])
 
 
-def judge(own: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
-    """All figures but the speed."""
-    program, theirs = program_of(own), None if reference is None else program_of(reference)
-    info = own.core.info
-    result: dict[str, Any] = audit.form_of(info) | {"text": text.name}
+def judge(llm: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
+    """Return all figures but the speed."""
+    program, expected = program_of(llm), None if reference is None else program_of(reference)
+    result: dict[str, Any] = audit.form_of(llm.core.info) | {"text": text.name}
     if reference is not None:
         result["reference"] = named(reference.core.info)
     tally = Tally()
     with progress_bar("scoring") as show:
-        for num_done in score(program, theirs, text.windows, tally):
+        for num_done in score(program, expected, text.windows, tally):
             show(num_done, len(text.windows))
     result |= tally.figures(text.num_bytes)
-    path = hub.resolve(own.config.model, own.config.revision)
+    path = hub.resolve(llm.config.model, llm.config.revision)
     result |= sizes(program, path)
-    if theirs is not None:
-        layers = list(_shown(layer_errors(matrices_of(program), matrices_of(theirs)), len(matrices_of(program))))
+    if expected is not None:
+        layers = list(_counted(layer_errors(matrices_of(program), matrices_of(expected)), len(matrices_of(program))))
         layers.sort(key=lambda layer: (-layer.relative_error, layer.name))
         result["layers"] = [layer._asdict() for layer in layers]
     return result
 
 
 def named(info: EngineInfo) -> str:
-    """A model and the form it runs in, without the folders above it."""
+    """Describe a model and the form it runs in, without the folders above it."""
     name = Path(info.model).name if Path(info.model).exists() else info.model
     return " ".join(part for part in (name, info.quantization, info.dtype, info.backend) if part)
 
 
 def program_of(llm: LLM) -> Program:
-    """Raises `HeadraceError` for an engine that may believe in blocks that are written over."""
+    """Return an engine's program. Raises `HeadraceError` for a prefix cache, whose blocks would be overwritten."""
     if llm.config.enable_prefix_caching:
         raise HeadraceError("an engine that is judged must have no prefix cache")
-    found: Program = llm.core.executor.program  # type: ignore[attr-defined]
-    return found
+    program: Program = llm.core.executor.program  # type: ignore[attr-defined]
+    return program
 
 
 def matrices_of(program: Program) -> Sequence[Any]:
-    found: Sequence[Any] = program.model.ops.matrices
-    return found
+    matrices: Sequence[Any] = program.model.ops.matrices
+    return matrices
 
 
 def sizes(program: Program, path: Path) -> dict[str, Any]:
-    """Bytes, and bits for each weight of a matrix: in the files, as the kernels hold them, and the lesser of both."""
+    """Return bytes, and bits for each weight of a matrix: in the files, in memory, and the lesser of both."""
     matrices = matrices_of(program)
     num_weights = sum(matrix.num_out * matrix.num_in for matrix in matrices)
-    held = sum(held_bits(matrix) * matrix.num_out * matrix.num_in for matrix in matrices) / num_weights
-    told: dict[str, Any] = {
+    bits = sum(held_bits(matrix) * matrix.num_out * matrix.num_in for matrix in matrices) / num_weights
+    sizes: dict[str, Any] = {
         "num_weights": num_weights,
         "disk_bytes": sum(file.stat().st_size for file in audit.weight_files(path) if file.suffix != ".json"),
         "memory_bytes": program.model.ops.weight_bytes,
-        "held_bits_per_weight": held,
+        "held_bits_per_weight": bits,
     }
     stored = stored_bytes(path, [matrix.name for matrix in matrices])
     if stored is not None:
-        told["stored_bits_per_weight"] = 8 * stored / num_weights
-        held = min(held, told["stored_bits_per_weight"])
-    return told | {"bits_per_weight": held}
+        sizes["stored_bits_per_weight"] = 8 * stored / num_weights
+        bits = min(bits, sizes["stored_bits_per_weight"])
+    return sizes | {"bits_per_weight": bits}
 
 
 def held_bits(matrix: Any) -> float:
-    """Of a weight, scales and minimums included, padding not."""
+    """Return the bits of a weight in memory, scales and minimums included, padding not."""
     parts = getattr(matrix, "parts", None)  # of other forms, one under the other
     if parts is not None:
         return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
@@ -225,40 +226,36 @@ def held_bits(matrix: Any) -> float:
 
 
 def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
-    """Bytes of the tensors that the matrices `names` are made of; None if one of them is not found by its name."""
+    """Return the bytes of the tensors that the matrices `names` are made of; None if one has no tensor of its name."""
     if path.is_file():
         parts = gguf_config.read(gguf.read(path)).parts
         tensors = {name: _part_bytes(part) for name, part in parts.items()}
     else:
         checkpoint = MappedCheckpoint(path)
         tensors = {name: checkpoint.entry(name).end - checkpoint.entry(name).begin for name in checkpoint.names}
-    owners: dict[str, int] = {}
+    owners: defaultdict[str, int] = defaultdict(int)
     for name, size in tensors.items():
         if not name.endswith(".bias"):
-            owner = short_name(name.rpartition(".")[0])
-            owners[owner] = owners.get(owner, 0) + size
+            owners[short_name(name.rpartition(".")[0])] += size
     total = 0
     for name in names:
         head, _, tail = short_name(name).rpartition(".")
         for part in tail.split("+"):
             layer = f"{head}.{part}" if head else part
-            found = owners.get(layer, owners.get(TIED.get(layer, "")))
-            if found is None:
+            num_bytes = owners.get(layer, owners.get(TIED.get(layer, "")))
+            if num_bytes is None:
                 return None
-            total += found
+            total += num_bytes
     return total
 
 
 def _part_bytes(part: gguf_config.Part) -> int:
     elements, size = gguf_config.BLOCK_BYTES[part.info.type]
-    count = 1
-    for dimension in part.shape:
-        count *= dimension
-    return count * size // elements
+    return math.prod(part.shape) * size // elements
 
 
 def decode_speed(program: Program, num_tokens: int = SPEED_TOKENS) -> float:
-    """Tokens a second of one sequence that is decoded greedily: the best of some short runs."""
+    """Return the tokens a second of one sequence that is decoded greedily: the best of some short runs."""
     best = 0.0
     table = list(range(-(-(num_tokens + 1) // program.block_size)))
     for _ in range(SPEED_RUNS):
@@ -289,7 +286,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
 
 
 def print_quality(result: dict[str, Any]) -> None:
-    """The figures, and the matrices that are furthest from the reference's."""
+    """Print the figures, and the matrices that are furthest from the reference's."""
     from rich.console import Console
     from rich.table import Table
 
@@ -313,12 +310,12 @@ def print_quality(result: dict[str, Any]) -> None:
 
 
 def described(result: dict[str, Any]) -> str:
-    """The form in words."""
+    """Describe the form in words."""
     weights = result["quantization"] or result["dtype"]
     return f"{weights}, KV cache {result['kv_cache_dtype']}, {result['backend']}"
 
 
-def _shown(layers: Iterator[LayerError], num_layers: int) -> Iterator[LayerError]:
+def _counted(layers: Iterator[LayerError], num_layers: int) -> Iterator[LayerError]:
     with progress_bar("comparing weights") as show:
         for num_done, layer in enumerate(layers, 1):
             show(num_done, num_layers)

@@ -1,21 +1,19 @@
 """The client of `headrace bench serve`: sends requests to an OpenAI-compatible server and times what comes back.
 
 Arrivals are an open loop drawn beforehand from the seed (Poisson for burstiness 1, gamma else), so a slow server does
-not slow the clock that judges it. Where `max_concurrency` holds a request back, the wait is told as the client's own
+not slow the clock that judges it. Where `max_concurrency` holds a request back, the wait is reported as the client's
 queue and is not part of the time to first token. Talks to any server; knows nothing of the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -26,13 +24,14 @@ from headrace.cli.bench.data import Sample, check_dataset, file_samples, random_
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import Timeline, figures
 from headrace.cli.bench.words import Words
+from headrace.cli.progress import progress_bar
 from headrace.protocol.errors import HeadraceError, RequestError
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how to ask. `chat` tells which of the two request bodies the endpoint takes."""
+    """Where and how to send requests. `chat`: the endpoint takes messages, not a prompt."""
 
     base_url: str
     endpoint: str
@@ -60,7 +59,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrival_times(count: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is due; all zero for an infinite rate.
+    """Return the seconds after the start at which each request is due; all zero for an infinite rate.
 
     Gaps are gamma-distributed with mean 1 / request_rate and shape `burstiness`: 1 is a Poisson process, less is
     burstier, more is more even.
@@ -73,7 +72,7 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
 
 
 def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) -> dict[str, Any]:
-    """First entry of the server's /v1/models, asked for until it answers. Raises `HeadraceError` after `seconds`."""
+    """Return the first entry of the server's /v1/models, once it answers. Raises `HeadraceError` after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -90,7 +89,7 @@ def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) ->
 
 
 async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_time: float = 0.0) -> Timeline:
-    """One streamed request. Never raises for what the server does: a failure is told in `Timeline.error`."""
+    """Send one streamed request. What the server does never raises: `Timeline.error` reports a failure."""
     pieces: list[str] = []
     timeline = Timeline(sent=time.perf_counter(), queue_time=queue_time, num_prompt_tokens=sample.num_prompt_tokens)
     usage: dict[str, Any] | None = None
@@ -135,36 +134,27 @@ async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_
 async def run(
     target: Target,
     samples: Sequence[Sample],
-    *,
-    request_rate: float = math.inf,
-    burstiness: float = 1.0,
-    max_concurrency: int | None = None,
-    num_warmups: int = 0,
-    seed: int = 0,
-    on_done: Callable[[Timeline], None] = lambda timeline: None,
+    plan: ServePlan,
+    on_done: Callable[[], None] = lambda: None,
 ) -> tuple[list[Timeline], float]:
     """Send all samples and return their timelines, in order, and the seconds from first request to last answer.
 
     Args:
         target: the server.
         samples: what to send.
-        request_rate: requests per second; infinite sends all at once.
-        burstiness: shape of the gaps, see `arrival_times`.
-        max_concurrency: requests open at once at most.
-        num_warmups: times the first sample is sent beforehand, unmeasured.
-        seed: of the arrival times.
-        on_done: called with each finished timeline, for a progress bar.
+        plan: the arrival times, the bound of open requests, and how often the first sample is sent unmeasured.
+        on_done: called after each request, for a progress bar.
 
     Raises `HeadraceError` if a warm-up fails.
     """
-    # The pool must never be what a request waits for: that wait would be taken for the server's.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency or len(samples))
+    # No request may wait for the pool: the wait would count as the server's.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.max_concurrency or len(samples))
     async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(target.timeout), trust_env=False) as client:
-        for _ in range(num_warmups):
+        for _ in range(plan.num_warmups):
             warm = await send(client, target, samples[0])
             if warm.error:
                 raise HeadraceError(f"the warm-up request failed: {warm.error}")
-        slots = asyncio.Semaphore(max_concurrency or max(1, len(samples)))
+        slots = asyncio.Semaphore(plan.max_concurrency or max(1, len(samples)))
         start = time.perf_counter()
 
         async def one(sample: Sample, due: float) -> Timeline:
@@ -172,10 +162,10 @@ async def run(
             arrived = time.perf_counter()
             async with slots:
                 timeline = await send(client, target, sample, time.perf_counter() - arrived)
-            on_done(timeline)
+            on_done()
             return timeline
 
-        dues = arrival_times(len(samples), request_rate, burstiness, seed)
+        dues = arrival_times(len(samples), plan.request_rate, plan.burstiness, plan.seed)
         timelines = await asyncio.gather(*(one(s, due) for s, due in zip(samples, dues, strict=True)))
         return list(timelines), time.perf_counter() - start
 
@@ -183,7 +173,7 @@ async def run(
 def measure_server(
     plan: ServePlan, goals: dict[str, float], metrics: Sequence[str], percentiles: Sequence[float]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Carry out the plan. Returns the result, and apart from it the detail: columns with one entry per request.
+    """Carry out the plan. Return the result, and the detail: columns with one entry per request.
 
     Raises `RequestError` for a plan that makes no sense, `HeadraceError` if there is no server.
     """
@@ -211,19 +201,9 @@ def measure_server(
     words = Words.find(plan.tokenizer or plan.model or served["root"])
     samples = _samples(plan, words)
 
-    with _progress(plan, len(samples)) as on_done:
-        timelines, duration = asyncio.run(
-            run(
-                target,
-                samples,
-                request_rate=plan.request_rate,
-                burstiness=plan.burstiness,
-                max_concurrency=plan.max_concurrency,
-                num_warmups=plan.num_warmups,
-                seed=plan.seed,
-                on_done=on_done,
-            )
-        )
+    numbers = itertools.count(1)
+    with progress_bar("requests", not plan.json and not plan.disable_tqdm) as show:
+        timelines, duration = asyncio.run(run(target, samples, plan, lambda: show(next(numbers), len(samples))))
     result: dict[str, Any] = {
         "model_id": target.model,
         "backend": plan.backend,
@@ -275,7 +255,7 @@ def _samples(plan: ServePlan, words: Words) -> list[Sample]:
     )
     if plan.backend == "openai":
         return samples
-    # A chat message is text; its token count is whatever the server makes of it.
+    # A chat message is text; its token count is the server's.
     return [sample._replace(prompt=words.decode(list(sample.prompt))) for sample in samples]  # type: ignore[arg-type]
 
 
@@ -294,17 +274,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise RequestError("metadata", text, "KEY=VALUE")
     return key, value
-
-
-@contextlib.contextmanager
-def _progress(plan: ServePlan, total: int) -> Iterator[Callable[[Timeline], None]]:
-    """A bar on stderr, unless it is unwanted or nobody would see it."""
-    if plan.json or plan.disable_tqdm or not sys.stderr.isatty():
-        yield lambda timeline: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda timeline: progress.advance(task)

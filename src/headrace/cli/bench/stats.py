@@ -1,7 +1,7 @@
-"""What a benchmark measured: the timeline of each request, and the figures and the table made from them.
+"""The results of a benchmark: the timeline of each request, and the figures and the table made from them.
 
 Names of the JSON fields and lines of the table are vLLM's. All times are seconds in and milliseconds out. Pure
-arithmetic: knows neither HTTP nor the engine; used by `bench_serve` and `bench_offline`.
+arithmetic: knows neither HTTP nor the engine; called by `bench.serve` and `bench.offline`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.protocol.errors import RequestError
 
@@ -61,14 +63,8 @@ class Timeline(msgspec.Struct, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` percent lie, by linear interpolation; 0.0 for no values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """Return the value below which `share` percent lie, by linear interpolation; 0.0 for no values."""
+    return float(np.percentile(values, share)) if values else 0.0
 
 
 def parse_goodput(goals: Sequence[str]) -> dict[str, float]:
@@ -76,27 +72,29 @@ def parse_goodput(goals: Sequence[str]) -> dict[str, float]:
     parsed: dict[str, float] = {}
     for goal in goals:
         name, _, text = goal.partition(":")
-        try:
-            limit = float(text)
-        except ValueError:
-            limit = math.nan
+        limit = _number(text)
         if name not in ("ttft", "tpot", "e2el") or not 0 < limit < math.inf:
             raise RequestError("goodput", goal, "ttft, tpot or e2el, a colon and milliseconds, such as ttft:200")
         parsed[name] = limit
     return parsed
 
 
+def _number(text: str) -> float:
+    """Parse a number; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def meets(timeline: Timeline, goals: dict[str, float]) -> bool:
-    """Whether one request kept every goal (milliseconds). A request of one token has no TPOT to break."""
-    for name, limit in goals.items():
-        seconds = getattr(timeline, name)
-        if seconds is not None and seconds * 1000 > limit:
-            return False
-    return True
+    """Return whether one request met every goal (milliseconds). A request of one token has no TPOT to break."""
+    times = ((getattr(timeline, name), limit) for name, limit in goals.items())
+    return all(seconds is None or seconds * 1000 <= limit for seconds, limit in times)
 
 
 def samples(timelines: Sequence[Timeline], name: str) -> list[float]:
-    """All values of one metric in milliseconds."""
+    """Return all values of one metric in milliseconds."""
     if name == "itl":
         return [gap * 1000 for timeline in timelines for gap in timeline.itls]
     values = [getattr(timeline, name) for timeline in timelines]
@@ -104,19 +102,18 @@ def samples(timelines: Sequence[Timeline], name: str) -> list[float]:
 
 
 def peaks(timelines: Sequence[Timeline]) -> tuple[float, int]:
-    """The most tokens that arrived in one second, and the most requests that were open at once."""
+    """Return the most tokens that arrived in one second, and the most requests that were open at once."""
     if not timelines:
         return 0.0, 0
     start = min(timeline.sent for timeline in timelines)
-    per_second: dict[int, float] = {}
+    per_second: defaultdict[int, float] = defaultdict(float)
     edges: list[tuple[float, int]] = []
     for timeline in timelines:
         edges += [(timeline.sent, 1), (timeline.done, -1)]
         # Tokens that came together count at their common arrival.
         weight = timeline.num_output_tokens / max(1, len(timeline.token_times))
         for moment in timeline.token_times:
-            second = int(moment - start)
-            per_second[second] = per_second.get(second, 0.0) + weight
+            per_second[int(moment - start)] += weight
     num_open = most = 0
     for _, change in sorted(edges):
         num_open += change
@@ -132,7 +129,7 @@ def figures(
     percentiles: Sequence[float] = (99.0,),
     goals: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures of one run as vLLM's JSON fields.
+    """Return the figures of one run as vLLM's JSON fields.
 
     Args:
         timelines: all requests, failed ones included.
@@ -181,10 +178,7 @@ def check_percentiles(text: str) -> list[float]:
     """'50,99' -> [50.0, 99.0]. Raises `RequestError`."""
     shares: list[float] = []
     for part in text.split(","):
-        try:
-            share = float(part)
-        except ValueError:
-            share = math.nan
+        share = _number(part)
         if not 0 <= share <= 100:
             raise RequestError("metric_percentiles", part, "numbers from 0 to 100, with commas between")
         shares.append(share)
@@ -199,12 +193,12 @@ def table(
     title: str = "Serving Benchmark Result",
     width: int = 50,
 ) -> str:
-    """vLLM's table of the figures, `width` characters wide."""
+    """Return vLLM's table of the figures, `width` characters wide."""
     lines = [f" {title} ".center(width, "=")]
 
     def row(label: str, value: object) -> None:
-        shown_value = f"{value:.2f}" if isinstance(value, float) else str(value)
-        lines.append(f"{label + ':':<40} {shown_value:<{width - 41}}".rstrip())
+        text = f"{value:.2f}" if isinstance(value, float) else str(value)
+        lines.append(f"{label + ':':<40} {text:<{width - 41}}".rstrip())
 
     row("Successful requests", result["completed"])
     row("Failed requests", result["failed"])

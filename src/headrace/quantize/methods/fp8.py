@@ -22,8 +22,8 @@ def verify(options: Options) -> Options:
 
 def verified(options: Options) -> Options:
     if options.bits != 8 or options.symmetric is False:
-        shown = f"{options.bits} bits" + (", with zero points" if options.symmetric is False else "")
-        raise RequestError("bits", shown, f"8, symmetric, for method {options.method}")
+        text = f"{options.bits} bits" + (", with zero points" if options.symmetric is False else "")
+        raise RequestError("bits", text, f"8, symmetric, for method {options.method}")
     if options.group_size < -1:
         raise RequestError("group_size", options.group_size, "at least 1, -1 (one scale an output) or 0 (one scale)")
     return replace(options, symmetric=True)

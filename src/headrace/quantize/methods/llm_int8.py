@@ -49,10 +49,12 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
     grid.verify_scales(scale, weight, name)
     codes = torch.round(weight / torch.where(scale == 0, 1.0, scale)).to(torch.int8)
     columns = outliers(statistics, weight.shape[1])
-    kept = None if columns is None else weight[:, columns].to(torch.bfloat16)
-    if kept is not None and not bool(torch.isfinite(kept).all()):
+    outlier_weights = None if columns is None else weight[:, columns].to(torch.bfloat16)
+    if outlier_weights is not None and not bool(torch.isfinite(outlier_weights).all()):
         raise CheckpointError(f"{name} has a weight beyond bfloat16")
-    return Int8Weight(codes, scale, group=weight.shape[1], bits=8, columns=columns, kept=kept, largest=largest)
+    return Int8Weight(
+        codes, scale, group=weight.shape[1], bits=8, columns=columns, kept=outlier_weights, largest=largest
+    )
 
 
 def outliers(statistics: Statistics | None, num_in: int) -> Tensor | None:

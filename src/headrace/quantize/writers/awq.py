@@ -21,8 +21,8 @@ from headrace.quantize.writers.gptq import one_of
 def verify(options: Options) -> None:
     ordered = options.method == "gptq" and options.act_order == "group"
     if options.method not in AFFINE or options.bits != 4 or options.group_size == 0 or ordered:
-        shown = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
-        raise RequestError("format", "awq", f"another for {shown}: it holds 4 bits in groups of neighbours")
+        text = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
+        raise RequestError("format", "awq", f"another for {text}: it holds 4 bits in groups of neighbours")
 
 
 def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:

@@ -27,8 +27,8 @@ BLOCK = 32
 def verify(options: Options) -> None:
     """Raises `RequestError` for codes that no block can hold unchanged."""
     if options.method in ("nf4", "llm_int8", "fp8", "fp8_e5m2", "mxfp4") or not options.symmetric:
-        shown = options.method + ("" if options.symmetric else " with zero points")
-        raise RequestError("format", "gguf", f"another for {shown}: it holds symmetric codes of 2, 3, 4 or 8 bits")
+        text = options.method + ("" if options.symmetric else " with zero points")
+        raise RequestError("format", "gguf", f"another for {text}: it holds symmetric codes of 2, 3, 4 or 8 bits")
     if options.bits not in (2, 3, 4, 8) or (options.group_size > 0 and options.group_size % BLOCK):
         raise RequestError("group_size", options.group_size, f"a multiple of {BLOCK} for format gguf, or -1 or 0")
     if options.method == "gptq" and options.act_order == "group":

@@ -18,10 +18,10 @@ from headrace.quantize.packing import packed
 
 
 def verify(options: Options) -> None:
-    known = options.method in AFFINE and options.method != "smoothquant"
-    if not known or options.bits not in gptq.BITS or options.group_size == 0:
-        shown = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
-        raise RequestError("format", "gptq", f"compressed-tensors for {shown}")
+    is_affine = options.method in AFFINE and options.method != "smoothquant"
+    if not is_affine or options.bits not in gptq.BITS or options.group_size == 0:
+        text = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
+        raise RequestError("format", "gptq", f"compressed-tensors for {text}")
 
 
 def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
