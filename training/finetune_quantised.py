@@ -148,23 +148,21 @@ def finetune(
 
 
 def export(student: Llama, source: Path, out: Path, options: Options) -> None:
-    """The rounded model as a compressed-tensors directory; all that was not trained is copied as it is stored."""
+    """Write the rounded model as a compressed-tensors directory; all that was not trained is copied unchanged."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):
         tensors |= load_file(path)
-    chosen = {}
     for name, layer in student.layers.named_modules():
         if isinstance(layer, RoundedLinear):
             full = f"model.layers.{name}"
             del tensors[f"{full}.weight"]
             tensors |= compressed_tensors.tensors(full, layer.codes(), options)
-            chosen[full] = options
     out.mkdir(parents=True, exist_ok=True)
     copy_others(source, out)
     file = "model-00001-of-00001.safetensors"
     shards.write(out / file, tensors)
     config = hub.read_json(source / "config.json")
-    config["quantization_config"] = compressed_tensors.quantization_config(chosen, ["lm_head"])
+    config["quantization_config"] = compressed_tensors.quantization_config(options, ["lm_head"])
     compressed_tensors.finish(out, {file: list(tensors)}, config)
 
 

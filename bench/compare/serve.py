@@ -28,6 +28,7 @@ from bench.peers import headrace_
 from bench.peers.protocol import FIRST_ID, NUM_NEW, NUM_PROMPT, Job
 from headrace.cli.bench import serve as bench_serve
 from headrace.cli.bench.data import Sample
+from headrace.cli.bench.plans import ServePlan
 
 NUM_STREAMS = 32
 SKIPPED = ("skip_tokenizer_init",)  # the server has one to load
@@ -101,10 +102,10 @@ def measure(workshop: Workshop, shape: Shape, contender: Contender, seconds: flo
         target = bench_serve.Target(
             base_url=url, endpoint="/v1/completions", model=name, extra_body=body, timeout=seconds
         )
-        asyncio.run(bench_serve.run(target, samples(shape.vocab, 2, 8, noise)))
+        asyncio.run(bench_serve.run(target, samples(shape.vocab, 2, 8, noise), ServePlan()))
         watch = Watch(pid)
         timelines, wall_seconds = asyncio.run(
-            bench_serve.run(target, samples(shape.vocab, NUM_STREAMS, NUM_NEW, noise))
+            bench_serve.run(target, samples(shape.vocab, NUM_STREAMS, NUM_NEW, noise), ServePlan())
         )
         foreign = watch.share()
     errors = [timeline.error for timeline in timelines if timeline.error]

@@ -22,6 +22,8 @@ from headrace.protocol.params import SamplingParams
 from headrace.quantize import driver
 from headrace.quantize.base import Fold, Layer, Options
 from headrace.quantize.driver import quantise_checkpoint
+from headrace.quantize.methods import gptq
+from headrace.quantize.tracing import LazyWeights
 
 LENGTH = 160
 
@@ -168,27 +170,28 @@ def test_a_broken_run_goes_on_to_the_same_bytes(tmp_path: Path, small: Path, met
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
 
 
-def test_the_layers_after_see_what_was_made_of_those_before(tmp_path: Path, small: Path) -> None:
-    """With the first layer spoilt, the second's codes must be others: its inputs are."""
-    one = Options(method="gptq", group_size=32, bits=4)
-    quantise_checkpoint(small, tmp_path / "a", one, "compressed-tensors", TEXT)
-
-    def coarse(name: str, options: Options) -> Options:
-        return Options(method="rtn", bits=2, group_size=32, symmetric=True) if ".0." in name else options
-
-    quantise_checkpoint(small, tmp_path / "b", one, "compressed-tensors", TEXT, choose=coarse)
+def test_each_layer_is_calibrated_on_the_quantised_layers_before_it(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first layer spoilt, the second's codes differ, because its inputs do."""
+    options = Options(method="gptq", group_size=32, bits=4)
+    quantise_checkpoint(small, tmp_path / "a", options, "compressed-tensors", TEXT)
+    quantise = gptq.quantise
+    monkeypatch.setattr(gptq, "quantise", lambda w, s, o, name: quantise(w.flip(0) if ".0." in name else w, s, o, name))
+    quantise_checkpoint(small, tmp_path / "b", options, "compressed-tensors", TEXT)
     second = [load_file(tmp_path / run / "model-00002-of-00003.safetensors") for run in ("a", "b")]
     name = "model.layers.1.mlp.down_proj.weight_packed"
     assert not torch.equal(second[0][name], second[1][name])
-    config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
-    assert len(config["config_groups"]) == 2
 
 
-def test_layers_left_plain_stay_to_the_bit(tmp_path: Path, small: Path) -> None:
-    def choose(name: str, options: Options) -> Options | None:
-        return None if name.endswith("down_proj") else options
+def test_plain_layers_stay_to_the_bit(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = LazyWeights.linear
 
-    quantise_checkpoint(small, tmp_path / "out", Options(group_size=32), "compressed-tensors", choose=choose)
+    def plain_down(weights: LazyWeights, names: Sequence[str], *sizes: Any, **flags: bool) -> Any:
+        return linear(weights, names, *sizes, **flags | {"plain": names[0].endswith("down_proj")})
+
+    monkeypatch.setattr(LazyWeights, "linear", plain_down)
+    quantise_checkpoint(small, tmp_path / "out", Options(group_size=32), "compressed-tensors")
     before = load_file(small / "model.safetensors")
     after = load_file(tmp_path / "out" / "model-00001-of-00003.safetensors")
     for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"):

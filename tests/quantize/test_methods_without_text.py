@@ -66,7 +66,7 @@ def made(form: str, weight: Tensor, statistics: Statistics | None = None) -> tup
     writer.verify(options)
     given = method.quantise(weight, statistics, options, "a.b")
     stored = Store(writer.tensors("a.b", given, options))
-    config = writer.quantization_config({"a.b": options}, ["lm_head"])
+    config = writer.quantization_config(options, ["lm_head"])
     json.dumps(config)
     return given, writer.read(stored, "a.b", config), stored
 
@@ -162,9 +162,7 @@ def test_compressed_tensors_reads_fp8_and_mxfp4() -> None:
         options, layout = FORMS[form]
         given, _, stored = made(form, weight)
         method, writer = find_method(options.method), find_writer(layout)
-        config = QuantizationConfig.model_validate(
-            writer.quantization_config({"a.b": method.verify(options)}, ["lm_head"])
-        )
+        config = QuantizationConfig.model_validate(writer.quantization_config(method.verify(options), ["lm_head"]))
         scheme = config.config_groups["group_0"]
         reader: Any = BaseCompressor.get_value_from_registry(scheme.format)
         theirs = reader.decompress({name.removeprefix("a.b."): part for name, part in stored.items()}, scheme)

@@ -45,8 +45,6 @@ class Options:
     clip: bool = True
     alpha: float = 0.5
     scale_dtype: torch.dtype = torch.float16
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Options of one method alone, by name."""
 
 
 class Statistics:
@@ -150,9 +148,9 @@ class Writer(Protocol):
         """Raises `RequestError` for options that the layout can not hold."""
         ...
 
-    def verify_model(self, source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+    def verify_model(self, source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
         """Raises `CheckpointError` for a model (the directory `source`) that the layout can not hold with these
-        options of its layers, so that `tensors` and `finish` do not fail hours later."""
+        options, so that `tensors` and `finish` do not fail hours later."""
         ...
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
@@ -163,8 +161,8 @@ class Writer(Protocol):
         """The tensors to store for the linear layer `name`. Raises `CheckpointError` for shapes that do not fit."""
         ...
 
-    def quantization_config(self, chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
-        """config.json's quantization_config. chosen: the options of each quantised layer."""
+    def quantization_config(self, options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
+        """Return config.json's quantization_config."""
         ...
 
     def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:

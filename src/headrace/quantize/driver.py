@@ -44,12 +44,9 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_ROWS = 2048
 """Tokens of the calibration text that go through a layer at once, or one sequence if it is longer."""
 BLOCK = 128
-REST = "rest"
 
 Progress = Callable[[int, int, str], None]
 """Called with (decoder layers done, in all, the linear layer that comes next or "")."""
-Choose = Callable[[str, Options], Options | None]
-"""The options of a linear layer, given its name and those of the run; None leaves it plain."""
 
 
 @dataclass(slots=True)
@@ -86,7 +83,6 @@ def quantise_checkpoint(
     options: Options,
     layout: str,
     calibration: Sequence[Sequence[int]] = (),
-    choose: Choose | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Write the checkpoint directory `source` to `out`, its linear layers quantised (the head is left as it is).
@@ -95,13 +91,13 @@ def quantise_checkpoint(
     `RequestError` for invalid options, and for an `out` that holds something else; `CheckpointError` for a checkpoint
     that can not be read or has shapes that the layout can not hold.
     """
-    return Run(source, out, options, layout, calibration, choose, progress).run()
+    return Run(source, out, options, layout, calibration, progress).run()
 
 
-def verify_checkpoint(source: Path, options: Options, layout: str, choose: Choose | None = None) -> int:
+def verify_checkpoint(source: Path, options: Options, layout: str) -> int:
     """Raise what `quantise_checkpoint` would raise, the calibration text left out, before any work. Return the bytes
     that it will write, scales and zero points left out."""
-    return Run(source, Path(), options, layout, None, choose, None).num_bytes()
+    return Run(source, Path(), options, layout, None, None).num_bytes()
 
 
 def verify_out(out: Path, num_bytes: int = 0) -> None:
@@ -127,7 +123,6 @@ class Run:
         options: Options,
         layout: str,
         calibration: Sequence[Sequence[int]] | None,
-        choose: Choose | None,
         progress: Progress | None,
     ) -> None:
         """calibration: None for a run that is verified only."""
@@ -149,27 +144,26 @@ class Run:
         self.model: Any = module.Model(config, self.weights, self.ops, max(longest, 2))
         self.weights.finish()
         self.num_layers = len(self.model.layers)
-        self.chosen, self.plain_layers = self._choose(choose)
         self.shapes = {
             name: LayerShape(num_out, matrix.num_in, matrix.transposed)
             for matrix in self.weights.matrices
+            if not matrix.plain
             for name, num_out in zip(matrix.names, matrix.num_outs, strict=True)
-            if name in self.chosen
         }
         for name, shape in self.shapes.items():
-            grid.group_of(self.chosen[name], shape.num_in, name)
-        self.writer.verify_model(source, self.shapes, self.chosen)
-        uncalibrated = [o.method for o in [self.options, *self.chosen.values()] if find_method(o.method).CALIBRATED]
-        if uncalibrated and calibration is not None and not calibration:
-            raise RequestError("calibration", None, f"a text for method {uncalibrated[0]}")
+            grid.group_of(self.options, shape.num_in, name)
+        self.writer.verify_model(source, self.shapes, self.options)
+        if self.method.CALIBRATED and calibration is not None and not calibration:
+            raise RequestError("calibration", None, f"a text for method {options.method}")
         self.calibration = _in_vocabulary(calibration or (), self.model.vocab_size)
+        plain_layers = [name for matrix in self.weights.matrices if matrix.plain for name in matrix.names]
         # `read` needs it before all layers are written; no layout has anything in it that is known only then.
-        self.quantization_config = self.writer.quantization_config(self.chosen, self.plain_layers)
+        self.quantization_config = self.writer.quantization_config(self.options, [*plain_layers, "lm_head"])
         self.state = State(out, self._fingerprint(layout), self.num_layers)
 
     def num_bytes(self) -> int:
         """Bytes of the weights' files, scales and zero points left out."""
-        codes = sum(self.chosen[name].bits * shape.num_out * shape.num_in for name, shape in self.shapes.items()) // 8
+        codes = sum(self.options.bits * shape.num_out * shape.num_in for shape in self.shapes.values()) // 8
         quantised = {f"{name}.weight" for name in self.shapes}
         entries = [self.checkpoint.entry(name) for name in self.checkpoint.names if name not in quantised]
         return codes + sum(entry.end - entry.begin for entry in entries)
@@ -208,34 +202,10 @@ class Run:
         self.progress(self.num_layers, self.num_layers, "")
         return report
 
-    def _choose(self, choose: Choose | None) -> tuple[dict[str, Options], list[str]]:
-        """The options of the layers to quantise, and the names of those that stay as they are."""
-        chosen: dict[str, Options] = {}
-        plain: list[str] = []
-        for matrix in self.weights.matrices:
-            for name in matrix.names:
-                options = None if matrix.plain else self.options if choose is None else choose(name, self.options)
-                if options is None:
-                    plain.append(name)
-                    continue
-                if options is not self.options:
-                    options = dataclasses.replace(options, scale_dtype=self.options.scale_dtype)
-                chosen[name] = options
-        return chosen, [*plain, "lm_head"]
-
     def _fingerprint(self, layout: str) -> str:
         """Of all that the result depends on: the checkpoint's files, options, layout, and the calibration text."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
-        chosen = {name: _as_json(options) for name, options in self.chosen.items()}
-        values = [
-            VERSION,
-            files,
-            self.values,
-            layout,
-            _as_json(self.options),
-            chosen,
-            [list(p) for p in self.calibration],
-        ]
+        values = [VERSION, files, self.values, layout, _as_json(self.options), self.calibration]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
     def _embedded(self) -> tuple[Tensor, list[Batch], OneCache]:
@@ -273,10 +243,10 @@ class Run:
         weights: dict[str, QWeight] = {}
         for name, weight in layer.weights.items():
             self.progress(i, self.num_layers, name)
-            options, statistics = self.chosen[name], layer.statistics.get(name)
-            codes = find_method(options.method).quantise(weight, statistics, options, name)
+            statistics = layer.statistics.get(name)
+            codes = self.method.quantise(weight, statistics, self.options, name)
             errors[name] = _error(weight, codes, statistics)
-            tensors |= self.writer.tensors(name, codes, options)
+            tensors |= self.writer.tensors(name, codes, self.options)
             weights[name] = codes
         file = self.state.file_of(i)
         shards.write(self.out / file, tensors)
@@ -296,7 +266,7 @@ class Run:
                         f"[{num_out}, {matrix.num_in}]"
                     )
                 floats = weight.float().clone(memory_format=torch.contiguous_format)
-                (layer.weights if name in self.chosen else plain)[name] = floats
+                (layer.weights if name in self.shapes else plain)[name] = floats
                 if matrix.bias:
                     layer.biases[name] = self.checkpoint.tensor(f"{name}.bias").float().clone()
         for full, norm in self.weights.norms.items():
@@ -342,7 +312,7 @@ class Run:
         biases: dict[str, Tensor] = {}
         for matrix in self._matrices(i):
             for name in matrix.names:
-                if name in self.chosen:
+                if name in self.shapes:
                     weights[name] = self.writer.read(file, name, self.quantization_config).dequantize()
                 else:
                     weights[name] = _turned(file(f"{name}.weight"), matrix).float()
@@ -474,7 +444,7 @@ def _error(weight: Tensor, codes: QWeight, statistics: Statistics | None) -> flo
 
 def _as_json(options: Options) -> dict[str, Any]:
     values = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    return values | {"scale_dtype": str(options.scale_dtype).removeprefix("torch."), "extra": dict(options.extra)}
+    return values | {"scale_dtype": str(options.scale_dtype).removeprefix("torch.")}
 
 
 def copy_others(source: Path, out: Path) -> None:

@@ -260,10 +260,6 @@ def _q6_k(x: F32) -> U8:
     return np.concatenate((_folded(bits & 15, 64, 4), _folded(bits >> 4, 32, 2), scales, _bytes(outer)), axis=1)
 
 
-def _float16(x: F32) -> U8:
-    return _bytes(x)
-
-
 def _bfloat16(x: F32) -> U8:
     return torch.from_numpy(x).to(torch.bfloat16).view(torch.uint8).numpy()
 
@@ -286,7 +282,7 @@ _BLOCKS: dict[str, Callable[[F32], U8]] = {
 }
 ENCODERS: dict[str, Encoder] = {
     "F32": Encoder(1, 4, _float32),
-    "F16": Encoder(1, 2, _float16),
+    "F16": Encoder(1, 2, _bytes),
     "BF16": Encoder(1, 2, _bfloat16),
 } | {kind: Encoder(TYPES[kind].elements, TYPES[kind].size, write) for kind, write in _BLOCKS.items()}
 """By the type's name."""

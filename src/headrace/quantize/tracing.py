@@ -15,11 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, Array, Backend, HeadNorm, Heads, Matrix, Turn
+from headrace.backends.base import Activation, Array, Backend, Heads, Matrix
 from headrace.backends.torch_ref import TorchRef
-from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.ops import RefOps
-from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
@@ -81,45 +79,27 @@ class TracingOps(RefOps):
             self._record(x, matrix)
         parts = [F.linear(x, self.weights[name], self.biases.get(name)) for name in matrix.names]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return self._made(out, Origin("matrix", matrix=matrix))
+        return self._with_origin(out, Origin("matrix", matrix=matrix))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         out = super().rms_norm(x, weight, eps, offset)
         name = self.norm_names.get(id(weight), "")
         self.offsets[name] = offset
-        return self._made(out, Origin("norm", name)) if name else out
+        return self._with_origin(out, Origin("norm", name)) if name else out
 
     def gated(self, x: Tensor, kind: Activation) -> Tensor:
         out = super().gated(x, kind)
         matrix = self._matrix_of(x)
         if matrix is None or len(matrix.names) != 2:
             return out
-        return self._made(out, Origin("rows", matrix.names[1], index=torch.arange(matrix.num_outs[1])))
+        return self._with_origin(out, Origin("rows", matrix.names[1], index=torch.arange(matrix.num_outs[1])))
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        rows: ForwardBatch,
-        cache: Tensor | RoundedCache,
-        turn: Turn | None = None,
-        q_norm: HeadNorm | None = None,
-        k_norm: HeadNorm | None = None,
-    ) -> Tensor:
-        out = super().rope_store(qkv, heads, rows, cache, turn, q_norm, k_norm)
-        return self._made(out, Origin("query", matrix=self._matrix_of(qkv)))
+    def rope_store(self, qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().rope_store(qkv, *args, **kwargs)
+        return self._with_origin(out, Origin("query", matrix=self._matrix_of(qkv)))
 
-    def attention(
-        self,
-        query: Tensor,
-        heads: Heads,
-        rows: ForwardBatch,
-        cache: Tensor | RoundedCache,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
-    ) -> Tensor:
-        out = super().attention(query, heads, rows, cache, scale, window, softcap)
+    def attention(self, query: Tensor, heads: Heads, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().attention(query, heads, *args, **kwargs)
         origin = self._origins.get(id(query))
         matrix = origin[1].matrix if origin is not None else None
         if matrix is None or len(matrix.names) != 3:
@@ -127,7 +107,7 @@ class TracingOps(RefOps):
         # Query head h reads the values of head h // (heads / kv_heads).
         head = torch.arange(heads.num_heads) // (heads.num_heads // heads.num_kv_heads)
         index = (head.unsqueeze(1) * heads.head_dim + torch.arange(heads.head_dim)).flatten()
-        return self._made(out, Origin("rows", matrix.names[2], index=index))
+        return self._with_origin(out, Origin("rows", matrix.names[2], index=index))
 
     def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return super().embedding(ids, table, scale).float()
@@ -153,7 +133,7 @@ class TracingOps(RefOps):
             if all(other is not matrix for other, _ in fed):
                 fed.append((matrix, origin[1].index))
 
-    def _made(self, out: Tensor, origin: Origin) -> Tensor:
+    def _with_origin(self, out: Tensor, origin: Origin) -> Tensor:
         if self.recording:
             self._origins[id(out)] = (out, origin)  # the reference keeps its id from being used again
         return out
@@ -192,20 +172,11 @@ class LazyWeights(SafetensorsWeights):
         self._ops.norm_names[id(tensor)] = name.removesuffix(".weight")
         return tensor
 
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-    ) -> Matrix:
-        matrix = super().linear(names, num_in, num_outs, bias=bias, transposed=transposed, plain=plain)
+    def linear(self, names: Sequence[str], num_in: int, num_outs: Sequence[int], **flags: bool) -> Matrix:
+        matrix = super().linear(names, num_in, num_outs, **flags)
         if not isinstance(matrix, LazyMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
         matrix.names, matrix.num_outs = tuple(names), tuple(num_outs)
-        matrix.plain, matrix.transposed = plain, transposed
+        matrix.plain, matrix.transposed = flags.get("plain", False), flags.get("transposed", False)
         self.matrices.append(matrix)
         return matrix

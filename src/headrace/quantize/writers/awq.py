@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import QWeight, Tensors
+from headrace.quant.base import QWeight
 from headrace.quant.formats import awq
 from headrace.quantize import shards
 from headrace.quantize.base import AFFINE, LayerShape, Options, refuse_transposed
 from headrace.quantize.packing import packed
-from headrace.quantize.writers.gptq import one_of
 
 
 def verify(options: Options) -> None:
@@ -25,7 +24,7 @@ def verify(options: Options) -> None:
         raise RequestError("format", "awq", f"another for {text}: it holds 4 bits in groups of neighbours")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     refuse_transposed("awq", layers)
     for name, shape in layers.items():
         if shape.num_out % 8:
@@ -54,8 +53,7 @@ def _words(codes: Tensor) -> Tensor:
     return packed(stored.flatten(1), 4)
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
-    options = one_of(chosen, "awq")
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "awq",
         "version": "gemm",
@@ -66,9 +64,5 @@ def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[st
     }
 
 
-def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    return awq.read(source, name, config)
-
-
-def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    shards.finish(directory, files, config)
+read = awq.read
+finish = shards.finish

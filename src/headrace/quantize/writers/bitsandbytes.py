@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import QWeight, Tensors
+from headrace.quant.base import QWeight
 from headrace.quant.formats import bitsandbytes
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options
@@ -27,7 +27,7 @@ def verify(options: Options) -> None:
         raise RequestError("format", "bitsandbytes", f"another for method {options.method}: it holds nf4 and llm_int8")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     """Accepts any model: groups of 32 inputs and more are whole bytes."""
 
 
@@ -74,11 +74,8 @@ def _nf4(name: str, weight: NF4Weight) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
-    methods = {options.method for options in chosen.values()}
-    if len(methods) > 1:
-        raise RequestError("format", "bitsandbytes", "one method for all layers")
-    four_bits = methods == {"nf4"}
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
+    four_bits = options.method == "nf4"
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": four_bits,
@@ -94,9 +91,5 @@ def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[st
     }
 
 
-def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    return bitsandbytes.read(source, name, config)
-
-
-def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    shards.finish(directory, files, config)
+read = bitsandbytes.read
+finish = shards.finish

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import QWeight, Tensors
+from headrace.quant.base import QWeight
 from headrace.quant.formats import compressed_tensors
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
@@ -33,7 +33,7 @@ def verify(options: Options) -> None:
         raise RequestError("act_order", "group", "static or none for format compressed-tensors")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     refuse_transposed("compressed-tensors", layers)
 
 
@@ -82,31 +82,7 @@ def _floats(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     return {f"{name}.weight": weight.codes, f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
-    """One group for all layers with the same options; if there are several groups, each lists its layers."""
-    kinds: dict[tuple[Any, ...], list[str]] = {}
-    first: dict[tuple[Any, ...], Options] = {}
-    for name, options in chosen.items():
-        key = (options.bits, options.group_size, options.symmetric, options.method, options.act_order)
-        kinds.setdefault(key, []).append(name)
-        first.setdefault(key, options)
-    formats = {layout(options) for options in first.values()}
-    groups = {
-        f"group_{i}": _group(first[key], ["Linear"] if len(kinds) == 1 else names)
-        for i, (key, names) in enumerate(kinds.items())
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": list(plain_layers),
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-    }
-
-
-def _group(options: Options, targets: list[str]) -> dict[str, Any]:
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
     ordered = options.method == "gptq" and options.act_order == "static" and options.group_size > 0
     weights = {
         "num_bits": options.bits,
@@ -121,18 +97,23 @@ def _group(options: Options, targets: list[str]) -> dict[str, Any]:
     activations = None
     if layout(options) == PLAIN:
         activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    return {
-        "targets": targets,
+    group = {
+        "targets": ["Linear"],
         "weights": weights,
         "input_activations": activations,
         "output_activations": None,
         "format": layout(options),
     }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout(options),
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(plain_layers),
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+    }
 
 
-def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    return compressed_tensors.read(source, name, config)
-
-
-def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    shards.finish(directory, files, config)
+read = compressed_tensors.read
+finish = shards.finish

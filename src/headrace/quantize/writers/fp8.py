@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import QWeight, Tensors
+from headrace.quant.base import QWeight
 from headrace.quant.formats import fp8
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
@@ -26,7 +26,7 @@ def verify(options: Options) -> None:
         raise RequestError("group_size", options.group_size, "-1 (one scale an output) or 0 (one scale) for format fp8")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     refuse_transposed("fp8", layers)
 
 
@@ -41,7 +41,7 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     return {f"{name}.weight": weight.codes, f"{name}.weight_scale_inv": scales.clone()}
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -50,9 +50,5 @@ def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[st
     }
 
 
-def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    return fp8.read(source, name, config)
-
-
-def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    shards.finish(directory, files, config)
+read = fp8.read
+finish = shards.finish

@@ -35,7 +35,7 @@ def verify(options: Options) -> None:
         raise RequestError("act_order", "group", "static or none for format gguf, whose groups are of neighbours")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     gguf_writer.verify(gguf_writer.Source(source))
     for name, shape in layers.items():
         if shape.num_in % BLOCK:
@@ -62,7 +62,7 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     return {f"{name}{gguf_writer.BLOCKS}": blocks}
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": "gguf"}
 
 

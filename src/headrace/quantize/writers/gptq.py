@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import QWeight, Tensors
+from headrace.quant.base import QWeight
 from headrace.quant.formats import gptq
 from headrace.quantize import shards
 from headrace.quantize.base import AFFINE, LayerShape, Options
@@ -24,12 +24,12 @@ def verify(options: Options) -> None:
         raise RequestError("format", "gptq", f"compressed-tensors for {text}")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     for name, (num_out, num_in, _) in layers.items():
-        bits = chosen[name].bits
-        if num_out * bits % 32 or num_in * bits % 32:
+        if num_out * options.bits % 32 or num_in * options.bits % 32:
             raise CheckpointError(
-                f"{name} has {num_out} outputs and {num_in} inputs; GPTQ's layout wants whole words of {bits} bits"
+                f"{name} has {num_out} outputs and {num_in} inputs; GPTQ's layout wants whole words of "
+                f"{options.bits} bits"
             )
 
 
@@ -56,8 +56,7 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
-    options = one_of(chosen, "gptq")
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
     calibrated = options.method == "gptq"
     return {
         "quant_method": "gptq",
@@ -73,17 +72,5 @@ def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[st
     }
 
 
-def one_of(chosen: Mapping[str, Options], layout: str) -> Options:
-    """Return the options that all layers share. Raises `RequestError` if they differ; `layout` has one set."""
-    kinds = list(dict.fromkeys((o.bits, o.group_size, o.symmetric) for o in chosen.values()))
-    if len(kinds) != 1:
-        raise RequestError("format", layout, "compressed-tensors where layers differ in bits or groups")
-    return next(iter(chosen.values()))
-
-
-def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    return gptq.read(source, name, config)
-
-
-def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    shards.finish(directory, files, config)
+read = gptq.read
+finish = shards.finish

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import QWeight, Tensors
+from headrace.quant.base import QWeight
 from headrace.quant.formats import mxfp4
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
@@ -24,7 +24,7 @@ def verify(options: Options) -> None:
         raise RequestError("format", "mxfp4", f"another for method {options.method}: it holds mxfp4 alone")
 
 
-def verify_model(source: Path, layers: Mapping[str, LayerShape], chosen: Mapping[str, Options]) -> None:
+def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
     refuse_transposed("mxfp4", layers)
 
 
@@ -42,13 +42,9 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
     }
 
 
-def quantization_config(chosen: Mapping[str, Options], plain_layers: Sequence[str]) -> dict[str, Any]:
+def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": "mxfp4", "modules_to_not_convert": list(plain_layers)}
 
 
-def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    return mxfp4.read(source, name, config)
-
-
-def finish(directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:
-    shards.finish(directory, files, config)
+read = mxfp4.read
+finish = shards.finish
