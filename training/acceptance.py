@@ -47,8 +47,8 @@ def target_texts(target: Llama, tokenizer: Tokenizer, text: str, num_prompts: in
     """ids [N, LENGTH] of the target's likeliest continuations, and the rows' lengths."""
     stories = [s for s in text.split("\n\nOnce") if len(s) > 200][:num_prompts]
     prompts = torch.tensor([tokenizer.encode(("Once" + s).removeprefix("OnceOnce")).ids[:PROMPT] for s in stories])
-    made = continued(target, prompts, torch.zeros(len(prompts)), LENGTH, torch.Generator())
-    return torch.from_numpy(made.tokens.astype(np.int64)), torch.from_numpy(made.lengths)
+    samples = continued(target, prompts, torch.zeros(len(prompts)), LENGTH, torch.Generator())
+    return torch.from_numpy(samples.tokens.astype(np.int64)), torch.from_numpy(samples.lengths)
 
 
 @torch.inference_mode()
@@ -56,10 +56,10 @@ def right_drafts(target: Llama, drafter: nn.Module, ids: Tensor) -> Tensor:
     """[N, LENGTH, 4]: whether the d-th token drafted at each anchor is the target's, whatever came before."""
     result = torch.zeros(*ids.shape, NUM_HEADS, dtype=torch.bool)
 
-    kept = kept_of(drafter)
+    vocabulary = kept_of(drafter)
 
     def likeliest(logits: Tensor) -> Tensor:
-        return logits.argmax(-1) if kept is None else kept[logits.argmax(-1)]
+        return logits.argmax(-1) if vocabulary is None else vocabulary[logits.argmax(-1)]
 
     def chosen(depth: int, logits: Tensor) -> Tensor:
         return torch.cat([ids[:, 1:], ids[:, :1]], 1) if depth < 0 else likeliest(logits)
@@ -72,7 +72,7 @@ def right_drafts(target: Llama, drafter: nn.Module, ids: Tensor) -> Tensor:
 
 def walk(right: Tensor, lengths: Tensor, k: int) -> tuple[list[float], float]:
     """Acceptance by position, and tokens per pass."""
-    tried, kept, tokens, passes = [0] * k, [0] * k, 0, 0
+    tried, num_accepted, tokens, passes = [0] * k, [0] * k, 0, 0
     for row, length in zip(right.tolist(), lengths.tolist(), strict=True):
         at = PROMPT - 1  # the anchor; the target has sampled the token after it
         while at + 1 + k < length:
@@ -81,10 +81,10 @@ def walk(right: Tensor, lengths: Tensor, k: int) -> tuple[list[float], float]:
                 tried[d] += 1
                 if not row[at][d]:
                     break
-                kept[d] += 1
+                num_accepted[d] += 1
                 accepted += 1
             at, tokens, passes = at + accepted + 1, tokens + accepted + 1, passes + 1
-    return [b / max(1, a) for a, b in zip(tried, kept, strict=True)], tokens / max(1, passes)
+    return [b / max(1, a) for a, b in zip(tried, num_accepted, strict=True)], tokens / max(1, passes)
 
 
 def judged(target: Llama, tokenizer: Tokenizer, text: str, drafters: list[str], num_prompts: int) -> list[str]:

@@ -27,11 +27,11 @@ NOUN = re.compile(
 
 def nouns_of(story: str) -> list[str]:
     """The things a story tells of, most frequent first: words that follow an article more than once."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for word in NOUN.findall(story):
         if word not in NOT_NOUNS:
-            found[word] = found.get(word, 0) + 1
-    return sorted((w for w, n in found.items() if n > 1), key=lambda w: -found[w])
+            counts[word] = counts.get(word, 0) + 1
+    return sorted((w for w, n in counts.items() if n > 1), key=lambda w: -counts[w])
 
 
 def hero_of(story: str) -> tuple[str, str] | None:
@@ -44,8 +44,8 @@ def hero_names(stories: list[str]) -> dict[str, list[str]]:
     """Names that stories give to girls, and to boys."""
     result = {}
     for kind in ("girl", "boy"):
-        found = re.findall(rf"\b{kind},? (?:named|called|whose name was) ([A-Z][a-z]+)\b(?!-)", "\n".join(stories))
-        result[kind] = sorted(set(found))
+        names = re.findall(rf"\b{kind},? (?:named|called|whose name was) ([A-Z][a-z]+)\b(?!-)", "\n".join(stories))
+        result[kind] = sorted(set(names))
     return result
 
 
@@ -96,8 +96,8 @@ def continuation(story: str, rng: random.Random) -> Conversation | None:
     if rng.random() < 0.3:  # cut in mid-sentence
         words = head.split(" ")
         keep = rng.randint(min(4, len(words)), len(words))
-        kept = " ".join(words[:keep])
-        tail, head = story[len(kept) :].strip(), kept
+        beginning = " ".join(words[:keep])
+        tail, head = story[len(beginning) :].strip(), beginning
     return [
         ("user", head if rng.random() < 0.4 else rng.choice(REQUESTS["continue_story"]).format(head)),
         ("assistant", tail),

@@ -53,8 +53,8 @@ def clean(text: str) -> str:
 
 def every(documents: list[str], n: int) -> Split:
     """Holds every n-th document out."""
-    kept = [d for i, d in enumerate(documents) if i % n]
-    return Split(kept, documents[::n])
+    train = [d for i, d in enumerate(documents) if i % n]
+    return Split(train, documents[::n])
 
 
 def tinystories_cased(root: Path) -> list[str]:
@@ -75,9 +75,9 @@ def names_in(documents: list[str], at_least: int, ratio: int) -> set[str]:
 
 def recase(story: str, names: set[str]) -> str:
     """Puts capitals back into a lower-cased story: sentence starts, speech, "I", and names."""
-    own = set(re.findall(r"(?:named|called|name (?:was|is)|mr\.|mrs\.|miss) ([a-z]{3,})\b(?!-)", story))
-    own -= {"the", "his", "her", "out", "for", "him", "them", "after", "and", "over", "from", "not", "very", "special"}
-    story = re.sub(r"\b[a-z]+\b", lambda m: m[0].capitalize() if m[0] in names or m[0] in own else m[0], story)
+    heroes = set(re.findall(r"(?:named|called|name (?:was|is)|mr\.|mrs\.|miss) ([a-z]{3,})\b(?!-)", story))
+    heroes -= set("the his her out for him them after and over from not very special".split())
+    story = re.sub(r"\b[a-z]+\b", lambda m: m[0].capitalize() if m[0] in names or m[0] in heroes else m[0], story)
     story = re.sub(r"(?<![\w'])i(?![\w])", "I", story)
     start = re.compile(
         r"(^|\n|[.!?]['\"]?\s+|(?:^|[\s,:])\")"  # a sentence, or speech, begins
@@ -131,13 +131,13 @@ def read_corpora(root: Path) -> dict[str, Split]:
     cased = tinystories_cased(root)
     easy, novels, held_out = [], [], []
     for path in sorted((root / "novels").glob("*.txt")):
-        found = passages(path.read_text(encoding="utf-8", errors="replace"))[1:]  # the first holds the title page
+        texts = passages(path.read_text(encoding="utf-8", errors="replace"))[1:]  # the first holds the title page
         if path.stem == HELD_OUT_NOVEL:
-            held_out = found
+            held_out = texts
         elif path.stem.startswith(EASY_NOVELS):
-            easy += found
+            easy += texts
         else:
-            novels += found
+            novels += texts
     names = names_in(cased, at_least=2, ratio=4) | names_in(novels, at_least=20, ratio=20)
     cased_split, recased_split = every(cased, 40), every(tinystories_recased(root, names), 40)
     return {

@@ -86,9 +86,9 @@ def documents(corpora: dict[str, Split], seed: int) -> dict[str, list[str]]:
     """Training documents by source, special tokens written out."""
     stories, plays = corpora["stories"].train, corpora["shakespeare"].train
     rng, names = random.Random(seed), hero_names(stories)
-    told = stories + [renamed(s, names, rng) for _ in range(STORY_ROUNDS - 1) for s in stories]
+    retold = stories + [renamed(s, names, rng) for _ in range(STORY_ROUNDS - 1) for s in stories]
     result = {name: [BOS + d + END_OF_TEXT for d in split.train] for name, split in corpora.items()}
-    result["stories"] = [BOS + s + END_OF_TEXT for s in told]
+    result["stories"] = [BOS + s + END_OF_TEXT for s in retold]
     result["chat"] = [render(c) for c in conversations(stories, plays, seed, CHAT_ROUNDS)]
     return result
 

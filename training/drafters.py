@@ -62,10 +62,10 @@ def loss_of_drafter(
         view = view_of(target, ids)
         shares = view.logits.float().softmax(-1)
         likeliest = shares.argmax(-1)
-        if (kept := kept_of(drafter)) is not None:  # in numbers of the draft vocabulary; -1: can not be drafted
+        if (vocabulary := kept_of(drafter)) is not None:  # in numbers of the draft vocabulary; -1: can not be drafted
             there = torch.full((shares.shape[-1],), -1)
-            there[kept] = torch.arange(len(kept))
-            shares, likeliest = shares[..., kept], there[likeliest]
+            there[vocabulary] = torch.arange(len(vocabulary))
+            shares, likeliest = shares[..., vocabulary], there[likeliest]
     length = ids.shape[1]
 
     padded = F.pad(ids, (0, 8))
@@ -80,8 +80,8 @@ def loss_of_drafter(
         at = (anchors if depth else every) + depth + 1
         counts = at[None] < lengths[:, None] - 1
         at = at.clamp(max=length - 1)
-        logprobs, wanted, best = logits.float().log_softmax(-1), shares[:, at], likeliest[:, at]
-        soft = -(wanted * logprobs).sum(-1)
+        logprobs, expected, best = logits.float().log_softmax(-1), shares[:, at], likeliest[:, at]
+        soft = -(expected * logprobs).sum(-1)
         hard = -logprobs.gather(-1, best.clamp(min=0)[..., None])[..., 0] * (best >= 0)
         loss = (soft + HARD * hard)[counts].mean()
         total, weight = total + FADE**depth * loss, weight + FADE**depth
@@ -145,10 +145,10 @@ def train(
 def make(method: str, target_path: Path, target: Llama, samples: Samples, out: Path, args: argparse.Namespace) -> None:
     config, directory = base_config(target_path), out / method
     draw = batches(samples, args.rows, args.seed)
-    begun = args.go_on and args.go_on / method
-    rate = RATES[method] * args.rate * (0.5 if begun else 1.0)
+    start = args.go_on and args.go_on / method
+    rate = RATES[method] * args.rate * (0.5 if start else 1.0)
     if method == "draft_model":
-        model = load_model(begun) if begun else started_draft(target)
+        model = load_model(start) if start else started_draft(target)
         train(model, lambda: loss_of_model(model, samples, draw()), rate, args.minutes, method)
         directory.mkdir(parents=True, exist_ok=True)
         save_model(model, directory)
@@ -160,12 +160,12 @@ def make(method: str, target_path: Path, target: Llama, samples: Samples, out: P
     )
     drafter: Eagle | Mtp | Medusa
     if method == "eagle":
-        drafter = Eagle.load(begun, target.shape) if begun else Eagle.start(target, counts)
+        drafter = Eagle.load(start, target.shape) if start else Eagle.start(target, counts)
         drafter.layers = aux_layers(target.shape.num_hidden_layers)
     elif method == "mtp":
-        drafter = Mtp.load(begun, target.shape) if begun else Mtp.start(target)
+        drafter = Mtp.load(start, target.shape) if start else Mtp.start(target)
     else:
-        drafter = Medusa.load(begun, target.shape) if begun else Medusa.start(target, counts)
+        drafter = Medusa.load(start, target.shape) if start else Medusa.start(target, counts)
 
     def step_loss() -> tuple[Tensor, list[float]]:
         rows = draw()

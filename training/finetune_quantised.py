@@ -77,11 +77,11 @@ class RoundedLinear(nn.Module):
 
 def rounded_copy(model: Llama, options: Options) -> Llama:
     """The model with all linear layers of its decoder layers rounded; the rest is not trained."""
-    made = copy.deepcopy(model).requires_grad_(False)
-    for name, linear in [(n, m) for n, m in made.layers.named_modules() if isinstance(m, nn.Linear)]:
+    copied = copy.deepcopy(model).requires_grad_(False)
+    for name, linear in [(n, m) for n, m in copied.layers.named_modules() if isinstance(m, nn.Linear)]:
         parent, _, last = name.rpartition(".")
-        setattr(made.layers.get_submodule(parent), last, RoundedLinear(linear, options, f"layers.{name}"))
-    return made
+        setattr(copied.layers.get_submodule(parent), last, RoundedLinear(linear, options, f"layers.{name}"))
+    return copied
 
 
 def divergence(student: Llama, teacher: Llama, ids: Tensor) -> Tensor:
@@ -114,26 +114,26 @@ def finetune(
     -> (loss before, loss of the best) on rows that are held out, nats a token.
     """
     num_held = min(HELD_OUT, len(rows) // 2)
-    held, rows = rows[:num_held], rows[num_held:]
+    held_rows, rows = rows[:num_held], rows[num_held:]
     scales = [p for n, p in student.named_parameters() if n.endswith("log_scale")]
     weights = [p for n, p in student.named_parameters() if p.requires_grad and not n.endswith("log_scale")]
     optimizer = torch.optim.AdamW([{"params": weights}, {"params": scales}], lr=lr, betas=(0.9, 0.95), weight_decay=0)
 
     def judged() -> float:
         with torch.no_grad():
-            parts = held.split(max(PIECE_TOKENS // held.shape[1], 1))
-            return sum(float(divergence(student, teacher, part)) * len(part) for part in parts) / len(held)
+            parts = held_rows.split(max(PIECE_TOKENS // held_rows.shape[1], 1))
+            return sum(float(divergence(student, teacher, part)) * len(part) for part in parts) / len(held_rows)
 
     first = best = judged()
-    kept = copy.deepcopy(student.state_dict())
+    best_state = copy.deepcopy(student.state_dict())
     began, judged_at = time.perf_counter(), 0.0
-    for done, ids in enumerate(batches(rows, max(PIECE_TOKENS // rows.shape[1], 1), seed)):
-        progress = done / steps if steps else (time.perf_counter() - began) / 60 / minutes
+    for step, ids in enumerate(batches(rows, max(PIECE_TOKENS // rows.shape[1], 1), seed)):
+        progress = step / steps if steps else (time.perf_counter() - began) / 60 / minutes
         if progress - judged_at >= 0.1 or progress >= 1:
-            found, judged_at = judged(), progress
-            print(json.dumps({"step": done, "progress": round(progress, 3), "kl": round(found, 6)}), flush=True)
-            if found < best:
-                best, kept = found, copy.deepcopy(student.state_dict())
+            kl, judged_at = judged(), progress
+            print(json.dumps({"step": step, "progress": round(progress, 3), "kl": round(kl, 6)}), flush=True)
+            if kl < best:
+                best, best_state = kl, copy.deepcopy(student.state_dict())
         if progress >= 1:
             break
         for group in optimizer.param_groups:
@@ -143,7 +143,7 @@ def finetune(
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    student.load_state_dict(kept)
+    student.load_state_dict(best_state)
     return first, best
 
 

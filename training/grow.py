@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from data import FAMILY_WEIGHTS, prepare
 from evaluate import bits_per_byte
 from model import Llama, load_model
-from train import make_optimizers
+from train import finish_step, make_optimizers
 
 STEP_TOKENS, PIECE_TOKENS = 4096, 2048
 LENGTHS = ((0.0, 256), (0.45, 512), (0.85, 1024))  # from this part of the run on, rows of so many tokens
@@ -137,13 +137,7 @@ def main() -> None:
                 last, early = losses_of(model, piece, exit_layer, step % 2)
             ((last + EXIT_WEIGHT * early) / len(pieces)).backward()
             losses.append((last.item(), early.item()))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        keep = min(AVERAGE, step / (step + 10))
-        for mean, now in zip(average.parameters(), model.parameters(), strict=True):
-            mean.data.lerp_(now.data, 1 - keep)
+        finish_step(model, average, optimizers, step, AVERAGE)
         step, tokens = step + 1, tokens + STEP_TOKENS
         elapsed = time.perf_counter() - began
         if step % 20 == 0:

@@ -40,16 +40,16 @@ def levels_of(weights: Tensor) -> Tensor:
 
 
 def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    made = {}
+    packed = {}
     for name, weights in tensors.items():
         if weights.ndim < 2:
-            made[name] = weights.to(torch.bfloat16)
+            packed[name] = weights.to(torch.bfloat16)
             continue
         levels = levels_of(weights)
         between = (levels[1:].float() + levels[:-1].float()) / 2
-        made[name] = torch.searchsorted(between, weights.float()).to(torch.uint8)
-        made[name + builtin.LEVELS] = levels
-    return made
+        packed[name] = torch.searchsorted(between, weights.float()).to(torch.uint8)
+        packed[name + builtin.LEVELS] = levels
+    return packed
 
 
 def pack(target: Path, out: Path) -> None:

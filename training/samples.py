@@ -172,8 +172,8 @@ def main() -> None:
             parts.append(continued(model, prompts, temperatures, LENGTH, generator))
         minutes = (time.perf_counter() - began) / 60
         if len(parts) % 5 == 0:
-            done = sum(int(p.lengths.sum()) for p in parts)
-            print(f"{len(parts)} of {len(batches)} batches, {done} tokens, {minutes:.1f} minutes", flush=True)
+            num_tokens = sum(int(p.lengths.sum()) for p in parts)
+            print(f"{len(parts)} of {len(batches)} batches, {num_tokens} tokens, {minutes:.1f} minutes", flush=True)
         if minutes > args.minutes:
             break
     names = ("tokens", "lengths", "best", "logprobs")

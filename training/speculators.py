@@ -116,13 +116,13 @@ class Medusa(nn.Module):
             yield head(x)
 
     def save(self, directory: Path, config: dict[str, object]) -> None:
-        own = {
+        values = {
             "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": config["hidden_size"],
             "vocab_size": config["vocab_size"], "truncated_vocab_size": len(self.token_map),
             "num_heads": len(self.blocks), "num_hidden_layers": 1, "medusa_fc_bias": True, "original_lm_head": False,
             "torch_dtype": "bfloat16",
         }  # fmt: skip
-        write(directory, own, trained(self) | {"token_map": self.token_map})
+        write(directory, values, trained(self) | {"token_map": self.token_map})
 
     @classmethod
     def load(cls, directory: Path, shape: LlamaShape) -> Medusa:
@@ -165,11 +165,11 @@ class Eagle(nn.Module):
         """Its vocabulary the tokens that the target writes most, its head the target's rows of them."""
         shape = target.shape
         model = cls(shape, aux_layers(shape.num_hidden_layers), draft_vocab)
-        kept = most_written(counts, draft_vocab)
-        model.d2t.copy_(kept - torch.arange(draft_vocab))
-        model.t2d[kept] = True
+        vocabulary = most_written(counts, draft_vocab)
+        model.d2t.copy_(vocabulary - torch.arange(draft_vocab))
+        model.t2d[vocabulary] = True
         with torch.no_grad():
-            model.lm_head.weight.copy_(target.embed_tokens.weight[kept])
+            model.lm_head.weight.copy_(target.embed_tokens.weight[vocabulary])
             model.norm.weight.copy_(target.norm.weight)
             model.fc.weight.zero_()
             model.fc.weight[:, -shape.hidden_size :] = torch.eye(shape.hidden_size)
@@ -199,12 +199,12 @@ class Eagle(nn.Module):
                 feature, tokens = feature[:, anchors], tokens[:, anchors]
 
     def save(self, directory: Path, config: dict[str, object]) -> None:
-        own = config | {
+        values = config | {
             "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": len(self.d2t),
             "eagle_aux_hidden_state_layer_ids": self.layers, "norm_before_residual": False,
             "tie_word_embeddings": False,
         }  # fmt: skip
-        write(directory, own, trained(self) | {"d2t": self.d2t, "t2d": self.t2d})
+        write(directory, values, trained(self) | {"d2t": self.d2t, "t2d": self.t2d})
 
     @classmethod
     def load(cls, directory: Path, shape: LlamaShape) -> Eagle:

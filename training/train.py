@@ -46,8 +46,21 @@ def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
+def finish_step(
+    model: nn.Module, average: nn.Module, optimizers: list[torch.optim.Optimizer], step: int, most: float
+) -> None:
+    """Apply the clipped gradients, and move the running average, of which the old share is at most `most`."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    share = min(most, step / (step + 10))
+    for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+        mean.data.lerp_(now.data, 1 - share)
+
+
 def train_step(loss_fn: Callable[[Tensor], Tensor], mixture: Mixture, step: int, length: int) -> float:
-    """Accumulates the gradient of one batch in pieces small enough for the cache; returns the mean loss."""
+    """Accumulate the gradient of one batch in pieces small enough for the cache; returns the mean loss."""
     ids = torch.from_numpy(mixture.batch(step, BATCH_TOKENS // length, length))
     pieces = ids.split(PIECE_TOKENS // length)
     total = 0.0
@@ -125,13 +138,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate_factor(progress)
         losses.append(train_step(loss_fn, mixture, step, LONG if progress >= LONG_FROM else SHORT))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        keep = min(AVERAGE, step / (step + 10))
-        for mean, now in zip(average.parameters(), model.parameters(), strict=True):
-            mean.data.lerp_(now.data, 1 - keep)
+        finish_step(model, average, optimizers, step, AVERAGE)
         step, tokens = step + 1, tokens + BATCH_TOKENS
         elapsed = time.perf_counter() - began
         if step % 25 == 0:

@@ -28,6 +28,7 @@ MAX_TOKENS = 2**20
 MAX_TOKEN_BYTES = 4096
 
 _STRING, _ARRAY = 8, 9
+_INTEGERS, _FLOATS = (0, 1, 2, 3, 4, 5, 10, 11), (6, 12)
 # By the type's number: its name, and its letter for `struct` and `array`.
 _TYPES = {
     0: ("uint8", "B"),
@@ -147,31 +148,22 @@ class GGUF:
         return None if field is None else self._decode(field.start, field.end, key)
 
     def integer(self, key: str, low: int = 0, high: int = 2**63 - 1) -> int | None:
-        field = self._field(key, (0, 1, 2, 3, 4, 5, 10, 11), False, "an integer")
-        if field is None:
-            return None
-        value: int = self._scalar(field)
-        if not low <= value <= high:
+        value: int | None = self._scalar(key, _INTEGERS, "an integer")
+        if value is not None and not low <= value <= high:
             raise self.fault(key, value, f"from {low} to {high}")
         return value
 
     def real(self, key: str) -> float | None:
-        field = self._field(key, (6, 12), False, "a float")
-        if field is None:
-            return None
-        value: float = self._scalar(field)
-        if not math.isfinite(value):
+        value: float | None = self._scalar(key, _FLOATS, "a float")
+        if value is not None and not math.isfinite(value):
             raise self.fault(key, value, "finite")
         return value
 
     def flag(self, key: str) -> bool | None:
-        field = self._field(key, (7,), False, "a bool")
-        if field is None:
-            return None
-        value: int = self._scalar(field)
-        if value > 1:
+        value: int | None = self._scalar(key, (7,), "a bool")
+        if value is not None and value > 1:
             raise self.fault(key, value, "0 or 1")
-        return bool(value)
+        return None if value is None else bool(value)
 
     def texts(self, key: str, most: int, longest: int) -> list[str] | None:
         """Return an array of strings, of `longest` bytes each at most."""
@@ -189,18 +181,12 @@ class GGUF:
         return texts
 
     def integers(self, key: str, most: int) -> array[int] | None:
-        field = self._field(key, (0, 1, 2, 3, 4, 5, 10, 11), True, "an array of integers", most)
-        if field is None:
-            return None
-        values: array[int] = self._numbers(field)
+        values: array[int] | None = self._numbers(key, _INTEGERS, "an array of integers", most)
         return values
 
     def reals(self, key: str, most: int) -> array[float] | None:
-        field = self._field(key, (6, 12), True, "an array of floats", most)
-        if field is None:
-            return None
-        values: array[float] = self._numbers(field)
-        if not all(map(math.isfinite, values)):
+        values: array[float] | None = self._numbers(key, _FLOATS, "an array of floats", most)
+        if values is not None and not all(map(math.isfinite, values)):
             raise self.fault(key, next(v for v in values if not math.isfinite(v)), "finite throughout")
         return values
 
@@ -214,10 +200,14 @@ class GGUF:
             raise self.fault(key, f"{field.length} elements", f"of at most {most} elements")
         return field
 
-    def _scalar(self, field: Field) -> Any:
-        return struct.unpack_from("<" + _TYPES[field.type][1], self.data, field.start)[0]
+    def _scalar(self, key: str, types: tuple[int, ...], bound: str) -> Any:
+        field = self._field(key, types, False, bound)
+        return None if field is None else struct.unpack_from("<" + _TYPES[field.type][1], self.data, field.start)[0]
 
-    def _numbers(self, field: Field) -> Any:
+    def _numbers(self, key: str, types: tuple[int, ...], bound: str, most: int) -> Any:
+        field = self._field(key, types, True, bound, most)
+        if field is None:
+            return None
         values = array(_TYPES[field.type][1], self.data[field.start : field.end])
         if sys.byteorder == "big":
             values.byteswap()

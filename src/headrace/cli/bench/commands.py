@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from headrace.protocol.config import EngineConfig
 
 app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a running server.", no_args_is_help=True)
 
+Show = Callable[[dict[str, Any]], None]
 # `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
 MoreGoals = Annotated[list[str] | None, typer.Argument(hidden=True)]
 
@@ -36,7 +37,7 @@ def latency(more_goals: MoreGoals = None, **fields: Any) -> None:
     from headrace.cli.bench.offline import measure_latency
 
     result = _header(plan.model) | measure_latency(plan, config, goals)
-    _emit(result, plan.json, "Latency Benchmark Result", plan.output_json)
+    _report(result, plan.json, plan.output_json, _table("Latency Benchmark Result"))
 
 
 @app.command()
@@ -49,7 +50,7 @@ def throughput(more_goals: MoreGoals = None, **fields: Any) -> None:
     from headrace.cli.bench.offline import measure_throughput
 
     result = _header(plan.model) | measure_throughput(plan, config, goals)
-    _emit(result, plan.json, "Throughput Benchmark Result", plan.output_json)
+    _report(result, plan.json, plan.output_json, _table("Throughput Benchmark Result"))
 
 
 @app.command()
@@ -64,11 +65,7 @@ def quality(
     from headrace.cli.bench.quality import measure_quality, print_quality
 
     result = _header(model) | measure_quality(plan, config)
-    _keep(result, plan.output_json)
-    if plan.json:
-        print(json.dumps(result))
-    else:
-        print_quality(result)
+    _report(result, plan.json, plan.output_json, print_quality)
 
 
 @app.command()
@@ -83,13 +80,9 @@ def speculate(
     from headrace.cli.bench.speculate import measure_speculation, plot, print_speculation
 
     result = _header(model) | measure_speculation(plan, config)
-    _keep(result, plan.output_json)
     if plan.plot is not None:
         plot(result, Path(plan.plot))
-    if plan.json:
-        print(json.dumps(result))
-    else:
-        print_speculation(result)
+    _report(result, plan.json, plan.output_json, print_speculation)
 
 
 @app.command()
@@ -108,8 +101,8 @@ def serve(more_goals: MoreGoals = None, **fields: Any) -> None:
     if plan.save_result or plan.save_detailed:
         name = str(result["model_id"]).strip("/").split("/")[-1]
         path = str(Path(plan.result_dir) / (plan.result_filename or f"{plan.backend}-{name}-{result['date']}.json"))
-    saved = result | detail if plan.save_detailed else result
-    _emit(result, plan.json, "Serving Benchmark Result", path, metrics, percentiles, saved)
+    show = _table("Serving Benchmark Result", metrics, percentiles)
+    _report(result, plan.json, path, show, detail if plan.save_detailed else {})
     errors = [error for error in detail["errors"] if error]
     if errors:
         typer.echo(f"{len(errors)} of {plan.num_prompts} requests failed; the first: {errors[0]}", err=True)
@@ -128,26 +121,25 @@ def _goals(goals: list[str] | None, more: list[str] | None) -> dict[str, float]:
     return parse_goodput([*(goals or []), *(more or [])])
 
 
-def _emit(
-    result: dict[str, Any],
-    as_json: bool,
+def _table(
     title: str,
-    path: str | None,
     metrics: Sequence[str] = ("ttft", "tpot", "itl", "e2el"),
     percentiles: Sequence[float] = (90.0, 99.0),
-    saved: dict[str, Any] | None = None,
-) -> None:
-    """Print the result, and write it (or `saved`, if that has more in it) to `path`."""
+) -> Show:
+    """Return a function that prints vLLM's table of a result."""
     from headrace.cli.bench.stats import table
 
-    _keep(saved or result, path)
+    return lambda result: print(table(result, metrics=metrics, percentiles=percentiles, title=title))
+
+
+def _report(
+    result: dict[str, Any], as_json: bool, path: str | None, show: Show, detail: dict[str, Any] | None = None
+) -> None:
+    """Write the result, with `detail`, to `path` if there is one, and print it."""
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result | (detail or {}), indent=2) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
     else:
-        print(table(result, metrics=metrics, percentiles=percentiles, title=title))
-
-
-def _keep(result: dict[str, Any], path: str | None) -> None:
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        show(result)
