@@ -18,7 +18,7 @@ def debug_level() -> int:
 
 
 def api_key() -> str | None:
-    """HEADRACE_API_KEY: the server's keys, where they should not stand on the command line; blanks between them."""
+    """HEADRACE_API_KEY: the server's keys, to keep them off the command line; separated by blanks."""
     return os.environ.get("HEADRACE_API_KEY") or None
 
 

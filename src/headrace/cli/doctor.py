@@ -12,12 +12,12 @@ def doctor(
     model: Annotated[str, typer.Argument(help="Model to look for.")] = "builtin",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     with_limits: Annotated[
-        bool, typer.Option("--limits", help="Measure what memory and CPU can do at most; takes some 10 seconds.")
+        bool, typer.Option("--limits", help="Measure the limits of memory and CPU; takes some 10 seconds.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Address that a server is to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port that a server is to listen on.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address that a server will listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port that a server will listen on.", min=0, max=65535)] = 8000,
 ) -> None:
-    """Show versions, CPU, memory, backends and model, and what is wrong with them: what to paste into a bug report.
+    """Show versions, CPU, memory, backends and model, and problems with them. Paste the output into a bug report.
 
     Exit status 1 if something does not work.
     """

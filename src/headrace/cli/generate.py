@@ -42,7 +42,7 @@ SAMPLING = (
 def generate(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = "builtin",
     *,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to go on from.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to continue.")] = None,
     prompt_file: Annotated[str | None, typer.Option(metavar="FILE", help="Read it from here; - is stdin.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
     **fields: Any,

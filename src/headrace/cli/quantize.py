@@ -58,7 +58,7 @@ def quantize(
         ),
     ] = "rtn",
     bits: Annotated[
-        float | None, typer.Option(metavar="B", help="Of a code; by default what the method is known for.")
+        float | None, typer.Option(metavar="B", help="Bits of a code; by default the method's usual number.")
     ] = None,
     group_size: Annotated[
         int | None,
@@ -81,14 +81,18 @@ def quantize(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help='Text, or .jsonl with a "text" or "token_ids" a line; else the model\'s own words.'
+            metavar="FILE",
+            help='Text, or .jsonl with a "text" or "token_ids" in each line; by default the model writes the text.',
         ),
     ] = None,
     num_calibration_tokens: Annotated[
-        int, typer.Option(metavar="INT", min=2, max=MAX_TOKENS, help="Of the calibration text that are used.")
+        int, typer.Option(metavar="INT", min=2, max=MAX_TOKENS, help="Tokens of the calibration text that are used.")
     ] = 32768,
     calibration_length: Annotated[
-        int, typer.Option(metavar="INT", min=2, max=2**17, help="Tokens of a piece of it; at most the context.")
+        int,
+        typer.Option(
+            metavar="INT", min=2, max=2**17, help="Tokens of each piece of the calibration text; at most the context."
+        ),
     ] = 512,
     act_order: Annotated[
         str, typer.Option(metavar="O", help="gptq: none, static (any kernel runs it) or group (with a g_idx).")
@@ -101,7 +105,7 @@ def quantize(
         float, typer.Option(metavar="FLOAT", help="smoothquant: how much of the difficulty goes into the weights.")
     ] = 0.5,
 ) -> None:
-    """Quantise a model's weights; a broken run is taken up where it stood by the same command."""
+    """Quantise a model's weights. The same command resumes an interrupted run."""
     from headrace.quantize.base import Options, find_method, find_writer, method_names
     from headrace.quantize.driver import quantise_checkpoint, verify_checkpoint, verify_out
     from headrace.quantize.gguf_writer import LEVELS

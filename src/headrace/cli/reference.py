@@ -121,8 +121,8 @@ def limits_page() -> str:
 
     def cells(row: Parameter | Bound) -> list[str]:
         default = default_of.get(row.name)
-        shown = str(default).lower() if isinstance(default, bool) else number(default)
-        return [f"`{row.name}`", row.kind, number(row.low), number(row.high), shown, row.doc]
+        default_text = str(default).lower() if isinstance(default, bool) else number(default)
+        return [f"`{row.name}`", row.kind, number(row.low), number(row.high), default_text, row.doc]
 
     head = ["field", "kind", "from", "to", "default", "meaning"]
 

@@ -11,9 +11,9 @@ import typer
 
 def replay(
     log: Annotated[Path, typer.Argument(help="A file that --record-schedule wrote.", exists=True, dir_okay=False)],
-    model: Annotated[str | None, typer.Option(help="Where the model is, if not where it was.")] = None,
+    model: Annotated[str | None, typer.Option(help="Place of the model, if it has moved since the recording.")] = None,
     num_threads: Annotated[
-        int | None, typer.Option(help="Threads, if not as many as then: the bits are the same.")
+        int | None, typer.Option(help="Threads, if not as many as in the recording; the bits are the same.")
     ] = None,
 ) -> None:
     """Run a recorded engine again, to the bit, and name the first step that differs."""

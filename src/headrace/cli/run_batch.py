@@ -48,7 +48,7 @@ def run_batch(
     ] = None,
     **fields: Any,
 ) -> None:
-    """Answer a file of requests (OpenAI's batch format); a broken run is taken up where it stood."""
+    """Answer a file of requests (OpenAI's batch format). The same command resumes an interrupted run."""
     source = _one("INPUT", "-i", input_path, input_file)
     target = _one("OUTPUT", "-o", output_path, output_file)
     engine = build(EngineConfig, fields | {"model": model})

@@ -94,10 +94,10 @@ class SpeculatePlan(msgspec.Struct, frozen=True, kw_only=True):
     ] = "builtin"
     num_prompts: Annotated[int, Meta(description="Texts to take.", ge=1)] = 8
     output_len: Annotated[int, Meta(description="Tokens of each answer.", ge=2)] = 128
-    rounds: Annotated[int, Meta(description="Turns of each.", ge=1)] = 3
+    rounds: Annotated[int, Meta(description="Rounds; in each, both engines run once.", ge=1)] = 3
     alpha: Annotated[
         float | None,
-        Meta(description="Instead of a drafter: guesses that are right with this chance each.", ge=0.0),
+        Meta(description="Instead of a drafter: guesses that are each right with this probability.", ge=0.0),
     ] = None
     rejection: Annotated[bool, Meta(description="Count guesses under rejection sampling as well.")] = False
     control: Annotated[
