@@ -71,7 +71,7 @@ class AsyncLLM:
         return self._front.client.is_alive
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises `HeadraceError` if there is none."""
+        """Return the tokenizer. Raises `HeadraceError` if there is none."""
         if self._front.tokenizer is None:
             raise HeadraceError("this engine has no tokenizer: pass prompts as token ids")
         return self._front.tokenizer

@@ -56,7 +56,7 @@ class LLM:
         self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises `HeadraceError` if the model directory has none, or `skip_tokenizer_init` is set."""
+        """Return the tokenizer. Raises `HeadraceError` if the model has none, or `skip_tokenizer_init` is set."""
         if self._tokenizer is None:
             raise HeadraceError("this engine has no tokenizer: pass prompts as token ids, or name one (tokenizer=...)")
         return self._tokenizer

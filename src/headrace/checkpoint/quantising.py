@@ -89,8 +89,8 @@ class QuantisingReader(Reader, Generic[P]):
         """Raise `CheckpointError` if the file has tensors that the model did not take and that are not spare."""
         names = [name for name in self._not_taken() if not self._is_spare(name)]
         if names:
-            shown = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
-            raise CheckpointError(f"{len(names)} tensors of {self._owner} have no place in the model: {shown}")
+            listing = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
+            raise CheckpointError(f"{len(names)} tensors of {self._owner} have no place in the model: {listing}")
 
     @abstractmethod
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> P:

@@ -32,7 +32,7 @@ class Reader(Weights):
     ) -> None:
         self._names = frozenset(names)
         self._parts = self._names if parts is None else frozenset(parts)
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
         self._on_tensor = on_tensor
 
     def has(self, name: str) -> bool:
@@ -48,14 +48,14 @@ class Reader(Weights):
 
     def _take(self, part: str) -> bool:
         """Count one of the parts as taken and report progress; return whether it is taken for the first time."""
-        is_new = part not in self._taken
-        self._taken.add(part)
+        is_new = part not in self._used
+        self._used.add(part)
         if self._on_tensor is not None:
-            self._on_tensor(len(self._taken), len(self._parts))
+            self._on_tensor(len(self._used), len(self._parts))
         return is_new
 
     def _not_taken(self) -> list[str]:
-        return sorted(self._parts - self._taken)
+        return sorted(self._parts - self._used)
 
 
 class ResidentBytes:

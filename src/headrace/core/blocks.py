@@ -125,16 +125,16 @@ class BlockPool:
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the counts with all block tables. Raises `InvariantError` I-1, I-2 or I-3."""
-        held = Counter(block for table in tables for block in table)
-        held.update(self.pins)
+        counts = Counter(block for table in tables for block in table)
+        counts.update(self.pins)
         num_held = sum(count > 0 for count in self.refs)
         if len(self.free) + len(self.evictable) + num_held != self.num_blocks:
             raise InvariantError(
                 "I-1", f"{len(self.free)} free + {len(self.evictable)} cached + {num_held} held != {self.num_blocks}"
             )
         for block, count in enumerate(self.refs):
-            if count != held[block]:
-                raise InvariantError("I-2", f"block {block} counts {count} references and has {held[block]}")
+            if count != counts[block]:
+                raise InvariantError("I-2", f"block {block} counts {count} references and has {counts[block]}")
         free = set(self.free)
         if len(free) != len(self.free):
             raise InvariantError("I-3", "a block is twice in the free list")

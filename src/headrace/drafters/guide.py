@@ -36,9 +36,9 @@ class SamplerGuide:
         rows = self._rows(contexts, tails)
         if self._rejects:
             return self._draw(logits, rows, contexts, tails)
-        drawn = self._sampler.sample_rows(logits, rows)
+        samples = self._sampler.sample_rows(logits, rows)
         return [
-            _best(x) if isinstance(each, ValueError) else each.token_id for x, each in zip(logits, drawn, strict=True)
+            _best(x) if isinstance(each, ValueError) else each.token_id for x, each in zip(logits, samples, strict=True)
         ]
 
     def rank(

@@ -233,14 +233,14 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend) -> str:
     return kv_dtype
 
 
-def choose_max_model_len(wanted: int | None, model_config: ModelConfig) -> int:
-    """`wanted`, or all that the model has. Raises `RequestError` for more than that."""
+def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> int:
+    """`requested`, or all that the model has. Raises `RequestError` for more than that."""
     most = model_config.max_positions()
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
-    if wanted is not None and wanted > most:
-        raise RequestError("max_model_len", wanted, f"at most {most}, the context that config.json gives the model")
-    return wanted or most
+    if requested is not None and requested > most:
+        raise RequestError("max_model_len", requested, f"at most {most}, the context that config.json gives the model")
+    return requested or most
 
 
 def choose_num_blocks(config: EngineConfig, shape: KVShape, max_model_len: int, backend: Backend, kv_dtype: str) -> int:

@@ -144,13 +144,13 @@ class Resumption:
         `entries` are all open requests, in their order of arrival; a step holds at most `most` of them. Those in the
         last step are among the ones that had started, and the first `most` of those that had not.
         """
-        sent = [entry for entry in entries if entry.is_sent]
-        sole = self._trial if self._trial is not None else sent[0] if len(sent) == 1 else None
+        open_entries = [entry for entry in entries if entry.is_sent]
+        sole = self._trial if self._trial is not None else open_entries[0] if len(open_entries) == 1 else None
         self._trial = None
         self._suspects.clear()
         self._rest.clear()
         num_fresh = 0
-        for entry in sent:
+        for entry in open_entries:
             entry.is_sent = False
             num_fresh += not entry.started
             entry.is_suspect = entry.started or num_fresh <= most
@@ -181,9 +181,9 @@ class Resumption:
         """Note that `entry` has got a token, or has ended in whatever way."""
         entry.is_suspect = False
         if ended:
-            for held in (self._suspects, self._rest):
-                if not entry.is_sent and entry in held:
-                    held.remove(entry)
+            for queue in (self._suspects, self._rest):
+                if not entry.is_sent and entry in queue:
+                    queue.remove(entry)
         if entry is self._trial:
             self._trial = None
             self._go_on()

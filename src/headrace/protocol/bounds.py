@@ -33,16 +33,16 @@ class Bound(NamedTuple):
             if not hasattr(value, "__len__"):
                 raise RequestError(name, value, f"something with {self.describe()}")
             number: object = len(value)
-            shown: object = number
+            quoted: object = number
         else:
-            number = shown = value
+            number = quoted = value
         # bool is an int in Python; a client that sends true for a count made a mistake.
         is_number = isinstance(number, int) and not isinstance(number, bool)
         if self.kind == "float":
             is_number = is_number or isinstance(number, float)
         # The comparison is false for NaN, and exact for ints beyond the floats.
         if not is_number or not self.low <= number <= self.high:  # type: ignore[operator]
-            raise RequestError(name, shown, self.describe())
+            raise RequestError(name, quoted, self.describe())
 
 
 def _show(number: float) -> str:

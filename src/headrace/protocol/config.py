@@ -1,4 +1,4 @@
-"""The two frozen config objects: `EngineConfig` for whoever makes tokens, `ServerConfig` for whoever serves them.
+"""The two frozen config objects: `EngineConfig` for the engine, `ServerConfig` for the HTTP server.
 
 They are read at the composition roots only (`llm`, `async_llm`, `engine.child`, `serve.app`, `cli`), which
 hand each component its own numbers. Names and defaults are vLLM's where vLLM has the thing. No torch; the process

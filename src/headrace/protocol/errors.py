@@ -31,12 +31,12 @@ class RequestError(HeadraceError):
         if code is not None:
             self.code = code
         try:
-            shown = repr(value)
+            quoted = repr(value)
         except ValueError:  # an int of more digits than Python will print
-            shown = "a number of thousands of digits"
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}: {shown} is not allowed; it must be {bound}")
+            quoted = "a number of thousands of digits"
+        if len(quoted) > 80:
+            quoted = quoted[:77] + "..."
+        super().__init__(f"{field}: {quoted} is not allowed; it must be {bound}")
 
     def renamed(self, field: str) -> RequestError:
         """The same error about `field`, another name of what it is about."""

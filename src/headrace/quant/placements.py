@@ -50,8 +50,8 @@ class Placements:
             count = f"{len(placed.names)} {'matrix' if len(placed.names) == 1 else 'matrices'}"
             sizes = f"{placed.stored / MIB:.1f} MiB stored, {placed.held / MIB:.1f} MiB in memory"
             if scheme is None:
-                shown = ", ".join(placed.names[:SHOWN]) + (", ..." if len(placed.names) > SHOWN else "")
-                lines.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {shown}")
+                listing = ", ".join(placed.names[:SHOWN]) + (", ..." if len(placed.names) > SHOWN else "")
+                lines.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {listing}")
                 continue
             remark = f" {why}" if why else ""
             text = f"{self._method}: {count} on the {kernel_name(scheme)} kernels{remark} ({sizes})"

@@ -73,7 +73,7 @@ class Statistics:
         self.num_rows = total
 
     def divided(self, scales: Tensor) -> Statistics:
-        """The statistics of inputs x / scales [in]."""
+        """Return the statistics of inputs x / scales [in]."""
         statistics = Statistics(0)
         statistics.num_rows = self.num_rows
         statistics.hessian = self.hessian / scales.unsqueeze(0) / scales.unsqueeze(1)
@@ -190,7 +190,7 @@ def method_names() -> list[str]:
 
 
 def writer_names() -> list[str]:
-    """The names on the command line, with hyphens."""
+    """Return the names on the command line, with hyphens."""
     return sorted(info.name.replace("_", "-") for info in pkgutil.iter_modules(writers.__path__))
 
 

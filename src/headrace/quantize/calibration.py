@@ -72,7 +72,7 @@ def cut(texts: Iterable[Sequence[int]], length: int, num_tokens: int) -> list[li
 
 
 def own_words(answer: Callable[[range], Sequence[Sequence[int]]], length: int, num_tokens: int) -> list[list[int]]:
-    """Pieces of text that the model generates. answer: returns the token ids of a text for each of some seeds."""
+    """Return pieces of text that the model generates. answer: gives the token ids of a text for each of some seeds."""
 
     def texts() -> Iterator[Sequence[int]]:
         num_empty, num_left = 0, num_tokens

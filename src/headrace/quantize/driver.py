@@ -209,7 +209,7 @@ class Run:
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
     def _embedded(self) -> tuple[Tensor, list[Batch], OneCache]:
-        """The calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
+        """Return the calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
         batches = list(_batches(self.calibration))
         parts = [self.model.enter(batch.rows) for batch in batches]
         kv = OneCache(self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0))
@@ -337,7 +337,7 @@ class State:
         return len(self.files)
 
     def file_of(self, place: int) -> str:
-        """The file of a decoder layer; of the rest, for place num_layers."""
+        """Return the file of a decoder layer; of the rest, for place num_layers."""
         return f"model-{place + 1:05}-of-{self.num_layers + 1:05}.safetensors"
 
     def open(self) -> None:

@@ -83,19 +83,19 @@ def _dot(a: F32, b: F32) -> F32:
 
 
 def _half(values: F32) -> F32:
-    """The nearest float16, as float32."""
+    """Return the nearest float16, as float32."""
     return values.astype(np.float16).astype(np.float32)
 
 
 def _chosen(x: F32, scale: F32, least: F32 | None, low: int, high: int) -> F32:
-    """The nearest codes, x [..., inputs] and scale [...]; 0 where the scale is 0."""
+    """Return the nearest codes, x [..., inputs] and scale [...]; 0 where the scale is 0."""
     moved = x if least is None else x - least[..., None]
     codes: F32 = np.rint(moved * _inverse(scale)[..., None])
     return np.clip(codes, low, high, out=codes)
 
 
 def _symmetric(x: F32, low: int, high: int) -> F32:
-    """Scales [...] for groups x [..., inputs] whose codes are low ... high, low = -high - 1."""
+    """Return scales [...] for groups x [..., inputs] whose codes are low ... high, low = -high - 1."""
     index = np.abs(x).argmax(-1)[..., None]
     extreme = np.take_along_axis(x, index, -1)[..., 0]
     best, gain = np.zeros_like(extreme), np.zeros_like(extreme)
@@ -109,7 +109,7 @@ def _symmetric(x: F32, low: int, high: int) -> F32:
 
 
 def _affine(x: F32, high: int, below: bool) -> tuple[F32, F32]:
-    """Scales and minima [...] for codes 0 ... high; with `below` no minimum is above 0."""
+    """Return scales and minima [...] for codes 0 ... high; with `below` no minimum is above 0."""
     num = np.float32(x.shape[-1])
     least, most = x.min(-1), x.max(-1)
     if below:
@@ -168,7 +168,7 @@ def _bytes(values: F32) -> U8:
 
 
 def _folded(codes: NDArray[Any], size: int, bits: int) -> U8:
-    """Codes [n, k] of `bits` bits -> [n, k * bits / 8]: the inverse of `gguf_blocks._planes`."""
+    """Pack codes [n, k] of `bits` bits as [n, k * bits / 8]: the inverse of `gguf_blocks._planes`."""
     fields = codes.astype(np.uint8).reshape(len(codes), -1, 8 // bits, size)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[None, None, :, None]
     folded: U8 = np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
@@ -176,7 +176,7 @@ def _folded(codes: NDArray[Any], size: int, bits: int) -> U8:
 
 
 def _high_bits(codes: U8) -> U8:
-    """The fifth bit of 32 codes [n, 32] as four bytes, the first code's lowest."""
+    """Return the fifth bit of 32 codes [n, 32] as four bytes, the first code's lowest."""
     return np.packbits(codes >> 4, axis=1, bitorder="little")
 
 

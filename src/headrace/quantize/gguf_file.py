@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
 
 
 def header(fields: Mapping[str, Value], tensors: Sequence[Tensor]) -> bytes:
-    """The bytes before the tensors, padded to the place of the first of them."""
+    """Return the bytes before the tensors, padded to the place of the first of them."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(fields))]
     for key, value in fields.items():
         parts += [_text(key), _value(key, value)]
@@ -161,7 +161,7 @@ def _text(text: str) -> bytes:
 
 
 def _value(key: str, value: Value) -> bytes:
-    """The type of a value and its bytes."""
+    """Return the type of a value and its bytes."""
     if isinstance(value, (bool, int, float, str)):
         number, data = _scalar(key, value)
         return struct.pack("<I", number) + data

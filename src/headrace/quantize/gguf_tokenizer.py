@@ -57,7 +57,7 @@ def metadata(directory: Path, vocab_size: int) -> dict[str, Value]:
 
 
 def _tokens(spec: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """The text and the kind of every id; unused tokens fill the gaps and the end."""
+    """Return the text and the kind of every id; unused tokens fill the gaps and the end."""
     texts = {token_id: text for text, token_id in spec["model"]["vocab"].items()}
     kinds = dict.fromkeys(texts, NORMAL)
     unknown, fallback = spec["model"].get("unk_token"), spec["model"].get("byte_fallback")
@@ -74,7 +74,7 @@ def _tokens(spec: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
 
 
 def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre_tokenizer, sequences flattened."""
+    """Return the steps of a normalizer or pre_tokenizer, sequences flattened."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -102,7 +102,7 @@ def _byte_level(spec: dict[str, Any]) -> dict[str, Value]:
 
 
 def _cuts(spec: dict[str, Any]) -> tuple[str, ...]:
-    """The regular expressions that cut text before merging."""
+    """Return the regular expressions that cut text before merging."""
     cuts = []
     for step in _steps(spec["pre_tokenizer"], "pretokenizers"):
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
@@ -133,7 +133,7 @@ def _scored(spec: dict[str, Any], tokens: list[str], kinds: list[int]) -> dict[s
 
 
 def _ends(tokenizer: Tokenizer, directory: Path) -> dict[str, Value]:
-    """Ids of the special tokens, and whether a text begins and ends with one."""
+    """Return the ids of the special tokens, and whether a text begins and ends with one."""
     fields: dict[str, Value] = {}
     for role, name in _ROLES.items():
         text = tokenizer.special_tokens.get(role)

@@ -115,7 +115,7 @@ class Source:
         self.plans = plans
 
     def _ends(self) -> tuple[str | None, str | None]:
-        """Names of the head and of the embedding table."""
+        """Return the names of the head and of the embedding table."""
         table = [name for name in self.checkpoint.names if name.rpartition("wte" if self.gpt2 else "embed_tokens")[1]]
         return ("lm_head.weight" if "lm_head.weight" in self.checkpoint.names else None, table[0] if table else None)
 
@@ -133,7 +133,7 @@ class Source:
         return torch.equal(self.checkpoint.tensor(first), self.checkpoint.tensor(second))
 
     def shape(self, plan: Planned) -> tuple[int, ...]:
-        """Shape of the tensor of the file, the slowest dimension first."""
+        """Return the shape of the tensor of the file, the slowest dimension first."""
         shapes = {self._shape(name) for name in plan.sources}
         if len(shapes) != 1:
             raise CheckpointError(f"{plan.name}: its parts have the shapes {sorted(shapes)}, expected one")
@@ -163,7 +163,7 @@ class Source:
         return LEVELS[max(bits, key=lambda kind: bits[kind])]
 
     def raw(self, plan: Planned) -> Iterator[U8]:
-        """The bytes of a tensor that is already blocks, rows in the file's order."""
+        """Yield the bytes of a tensor that is already blocks, rows in the file's order."""
         for name in plan.sources:
             stored = self.checkpoint.tensor(self.blocks[name]).flatten(1)
             yield stored[self._order(plan, len(stored))].numpy() if plan.turned else stored.numpy()
@@ -172,7 +172,7 @@ class Source:
         return torch.from_numpy(np.argsort(pair_order(num_rows, self.metadata.head_dim, plan.turned)))
 
     def slabs(self, plan: Planned) -> Iterator[NDArray[np.float32]]:
-        """The tensor's numbers [rows, in], some four million at a time, rows in the file's order."""
+        """Yield the tensor's numbers [rows, in], some four million at a time, rows in the file's order."""
         for name in plan.sources:
             stored = self.checkpoint.tensor(name)
             rows = stored.t() if plan.transposed else stored.reshape(-1, 1) if stored.dim() == 1 else stored
@@ -185,7 +185,7 @@ class Source:
                 yield np.ascontiguousarray((piece + plan.offset if plan.offset else piece).numpy())
 
     def kinds(self, level: Level) -> dict[str, str]:
-        """The type of each tensor by its name in the file."""
+        """Return the type of each tensor by its name in the file."""
         return {plan.name: self._kind(plan, level) for plan in self.plans}
 
     def is_matrix(self, plan: Planned) -> bool:
@@ -211,7 +211,7 @@ class Source:
 
 
 def kind_of_blocks(shape: tuple[int, ...], name: str) -> str:
-    """The type of blocks of that shape. Raises `CheckpointError` for a shape of no blocks."""
+    """Return the type of blocks of that shape. Raises `CheckpointError` for a shape of no blocks."""
     if len(shape) != 3 or shape[2] not in BLOCK_KINDS:
         raise CheckpointError(f"{name} has blocks of shape {list(shape)}, expected [out, in / 32, 18 or 34]")
     return BLOCK_KINDS[shape[2]]

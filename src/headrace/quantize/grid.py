@@ -69,12 +69,12 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def code(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The nearest codes of x, as float32; all broadcast."""
+    """Return the nearest codes of x, as float32; all broadcast."""
     return torch.round(x / torch.where(scale == 0, 1.0, scale)).add_(zero).clamp_(0, 2**bits - 1)
 
 
 def rounded(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The numbers that the nearest codes stand for."""
+    """Return the numbers that the nearest codes stand for."""
     return code(x, scale, zero, bits).sub_(zero).mul_(scale)
 
 

@@ -120,7 +120,7 @@ def write(
 
 
 def ladder_of(num_in: int) -> tuple[str, ...]:
-    """Types for rows of so many inputs, the smallest first."""
+    """Return types for rows of so many inputs, the smallest first."""
     return LADDER if num_in % 256 == 0 else SHORT_LADDER if num_in % 32 == 0 else ("F16", "BF16")
 
 
@@ -166,7 +166,7 @@ def choose(model: _Measured, bits: float) -> list[Step]:
 
 
 def hull(steps: Sequence[Step]) -> list[Step]:
-    """The steps of the lower convex hull of loss over bits, falling; fewest bits first."""
+    """Return the steps of the lower convex hull of loss over bits, falling; fewest bits first."""
     steps_of_hull: list[Step] = []
     for step in sorted(steps, key=lambda step: (step.bits, step.loss)):
         if steps_of_hull and step.loss >= steps_of_hull[-1].loss:
@@ -246,7 +246,7 @@ class _Measured:
         return torch.log_softmax(self.model.logits(hidden, torch.arange(len(piece))).float(), -1)
 
     def _parts(self, group: Group) -> list[Tensor]:
-        """Views [out, in] of the group's weights."""
+        """Return views [out, in] of the group's weights."""
         views = [matrix.data[: matrix.num_in, : matrix.num_out].t() for matrix in group.matrices]
         return views if group.table is None else [*views, group.table]
 
@@ -294,7 +294,7 @@ def _squared_error(part: Tensor, kind: str) -> float:
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """Floats [out, in] rounded to the type `kind`."""
+    """Return floats [out, in] rounded to the type `kind`."""
     if kind == "F32":
         return weight
     raw = encode(kind, np.ascontiguousarray(weight.numpy()))

@@ -261,34 +261,34 @@ class Runner:
     ) -> list[Observation]:
         """Return the features of what was computed, without the rows of rejected draft tokens."""
         # By chunk: the first position, the tokens, and their rows.
-        shown: dict[int, tuple[int, list[int], list[int]]] = {}
+        observed: dict[int, tuple[int, list[int], list[int]]] = {}
         nodes: dict[tuple[int, int], tuple[int, int]] = {}
         row = 0
         for piece in pieces:
             i = piece.chunk_id
             if batch.params[i].speculation and i not in result.errors:
-                _, token_ids, rows = shown.setdefault(i, (piece.start, [], []))
+                _, token_ids, rows = observed.setdefault(i, (piece.start, [], []))
                 token_ids += piece.token_ids[: piece.num_known]
                 rows += range(row, row + piece.num_known)
                 for place, node in enumerate(piece.nodes, piece.num_known):
                     nodes[i, node] = piece.token_ids[place], row + place
             row += len(piece.token_ids)
         for verification in verifications:
-            if verification.chunk_id in shown:
-                _, token_ids, rows = shown[verification.chunk_id]
+            if verification.chunk_id in observed:
+                _, token_ids, rows = observed[verification.chunk_id]
                 for node in verification.accepted:
                     token_id, place = nodes[verification.chunk_id, node]
                     token_ids.append(token_id)
                     rows.append(place)
-        places = [place for _, _, rows in shown.values() for place in rows]
+        places = [place for _, _, rows in observed.values() for place in rows]
         if not places:
             return []
         features = self.program.features(places)
         observations: list[Observation] = []
         begin = 0
-        for i, (start, token_ids, rows) in shown.items():
-            own = features[begin : begin + len(rows)]
-            observations.append(Observation(batch.seq_ids[i], start, token_ids, own))
+        for i, (start, token_ids, rows) in observed.items():
+            part = features[begin : begin + len(rows)]
+            observations.append(Observation(batch.seq_ids[i], start, token_ids, part))
             begin += len(rows)
         return observations
 

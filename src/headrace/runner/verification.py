@@ -53,12 +53,12 @@ class Verification:
         """The nodes after the last accepted one, in their order."""
         return self.draft.children(self.node)
 
-    def take(self, drawn: Drawn) -> bool:
+    def take(self, sample: Drawn) -> bool:
         """Append what was drawn after the last node. Return whether that is a draft token, which is accepted then."""
-        self.token_ids.append(drawn.token_id)
-        self.state = drawn.state
+        self.token_ids.append(sample.token_id)
+        self.state = sample.state
         for child in self.children():
-            if self.draft.token_ids[child] == drawn.token_id:
+            if self.draft.token_ids[child] == sample.token_id:
                 self.accepted.append(child)
                 return True
         return False
@@ -102,20 +102,20 @@ class Rounds:
                 result.errors.setdefault(each.chunk_id, NOT_FINITE)
         masks = self._masks(batch, [each.chunk_id for each in verifications], result)
         sound = [v for v in verifications if v.chunk_id not in result.errors and v.chunk_id not in result.deferred]
-        for verification, drawn in zip(sound, self._sample(batch, sound, logits, masks), strict=True):
+        for verification, sample in zip(sound, self._sample(batch, sound, logits, masks), strict=True):
             i = verification.chunk_id
-            if isinstance(drawn, ValueError):
-                result.errors[i] = f"sampling_error: {drawn}"
+            if isinstance(sample, ValueError):
+                result.errors[i] = f"sampling_error: {sample}"
                 continue
-            result.token_ids[i] = drawn.token_id
-            if drawn.logprob is not None:
-                result.logprobs[i] = drawn.logprob
-            if drawn.state is not None:
-                result.states[i] = drawn.state
+            result.token_ids[i] = sample.token_id
+            if sample.logprob is not None:
+                result.logprobs[i] = sample.logprob
+            if sample.state is not None:
+                result.states[i] = sample.state
             if verification.draft.token_ids:
-                verification.is_open = verification.take(drawn)
+                verification.is_open = verification.take(sample)
             if i in masks:
-                self._accept(batch, i, drawn.token_id, 1, result)
+                self._accept(batch, i, sample.token_id, 1, result)
         drafts = [each for each in sound if each.draft.token_ids]
         if drafts:
             self._draw_deeper(batch, drafts, logits, result)
@@ -129,21 +129,21 @@ class Rounds:
             constrained = [each for each in live if batch.params[each.chunk_id].structured_outputs is not None]
             masks = self._further_masks(batch, constrained, result)
             live = [each for each in live if each.is_open]
-            for verification, drawn in zip(live, self._sample(batch, live, logits, masks), strict=True):
+            for verification, sample in zip(live, self._sample(batch, live, logits, masks), strict=True):
                 i = verification.chunk_id
                 # The next step begins at this token, and reports what is wrong.
-                if isinstance(drawn, ValueError):
+                if isinstance(sample, ValueError):
                     verification.is_open = False
                     continue
-                verification.is_open = verification.take(drawn)
-                result.further.setdefault(i, []).append(drawn.token_id)
+                verification.is_open = verification.take(sample)
+                result.further.setdefault(i, []).append(sample.token_id)
                 result.paths[i] = verification.draft.path_id(verification.accepted)
-                if drawn.logprob is not None:
-                    result.further_logprobs.setdefault(i, []).append(drawn.logprob)
-                if drawn.state is not None:
-                    result.states[i] = drawn.state
+                if sample.logprob is not None:
+                    result.further_logprobs.setdefault(i, []).append(sample.logprob)
+                if sample.state is not None:
+                    result.states[i] = sample.state
                 if i in masks:
-                    self._accept(batch, i, drawn.token_id, len(verification.token_ids), result)
+                    self._accept(batch, i, sample.token_id, len(verification.token_ids), result)
         for each in verifications:
             # An accepted token after which nothing was drawn is computed again in the next step.
             each.accepted = each.accepted[: max(0, len(each.token_ids) - 1)]
@@ -170,11 +170,11 @@ class Rounds:
         ]
         num = len(places)
         numbers = logits.rows[:num] if places == list(range(num)) else logits.rows[places]
-        drawn = self.sampler.sample_rows(numbers, rows)
+        samples = self.sampler.sample_rows(numbers, rows)
         for k, (each, row) in enumerate(zip(verifications, rows, strict=True)):
             if not each.is_coupled and rejects(row) and each.children():
-                drawn[k] = draw_rejecting(self.sampler, numbers[k : k + 1], row, each)
-        return drawn
+                samples[k] = draw_rejecting(self.sampler, numbers[k : k + 1], row, each)
+        return samples
 
     def _further_masks(
         self, batch: ScheduledBatch, verifications: list[Verification], result: StepResult

@@ -111,10 +111,10 @@ class Sampler:
         self._verify(logits)
         if len(logits) != len(rows):
             raise ValueError(f"{len(logits)} rows of logits, {len(rows)} rows")
-        drawn: list[Drawn | ValueError] = []
+        samples: list[Drawn | ValueError] = []
         for start in range(0, len(rows), SPAN):
-            drawn += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
-        return drawn
+            samples += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
+        return samples
 
     def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,
@@ -187,21 +187,21 @@ class Sampler:
                 results.append(Drawn(-1))
             else:
                 results.append(opened)
-        for opened, drawn in zip(open_rows, self._draw(open_rows), strict=True):
-            results[opened.place] = drawn
-        for index, drawn in enumerate(results):
-            if isinstance(drawn, Drawn) and rows[index].params.logprobs is not None:
+        for opened, sample in zip(open_rows, self._draw(open_rows), strict=True):
+            results[opened.place] = sample
+        for index, sample in enumerate(results):
+            if isinstance(sample, Drawn) and rows[index].params.logprobs is not None:
                 try:
-                    results[index] = self.with_logprob(logits[index], rows[index], drawn)
+                    results[index] = self.with_logprob(logits[index], rows[index], sample)
                 except ValueError as error:
                     results[index] = error
         return results
 
-    def with_logprob(self, x: F32, row: Row, drawn: Drawn) -> Drawn:
-        """Return `drawn` with its log-probability if the parameters request it. Raises `NonFiniteLogitsError`."""
+    def with_logprob(self, x: F32, row: Row, sample: Drawn) -> Drawn:
+        """Return `sample` with its log-probability if the parameters request it. Raises `NonFiniteLogitsError`."""
         if row.params.logprobs is not None:
-            drawn.logprob = token_logprob(x, drawn.token_id, row.params.logprobs)
-        return drawn
+            sample.logprob = token_logprob(x, sample.token_id, row.params.logprobs)
+        return sample
 
     def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
         """Return the row after all edits; or its token, where that needs no draw."""
@@ -284,7 +284,7 @@ class Sampler:
             return []
         rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in open_rows), strict=True)
         pools = self._select(list(rows), list(greatest), list(cuts))
-        drawn: list[Drawn | ValueError] = []
+        samples: list[Drawn | ValueError] = []
         finals: list[Candidates] = []
         wholes: list[Candidates] = []
         for opened, pool in zip(open_rows, pools, strict=True):
@@ -295,8 +295,8 @@ class Sampler:
         for opened, whole, token_id in zip(open_rows, wholes, _gumbel_argmax(open_rows, finals), strict=True):
             row = opened.row
             state = _next_state(row, whole, token_id) if opened.plan.steers else row.state
-            drawn.append(Drawn(token_id, state=state))
-        return drawn
+            samples.append(Drawn(token_id, state=state))
+        return samples
 
     def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
         params = row.params

@@ -223,7 +223,7 @@ class DetokenizeStream:
         self._reader = TokenBytes(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = [_Stop(stop) for stop in (params.stop or ())]
-        self._held = ""
+        self._withheld = ""
         self._ended = False
         # A character is four bytes at most, so that only the last four tokens can leave one open.
         for token_id in prompt_token_ids[-4:]:
@@ -252,8 +252,8 @@ class DetokenizeStream:
             self._ended = True
             if self.stop_reason is None:
                 pieces.append(self._scan(self._utf8.decode(b"", True)))
-                pieces.append(self._held)
-                self._held = ""
+                pieces.append(self._withheld)
+                self._withheld = ""
         return "".join(pieces)
 
     def _scan(self, text: str) -> str:
@@ -267,13 +267,13 @@ class DetokenizeStream:
                 match = (end, -len(stop.text), stop.text)
         if match:
             end, _, self.stop_reason = match
-            whole = self._held + text[:end]
-            self._held = ""
+            whole = self._withheld + text[:end]
+            self._withheld = ""
             return whole if self._include else whole[: len(whole) - len(self.stop_reason)]
-        whole = self._held + text
+        whole = self._withheld + text
         # Text before a stop string is certain; if the output includes the stop string, so is that.
         hold = 0 if self._include else max(stop.num_matched for stop in self._stops)
-        self._held = whole[len(whole) - hold :]
+        self._withheld = whole[len(whole) - hold :]
         return whole[: len(whole) - hold]
 
 

@@ -37,7 +37,7 @@ class NamedMatrix(Protocol):
     def num_out(self) -> int: ...
 
     def dense(self) -> Any:
-        """The weights as float32 [num_out, num_in]."""
+        """Return the weights as float32 [num_out, num_in]."""
         ...
 
 
@@ -158,7 +158,7 @@ class LayerError(NamedTuple):
 
 
 def short_name(name: str) -> str:
-    """The name without the "model." that only some checkpoints have."""
+    """Return the name without the "model." that only some checkpoints have."""
     return name.removeprefix("model.")
 
 

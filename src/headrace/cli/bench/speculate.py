@@ -100,12 +100,12 @@ def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, 
         raise RequestError("speculative_config", None, 'given, such as {"method": "ngram"}; or --alpha')
     if plan.alpha is not None and any(plan.temperature or []):
         raise RequestError("temperature", plan.temperature, "left out with --alpha, whose guesses are recorded at 0")
-    own = msgspec.structs.replace(config, enable_prefix_caching=False, speculative_config=None)
+    base = msgspec.structs.replace(config, enable_prefix_caching=False, speculative_config=None)
     loads, temperatures = plan.load or [1], plan.temperature or [0.0]
     if min(loads) < 1:
         raise RequestError("load", min(loads), "at least 1")
-    plain = build_engine(own)
-    guessing = build_engine(msgspec.structs.replace(own, speculative_config=spec))
+    plain = build_engine(base)
+    guessing = build_engine(msgspec.structs.replace(base, speculative_config=spec))
     try:
         texts = find_texts(plan, config, plain)
         synthetic = None
@@ -133,7 +133,7 @@ def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, 
     for mode in modes:
         # Every guess is made here, also those that do not pay: they are what is counted.
         counted = msgspec.structs.replace(spec, mode=mode, adaptive=False)
-        core = build_engine(msgspec.structs.replace(own, speculative_config=counted))
+        core = build_engine(msgspec.structs.replace(base, speculative_config=counted))
         try:
             if synthetic is not None:
                 replace_drafter(core, synthetic)
@@ -161,7 +161,7 @@ def measure_load(
         if plan.control:
             again.append(run(plain, batch, plan.output_len))
     ratios = ratios_of(slow, fast)
-    made = {
+    row = {
         "streams": load,
         "plain_tokens_per_second": statistics.median(each.tokens_per_second for each in slow),
         "tokens_per_second": statistics.median(each.tokens_per_second for each in fast),
@@ -174,8 +174,8 @@ def measure_load(
     }
     if again:
         itself = ratios_of(slow, again)
-        made |= {"control_ratio": statistics.median(itself), "control_ratios": itself}
-    return made
+        row |= {"control_ratio": statistics.median(itself), "control_ratios": itself}
+    return row
 
 
 def ratios_of(slow: list[Run], fast: list[Run]) -> list[float]:
@@ -207,8 +207,8 @@ def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: f
             if finish.reason in ("abort", "error"):
                 raise RequestError("model", request_id, f"one that answers: {finish.message}")
     seconds = last - first
-    made = sum(map(len, answers.values())) - before
-    return Run(made / seconds if seconds > 0 else 0.0, list(answers.values()))
+    num_tokens = sum(map(len, answers.values())) - before
+    return Run(num_tokens / seconds if seconds > 0 else 0.0, list(answers.values()))
 
 
 def acceptance(
@@ -216,13 +216,13 @@ def acceptance(
 ) -> dict[str, Any]:
     """How many guesses are kept, one stream at a time."""
     before: Stats = core.stats()
-    made = 0
+    num_tokens = 0
     for seed, text in enumerate(texts):
-        made += sum(map(len, run(core, [text], output_len, temperature, seed).answers))
+        num_tokens += sum(map(len, run(core, [text], output_len, temperature, seed).answers))
     after = core.stats()
     drafts = after.num_drafts - before.num_drafts
     drafted = after.num_draft_tokens - before.num_draft_tokens
-    kept = after.num_accepted_tokens - before.num_accepted_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     old = before.num_accepted_per_pos + [0] * (len(after.num_accepted_per_pos) - len(before.num_accepted_per_pos))
     per_pos = [now - then for now, then in zip(after.num_accepted_per_pos, old, strict=True)]
     # As if every guess were as good as the first.
@@ -234,13 +234,13 @@ def acceptance(
         "mode": spec.mode,
         "num_drafts": drafts,
         "num_draft_tokens": drafted,
-        "num_accepted_tokens": kept,
+        "num_accepted_tokens": num_accepted,
         "acceptance_per_position": [each / drafts for each in per_pos] if drafts else [],
-        "mean_accepted_length": 1 + kept / drafts if drafts else 1.0,
+        "mean_accepted_length": 1 + num_accepted / drafts if drafts else 1.0,
         "alpha": alpha,
         "mean_drafted_length": depth,
         "formula": formula,
-        "tokens_per_step": made / max(1, after.num_steps - before.num_steps),
+        "tokens_per_step": num_tokens / max(1, after.num_steps - before.num_steps),
     }
 
 
@@ -254,8 +254,8 @@ def find_texts(plan: SpeculatePlan, config: EngineConfig, core: EngineCore) -> l
     if room < 8:
         raise RequestError("output_len", plan.output_len, f"at most {core.info.max_model_len - 9} for this model")
     if plan.texts == "random":
-        made = random_samples(num, core.info.vocab_size, input_len=min(64, room), output_len=1)
-        return [Text(list(sample.prompt)) for sample in made]  # type: ignore[arg-type]
+        samples = random_samples(num, core.info.vocab_size, input_len=min(64, room), output_len=1)
+        return [Text(list(sample.prompt)) for sample in samples]  # type: ignore[arg-type]
     from headrace.cli.bench.words import Words
 
     words = Words.find(config.tokenizer or config.model)
@@ -270,7 +270,7 @@ def find_texts(plan: SpeculatePlan, config: EngineConfig, core: EngineCore) -> l
 
 def read_prompts(path: Path) -> list[str]:
     """Of JSON lines (also gzipped) with `turns` (Spec-Bench, MT-bench), `prompt` (HumanEval) or `question`."""
-    found = []
+    prompts = []
     for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
         try:
             data = file.read_bytes()
@@ -279,18 +279,18 @@ def read_prompts(path: Path) -> list[str]:
         except (OSError, ValueError) as error:
             raise RequestError("texts", str(file), f"a readable file of JSON lines ({error})") from error
         for row in rows:
-            told = row.get("turns") or row.get("prompt") or row.get("question") if isinstance(row, dict) else None
-            told = told[0] if isinstance(told, list) and told else told
-            if isinstance(told, str) and told:
-                found.append(told)
-    return found
+            turn = row.get("turns") or row.get("prompt") or row.get("question") if isinstance(row, dict) else None
+            turn = turn[0] if isinstance(turn, list) and turn else turn
+            if isinstance(turn, str) and turn:
+                prompts.append(turn)
+    return prompts
 
 
 def echoes(words: Words, kind: str, num: int, prompt_len: int, output_len: int) -> list[Text]:
     """Answers that repeat their prompts as people have them do it: an edit changes a name here and there; a summary
     quotes pieces and joins them with words of its own. The model is made to say them, so that any model will do."""
     source = words.encode(Path(__file__).read_text(encoding="utf-8"))
-    made = []
+    echo_texts = []
     for index in range(num):
         noise = random.Random(index)
         start = noise.randrange(max(1, len(source) - prompt_len))
@@ -303,8 +303,8 @@ def echoes(words: Words, kind: str, num: int, prompt_len: int, output_len: int) 
             else:
                 at = noise.randrange(max(1, len(prompt) - 40))
                 answer += noise.choices(source, k=noise.randint(4, 8)) + prompt[at : at + noise.randint(20, 40)]
-        made.append(Text(prompt, answer[:output_len]))
-    return made
+        echo_texts.append(Text(prompt, answer[:output_len]))
+    return echo_texts
 
 
 # -- how it is shown
@@ -322,10 +322,10 @@ def print_speculation(result: dict[str, Any]) -> None:
         )
     print(f"{'mode':>10} {'temperature':>12} {'length':>7} {'alpha':>6} {'formula':>8}  kept by position")
     for row in result["acceptance"]:
-        kept = " ".join(f"{each:.2f}" for each in row["acceptance_per_position"][:8])
+        per_position = " ".join(f"{each:.2f}" for each in row["acceptance_per_position"][:8])
         print(
             f"{row['mode']:>10} {row['temperature']:12g} {row['mean_accepted_length']:7.2f} {row['alpha']:6.2f} "
-            f"{row['formula']:8.2f}  {kept}"
+            f"{row['formula']:8.2f}  {per_position}"
         )
 
 

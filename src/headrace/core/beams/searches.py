@@ -130,7 +130,7 @@ class Searches:
     def blocks(self) -> tuple[int, int]:
         """Return the number of blocks that all beams hold, and the number that they would hold without sharing."""
         counts = [search.blocks() for search in self._running()]
-        return sum(held for held, _ in counts), sum(unshared for _, unshared in counts)
+        return sum(num_blocks for num_blocks, _ in counts), sum(unshared for _, unshared in counts)
 
     def _running(self) -> list[Search]:
         return [search for search in self.open.values() if search.live[0].status is Status.RUNNING] if self.open else []
@@ -161,8 +161,8 @@ class Searches:
             for seq in search.pending:
                 self._enter(first, seq, search.num_common)
             search.pending = []
-        held, unshared = search.blocks()
-        search.num_blocks = max(search.num_blocks, held)
+        num_blocks, unshared = search.blocks()
+        search.num_blocks = max(search.num_blocks, num_blocks)
         search.num_blocks_unshared = max(search.num_blocks_unshared, unshared)
         if len(search.tops) < len(search.live):
             return None

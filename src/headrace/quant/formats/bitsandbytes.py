@@ -60,8 +60,8 @@ def _int8(tensors: Tensors, name: str) -> QWeight:
         raise CheckpointError(
             f"{name}.outlier_columns, shape {list(columns.shape)}, has inputs twice or beyond 0 to {num_in - 1}"
         )
-    kept = checked(tensors, f"{name}.outlier_weight", (codes.shape[0], len(columns)), torch.bfloat16)
-    return SplitWeight(codes, scales, group=num_in, bits=8, columns=columns, kept=kept)
+    outliers = checked(tensors, f"{name}.outlier_weight", (codes.shape[0], len(columns)), torch.bfloat16)
+    return SplitWeight(codes, scales, group=num_in, bits=8, columns=columns, kept=outliers)
 
 
 def _four_bits(tensors: Tensors, name: str, kind: str) -> QWeight:

@@ -42,7 +42,7 @@ def prepare(layer: Layer, options: Options) -> None:
 
 
 def search(layer: Layer, fold: Fold, statistics: Statistics, options: Options) -> Tensor | None:
-    """The scales of the outputs of `fold.before` with the least error, or None for no scales."""
+    """Return the scales of the outputs of `fold.before` with the least error, or None for no scales."""
     sizes = folding.pooled(fold, statistics.mean_abs).clamp_min(1e-6)
     rows = [weight[:: -(-len(weight) // MOST_ROWS)] for weight in (layer.weights[name] for name in fold.after)]
     best, best_error = None, torch.inf

@@ -38,7 +38,7 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def as_floats(weight: Tensor, options: Options, dtype: torch.dtype, name: str) -> QWeight:
-    """The nearest 8-bit floats of `dtype`, ties to even; what lies beyond the largest becomes the largest."""
+    """Return the nearest 8-bit floats of `dtype`, ties to even; what lies beyond the largest becomes the largest."""
     num_out, num_in = weight.shape
     group = grid.group_of(options, num_in, name)
     x = weight.view(num_out, -1, group)

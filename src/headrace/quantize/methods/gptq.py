@@ -88,7 +88,7 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def _factor(hessian: Tensor, damping: float, name: str) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian [in, in], whose diagonal is overwritten.
+    """Return the upper Cholesky factor of the inverse of the damped Hessian [in, in], whose diagonal is overwritten.
 
     These are the largest matrices of a run, so each is released as soon as possible.
     """

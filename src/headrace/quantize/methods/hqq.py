@@ -57,13 +57,13 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def loss(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """The l_p norm of each group's errors in its weights' own units, to the p; x [..., group] -> [...]."""
+    """Return the l_p norm of each group's errors in its weights' own units, to the p; x [..., group] -> [...]."""
     differences = (x - grid.rounded(x, scale.unsqueeze(-1), zero.unsqueeze(-1), bits)).abs_()
     return differences.pow_(NORM).sum(-1)
 
 
 def _best(x: Tensor, scale: Tensor, zero: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Scales and integer zero points [rows, groups] of the least loss in all rounds."""
+    """Return scales and integer zero points [rows, groups] of the least loss in all rounds."""
     best_scale, best_zero, least = scale, zero, loss(x, scale, zero, options.bits)
     for share in SHARES:
         trial = grid.stored(scale * share, options.scale_dtype)
@@ -81,7 +81,7 @@ def _best(x: Tensor, scale: Tensor, zero: Tensor, options: Options) -> tuple[Ten
 
 
 def _zeros(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> list[Tensor]:
-    """The zero points of each half-quadratic round, not rounded."""
+    """Return the zero points of each half-quadratic round, not rounded."""
     steps = x / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
     beta, zeros = BETA, [zero]
     for _ in range(NUM_ROUNDS):

@@ -53,7 +53,7 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def _best(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, groups, 32] and scales [rows, groups]."""
+    """Return codes [rows, groups, 32] and scales [rows, groups]."""
     _, exponent = torch.frexp(x.abs().amax(-1))
     low = torch.exp2((exponent - 1 - LARGEST_POWER).clamp(LEAST_EXPONENT, MOST_EXPONENT - 1).float())
     trials = [(_nearest(x, scale), scale) for scale in (low, 2 * low)]

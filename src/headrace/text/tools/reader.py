@@ -41,7 +41,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._kept: list[str] = []
+        self._history: list[str] = []
         self.text = ""
         self.at = 0
         self.base = 0
@@ -56,9 +56,9 @@ class Reader:
     def push(self, text: str, final: bool, keep: int) -> None:
         """Add text; the text before the position `keep` is no longer needed."""
         if self.position > (keep if self._pin is None else min(keep, self._pin)):
-            self._kept.append(self.text[: self.at])
+            self._history.append(self.text[: self.at])
         else:
-            self._kept.clear()
+            self._history.clear()
         self.base, self.text, self.at = self.position, self.text[self.at :] + text, 0
         self.final = final
 
@@ -77,7 +77,7 @@ class Reader:
         if position >= self.base:
             return self.text[position - self.base : self.at]
         pieces, start = [self.text[: self.at]], self.base
-        for piece in reversed(self._kept):
+        for piece in reversed(self._history):
             pieces.append(piece)
             start -= len(piece)
             if start <= position:
@@ -89,7 +89,7 @@ class Reader:
         back = self.since(position)
         self.text, self.at, self.base = back + self.text[self.at :], 0, position
         # The text before it is not needed again.
-        self._kept.clear()
+        self._history.clear()
 
     def open_end(self, literals: Iterable[str]) -> int:
         """Return the place in `text` where one of `literals`, none of which is in it, may begin."""
