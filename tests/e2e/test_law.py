@@ -153,9 +153,7 @@ def test_I_13_through_the_server(requests: list[Request], reference: dict[str, B
         }  # fmt: skip
         reply = await client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
-        events = (
-            [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")] if stream else [reply.text]
-        )
+        events = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")] if stream else [reply.text]
         ids: list[int] = []
         own: list[float] = []
         for event in events:

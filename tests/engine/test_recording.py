@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.server import HTTP, Live
+from tests.support.server import HTTP, Live, lines_of
 
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
@@ -46,7 +46,7 @@ def test_R_28_an_engine_whose_recording_has_no_folder_any_more_is_restarted(
         whole = live.post("/v1/completions", body).json()["choices"][0]["text"]
         assert live.metric("schedule_recordings_ended_total") == 0
         with HTTP.stream("POST", live.url + "/v1/completions", json=body | {"stream": True}) as reply:
-            events = reply.iter_lines()
+            events = lines_of(reply)
             told = [json.loads(next(events)[6:])]
             shutil.rmtree(folder)
             assert link.pid is not None

@@ -49,7 +49,7 @@ def head(path: str, body: bytes) -> bytes:
 
 def events(text: str) -> tuple[str, list[str]]:
     """The text of a completion's stream, and its data lines."""
-    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
     chunks = [json.loads(line) for line in lines if line != "[DONE]"]
     return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", [])), lines
 

@@ -115,6 +115,15 @@ class Live:
         return total
 
 
+def lines_of(reply: httpx.Response) -> Iterator[str]:
+    """Lines of a stream as they come. httpx's own cut at letters, such as U+2028, that a random text may have."""
+    rest = ""
+    for piece in reply.iter_text():
+        *whole, rest = (rest + piece).split("\n")
+        yield from whole
+    yield rest
+
+
 def inproc(delay: float = 0.0, **config: Any) -> EngineClient:
     return InprocClient(lambda: fake.build(EngineConfig(model="fake", **config), delay))
 

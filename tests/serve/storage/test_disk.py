@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.server import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc, lines_of
 
 from headrace.engine import logs
 from headrace.engine.logs import Sink
@@ -154,7 +154,7 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
         stream = {"input": "x", "max_output_tokens": 40, "stream": True, "text": {"format": {"type": "text"}}}
         disk = Disk(tmp_path, monkeypatch)
         with HTTP.stream("POST", live.url + "/v1/responses", json=stream, timeout=20) as reply:
-            events = reply.iter_lines()
+            events = lines_of(reply)
             next(events)
             disk.error = errno.ENOSPC
             lines = [line for line in events if line.startswith("data: ")]
@@ -182,7 +182,7 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
         disk.error = 0
         live.wait(lambda: batch()["status"] == "completed")
         assert batch()["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
-        answered = HTTP.get(f"{live.url}/v1/files/{batch()['output_file_id']}/content").text.splitlines()
+        answered = HTTP.get(f"{live.url}/v1/files/{batch()['output_file_id']}/content").text.strip().split("\n")
         assert sorted(json.loads(line)["custom_id"] for line in answered) == sorted(f"q{i}" for i in range(12))
         kept = {each["filename"] for each in HTTP.get(live.url + "/v1/files").json()["data"]}
         assert kept == {"a", f"{batch_id}_output.jsonl"}

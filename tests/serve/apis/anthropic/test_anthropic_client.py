@@ -58,8 +58,8 @@ def test_anthropic_stop_reasons(client: anthropic.Anthropic, say: Callable[[str]
 def test_anthropic_stream_events(client: anthropic.Anthropic, live: Live, say: Callable[[str], None]) -> None:
     say("Siehst, Väter, du?")
     lines = post(live, stream=True).text
-    names = [line[7:] for line in lines.splitlines() if line.startswith("event: ")]
-    bodies = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: ")]
+    names = [line[7:] for line in lines.split("\n") if line.startswith("event: ")]
+    bodies = [json.loads(line[6:]) for line in lines.split("\n") if line.startswith("data: ")]
     assert names == [body["type"] for body in bodies]
     inner = names[3:-3]
     assert names[:3] == ["message_start", "ping", "content_block_start"]
@@ -222,7 +222,7 @@ def test_anthropic_unknown_models_are_404(client: anthropic.Anthropic) -> None:
 def test_anthropic_a_broken_stream_ends_with_an_error_event(tokenizer: Tokenizer) -> None:
     with Live(brittle(8), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         text = post(live, stream=True).text
-        last = text.strip().split("\n\n")[-1].splitlines()
+        last = text.strip().split("\n\n")[-1].split("\n")
         assert last[0] == "event: error"
         body = json.loads(last[1][6:])
         assert (body["type"], body["error"]["type"]) == ("error", "api_error")

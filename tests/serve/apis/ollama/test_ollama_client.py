@@ -27,7 +27,7 @@ def client(live: Live) -> Iterator[ollama.Client]:
 
 
 def lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in text.strip().split("\n")]
 
 
 def test_ollama_generate(client: ollama.Client, say: Callable[[str], None]) -> None:

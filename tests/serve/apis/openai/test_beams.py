@@ -89,9 +89,9 @@ def test_chat_and_several_prompts_search_too(live: Live) -> None:
 
 def test_a_stream_gives_the_answers_at_the_end(live: Live) -> None:
     whole = live.post("/v1/completions", BODY | {"n": 2}).json()["choices"]
-    lines = live.post("/v1/completions", BODY | {"n": 2, "stream": True}).text.splitlines()
+    lines = live.post("/v1/completions", BODY | {"n": 2, "stream": True}).text.strip().split("\n")
     chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
-    assert lines[-2] == "data: [DONE]"
+    assert lines[-1] == "data: [DONE]"
     for index, choice in enumerate(whole):
         mine = [chunk for chunk in chunks if chunk["index"] == index]
         assert "".join(chunk["text"] for chunk in mine) == choice["text"]

@@ -49,7 +49,7 @@ def finish(live: Live, client: openai.OpenAI, batch_id: str, seconds: float = 20
 
 
 def outputs(client: openai.OpenAI, file_id: str) -> dict[str, Any]:
-    lines = client.files.content(file_id).text.splitlines()
+    lines = client.files.content(file_id).text.strip().split("\n")
     found = {output["custom_id"]: output for output in map(json.loads, lines)}
     assert len(found) == len(lines)
     return found

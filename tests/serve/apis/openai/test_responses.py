@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseInputParam
 from tests.support import fake
-from tests.support.server import HTTP, Live, child, inproc
+from tests.support.server import HTTP, Live, child, inproc, lines_of
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
@@ -322,7 +322,7 @@ def test_a_broken_engine_is_told_as_an_event(tokenizer: Tokenizer) -> None:
         body = {"input": "x", "stream": True, "max_output_tokens": 500, "ignore_eos": True}
         with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=30) as reply:
             seen, killed = [], False
-            for line in reply.iter_lines():
+            for line in lines_of(reply):
                 if line.startswith("data: "):
                     seen.append(json.loads(line[6:]))
                 if len(seen) == 6 and not killed:
