@@ -23,7 +23,7 @@ import headrace
 from headrace import env, gguf, hub
 from headrace.protocol.errors import HeadraceError
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "fastapi", "uvicorn", "msgspec")
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "starlette", "uvicorn", "msgspec")
 # The flags of /proc/cpuinfo that kernels can use; the rest is left out.
 CPU_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_fp16 "

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+import msgspec
 import pytest
 from tests.support.law import assert_same, make_core, run
 from tests.support.law import make_requests as make_strangers
@@ -325,7 +326,8 @@ def ask_all(bodies: list[dict[str, Any]]) -> list[dict[str, Any] | HeadraceError
                 answer = await completions.complete(
                     model, {"prompt": "Tom has a pet.", "max_tokens": 90, "seed": 3} | body
                 )
-                return await answer.whole()
+                reply: dict[str, Any] = msgspec.to_builtins(await answer.whole())
+                return reply
             except HeadraceError as error:
                 return error
 

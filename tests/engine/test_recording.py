@@ -20,16 +20,16 @@ from headrace.text.tokenizer import Tokenizer
 # The engine's process as it is, but for the model.
 SCRIPT = """
 import sys, time
-from headrace.engine import build as compose
+from headrace.engine import build as composition
 from headrace.engine.child import main
 from tests.support import fake
 
 def build(config, is_restart):
     core = fake.build(config, 0.005)
-    make = compose.recorded(config, config.record_schedule, core.info, None, None, is_restart)
+    make = composition.recorded(config, config.record_schedule, core.info, None, None, is_restart)
     return make(core.scheduler, core.executor, core.info, time.monotonic)
 
-compose.build_engine = build
+composition.build_engine = build
 sys.exit(main(int(sys.argv[1])))
 """
 

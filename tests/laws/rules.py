@@ -38,7 +38,7 @@ MAX_CONFIG_FIELDS = 70
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())
-SERVING = frozenset("fastapi starlette uvicorn httpx jinja2 prometheus_client tokenizers".split())
+SERVING = frozenset("starlette uvicorn httpx jinja2 prometheus_client tokenizers".split())
 
 
 class Room(NamedTuple):
@@ -88,7 +88,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner",
-            NO_TORCH | {"numpy", "fastapi"},
+            NO_TORCH | {"numpy"},
         ),
     ),
     (

@@ -70,7 +70,7 @@ def test_a_circle_is_reported() -> None:
         ("text.inputs", "from headrace.engine.client import EngineClient"),
         ("models.llama", "from headrace.core.sequence import Sequence"),
         ("models.llama", "import torch"),
-        ("runner.runner", "import fastapi"),
+        ("runner.runner", "import starlette"),
         ("runner.runner", "from headrace.core.scheduler import Scheduler"),
         ("runner.runner", "from headrace.protocol.config import EngineConfig"),
         ("engine.load", "from headrace.backends.cpu.choose import Chooser"),

@@ -16,7 +16,7 @@ HEAVY = {
     "transformers",
     "tokenizers",
     "safetensors",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "httpx",
     "huggingface_hub",
@@ -77,7 +77,7 @@ def test_model_files_load_no_torch() -> None:
 def test_an_engine_starts_without_what_few_requests_need() -> None:
     """Each of them takes a good part of the time to a first token."""
     code = "import headrace.llm, headrace.engine.build, headrace.engine.load, headrace.backends.cpu"
-    assert not loaded(code) & {"torch", "transformers", "llguidance", "asyncio", "ssl", "fastapi"}
+    assert not loaded(code) & {"torch", "transformers", "llguidance", "asyncio", "ssl", "starlette"}
 
 
 def test_a_heavy_import_is_noticed() -> None:

@@ -10,7 +10,7 @@ from headrace.engine import logs
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.serve import app
+from headrace.serve.app import create_app, run
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -21,5 +21,5 @@ if __name__ == "__main__":
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")
-    application = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
-    sys.exit(app.run(application, server))
+    app = create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    sys.exit(run(app, server))

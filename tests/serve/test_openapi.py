@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from tests.programs import fuzz_openapi
 from tests.serve.test_refusals import BODIES
@@ -14,6 +19,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.config import ServerConfig
+from headrace.serve import docs_page, openapi
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -73,6 +79,16 @@ def test_openapi_is_well_formed(document: dict[str, Any]) -> None:
         jsonschema.Draft202012Validator.check_schema(form)
 
 
+def test_openapi_control_two_structs_of_one_name_are_noticed() -> None:
+    request, reply = (
+        msgspec.defstruct("Same", [("x", int)], module=f"headrace.serve.apis.anthropic.{place}")
+        for place in ("request", "reply")
+    )
+    with pytest.raises(ValueError, match="Same"):
+        openapi.Schemas([request, reply])
+    openapi.Schemas([request])
+
+
 def test_openapi_tells_the_ranges_of_the_bounds_table(document: dict[str, Any]) -> None:
     temperature = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]["temperature"]
     bound = BOUNDS["temperature"]
@@ -130,6 +146,90 @@ def test_openapi_replies_of_what_is_stored_are_as_told(live: Live, document: dic
     told("GET", "/v1/files/{file_id}", file["id"])
     told("DELETE", "/v1/files/{file_id}", file["id"])
     told("DELETE", one, spoken["id"])
+
+
+def outside(page: str) -> list[str]:
+    """What makes a page call another host, or run a script."""
+    return re.findall(r"(?i)//[a-z0-9.\[]|<script|<link|<img|<iframe|@import|url\(|javascript:|\son[a-z]+=", page)
+
+
+def test_docs_show_every_route_and_name_no_other_host(live: Live, document: dict[str, Any]) -> None:
+    reply = HTTP.get(live.url + "/docs")
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert outside(reply.text) == []
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            row = f"<b>{method.upper()}</b> <code>{html.escape(path)}</code> <span>"
+            assert row + html.escape(operation["summary"]) in reply.text
+    anchors, links = re.findall(r'id="(.*?)"', reply.text), re.findall(r'href="#(.*?)"', reply.text)
+    assert sorted(anchors) == sorted(document["components"]["schemas"])
+    assert set(links) <= set(anchors)
+    assert "<code>temperature</code>" in reply.text
+    policy = reply.headers["content-security-policy"]
+    (style,) = re.findall(r"(?s)<style>(.*?)</style>", reply.text)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none'; ")
+    assert f"style-src 'sha256-{digest}'" in policy
+
+
+def test_docs_control_what_calls_out_is_noticed_and_text_is_escaped(document: dict[str, Any]) -> None:
+    for planted in ('<script src="x.js">', '<a href="https://cdn.example">', "<style>@import 'x'", "<p onclick=x>"):
+        assert outside(planted)
+    hostile = '<script>alert("1")</script>'
+    path = {"get": {"summary": hostile, "responses": {}, "parameters": []}}
+    schemas = {hostile: {"description": hostile, "properties": {hostile: {"enum": [hostile]}}}}
+    page = docs_page.render(document | {"paths": {hostile: path}, "components": {"schemas": schemas}})
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 6
+
+
+def items(reply: str) -> list[dict[str, Any]]:
+    """The events or lines of a stream that are JSON objects."""
+    return [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if re.match(r"(data: )?{", line)]
+
+
+def item_misfits(document: dict[str, Any], path: str, events: list[dict[str, Any]]) -> list[str]:
+    """Where events of a stream are not what the document says of them."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    (form,) = (each["x-itemSchema"] for each in content.values() if "x-itemSchema" in each)
+    validator = jsonschema.Draft202012Validator(resolve(document, form))
+    return [error.message for event in events for error in validator.iter_errors(event)]
+
+
+STREAMS = {
+    "/v1/completions": {"stream_options": {"include_usage": True}, "logprobs": 2, "echo": True, "n": 2},
+    "/v1/chat/completions": {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True},
+    "/v1/responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "unknown": 1},
+    "/v1/messages": {"unknown": 1},
+    "/api/chat": {"logprobs": True, "top_logprobs": 2, "unknown": 1},
+    "/api/generate": {"logprobs": True, "unknown": 1},
+    "/api/pull": {},
+    "/completion": {"n_probs": 2, "timings_per_token": True, "return_tokens": True},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_openapi_events_are_as_described(live: Live, document: dict[str, Any], path: str) -> None:
+    reply = live.post(path, BODIES[path][1] | {"stream": True} | STREAMS[path])
+    assert reply.status_code == 200, reply.text
+    events = items(reply.text)
+    assert len(events) > (path != "/api/pull")
+    assert item_misfits(document, path, events) == []
+
+
+def test_openapi_control_an_event_of_another_form_is_noticed(live: Live, document: dict[str, Any]) -> None:
+    assert set(STREAMS) == {
+        path
+        for path, item in document["paths"].items()
+        for operation in item.values()
+        for response in operation["responses"].values()
+        if any("x-itemSchema" in each for each in response["content"].values()) and path != "/completions"
+    }
+    event = items(live.post("/v1/completions", BODIES["/v1/completions"][1] | {"stream": True}).text)[0]
+    assert item_misfits(document, "/v1/completions", [event]) == []
+    for field in ("id", "choices", "object"):
+        assert item_misfits(document, "/v1/completions", [{k: v for k, v in event.items() if k != field}])
+    assert item_misfits(document, "/v1/completions", [event | {"created": "now"}])
 
 
 def test_openapi_tells_the_queries_of_lists(document: dict[str, Any]) -> None:

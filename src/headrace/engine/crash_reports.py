@@ -33,7 +33,7 @@ MAX_OPEN = 128
 """Open requests that a report describes; of further ones it has the number."""
 MAX_STACK_LINES = 400
 MAX_REPORT_BYTES = 2**18
-PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "fastapi", "uvicorn", "tokenizers")
+PACKAGES = ("torch", "numpy", "msgspec", "llguidance", "starlette", "uvicorn", "tokenizers")
 _PREFIX = "crash-"
 # The server's own reasons. Any other text is an exception's message, which may quote a request.
 _PLAIN = re.compile(r"(frozen: [\w .,]+|exit status -?\d+|the engine[\w' ]+(\(exit status -?\d+\))?)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -16,10 +17,12 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -38,14 +41,16 @@ from headrace.serve.apis.anthropic import errors as anthropic_errors
 from headrace.serve.apis.anthropic import paths as anthropic_paths
 from headrace.serve.apis.llama_server import errors as llama_errors
 from headrace.serve.apis.llama_server import paths as llama_paths
-from headrace.serve.apis.llama_server.service import tokenize as llama_tokenize
+from headrace.serve.apis.llama_server.service import tokenize as tokenize_content
 from headrace.serve.apis.ollama import errors as ollama_errors
 from headrace.serve.apis.ollama import paths as ollama_paths
 from headrace.serve.apis.openai import completions as openai_completions
+from headrace.serve.apis.openai import paths as openai_paths
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
-from headrace.serve.call import reply_forms, schema
+from headrace.serve.call import schema
 from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.replies import Tokenized
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, refusal
@@ -86,7 +91,7 @@ def create_app(
     seed: int | None = None,
     audits: Sequence[dict[str, Any]] = (),
     exporter: Any = None,
-) -> FastAPI:
+) -> Starlette:
     """The application. Starts `client` when it starts and closes it when it stops.
 
     Args:
@@ -105,22 +110,16 @@ def create_app(
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
     life = Life(client, server.log_stats_interval, served.warm_up, storage, tracer)
-    app = FastAPI(
-        title="headrace",
-        version=__version__,
-        lifespan=life.run,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        # A redirect would go to the host that the client names, without the proxy's scheme.
-        redirect_slashes=False,
-    )
+    app = Starlette(lifespan=life.run)
+    # A redirect would go to the host that the client names, without the proxy's scheme.
+    app.router.redirect_slashes = False
     app.state.life = life
     app.state.client = client
-    _add_api(app, served, audits)
+    openai_paths.add_routes(app, served, functools.partial(audit.of_form, audits))
     anthropic_paths.add_routes(app, served)
     ollama_paths.add_routes(app, served)
     llama_paths.add_routes(app, served)
+    _add_tokenize(app, served)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, life)
     openapi.add_routes(app, model, bool(ring))
@@ -128,8 +127,8 @@ def create_app(
     async def on_http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return error_response(error)
-        told = RouteError(error.status_code, f"route: {error.detail}")
-        response = refusal(REFUSALS, request.url.path, told)
+        route_error = RouteError(error.status_code, f"route: {error.detail}")
+        response = refusal(REFUSALS, request.url.path, route_error)
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             # Starlette names the methods of one route, and a path may have several.
@@ -161,85 +160,52 @@ def served_model(
     return ServedModel(front, model, template, defaults, seed_source(seed), dialect)
 
 
-def _methods(app: FastAPI, path: str) -> list[str]:
+def _methods(app: Starlette, path: str) -> list[str]:
     """What may be done with a path, of all the routes that it fits."""
     fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
     return sorted({method for route in fit for method in route.methods or ()})
 
 
-def _add_api(app: FastAPI, model: ServedModel, audits: Sequence[dict[str, Any]]) -> None:
-    async def completions(request: Request) -> Any:
-        """OpenAI's text completions."""
-        return await routing.deliver(request, await openai_completions.complete(model, await routing.body(request)))
-
-    async def chat_completions(request: Request) -> Any:
-        """OpenAI's chat completions."""
-        return await routing.deliver(request, await openai_completions.chat(model, await routing.body(request)))
-
+def _add_tokenize(app: Starlette, model: ServedModel) -> None:
     async def tokenize(request: Request) -> Response:
         """Text, or messages, to token ids."""
         body = await routing.body(request)
+        # llama-server's body has a content, vLLM's a prompt or messages.
         if body.get("content") is not None:
-            return json_response(await llama_tokenize(model, schema.parse(schema.TokenizeRequest, body)))
+            return json_response(await tokenize_content(model, schema.parse(schema.TokenizeRequest, body)))
         return json_response(await openai_completions.tokenize(model, body))
 
-    async def detokenize(request: Request) -> Response:
-        """Token ids to text."""
-        return json_response(await openai_completions.detokenize(model, await routing.body(request)))
-
-    async def models(request: Request) -> Response:
-        """The models that are served."""
-        listing = openai_completions.models(model)
-        listing["data"] = [with_quality(card) for card in listing["data"]]
-        return json_response(listing)
-
-    async def model_card(request: Request) -> Response:
-        """One model."""
-        return json_response(with_quality(openai_completions.model_card(model, request.path_params["name"])))
-
-    def with_quality(card: dict[str, Any]) -> dict[str, Any]:
-        measured = audit.of_form(audits, model.front.info)
-        return card if measured is None else card | {"quality": measured}
-
-    events = "text/event-stream"
-    routing.post(
-        app,
-        "/v1/completions",
-        completions,
-        takes=schema.CompletionRequest,
-        gives=reply_forms.Completion,
-        streams=events,
-    )
-    routing.post(
-        app,
-        "/v1/chat/completions",
-        chat_completions,
-        takes=schema.ChatCompletionRequest,
-        gives=reply_forms.ChatCompletion,
-        streams=events,
-    )
-    routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=reply_forms.Tokenized)
-    routing.post(app, "/detokenize", detokenize, takes=schema.DetokenizeRequest, gives=reply_forms.Detokenized)
-    routing.get(app, "/v1/models", models, gives=reply_forms.ModelList)
-    routing.get(app, "/v1/models/{name:path}", model_card, gives=reply_forms.ModelCard)
+    routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=Tokenized)
 
 
-def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
+class Status(msgspec.Struct, kw_only=True):
+    """The reply of the probes: one word of `Life.status`, or "live", "serving" or "silent"."""
+
+    status: str
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """The reply of /load: how many requests are open."""
+
+    server_load: int
+
+
+def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
     async def live(request: Request) -> Response:
         """The process answers."""
-        return json_response({"status": "live"})
+        return json_response(Status(status="live"))
 
     async def ready(request: Request) -> Response:
         """The engine makes tokens."""
         status = life.status()
-        return json_response({"status": status}, 200 if status == "ready" else 503)
+        return json_response(Status(status=status), 200 if status == "ready" else 503)
 
     async def serving(request: Request) -> Response:
         """The engine makes steps, or answers at once if it has nothing to do."""
         status = life.status()
         if status == "ready":
             status = "serving" if await client.answers() else "silent"
-        return json_response({"status": status}, 200 if status == "serving" else 503)
+        return json_response(Status(status=status), 200 if status == "serving" else 503)
 
     async def ping(request: Request) -> Response:
         """The engine makes tokens."""
@@ -247,23 +213,23 @@ def _add_operations(app: FastAPI, client: EngineClient, metrics: ServerMetrics, 
 
     async def version(request: Request) -> Response:
         """headrace's version."""
-        return json_response({"version": __version__})
+        return json_response(routing.Version(version=__version__))
 
     async def load(request: Request) -> Response:
         """How many requests are open."""
-        return json_response({"server_load": client.num_unfinished})
+        return json_response(Load(server_load=client.num_unfinished))
 
     async def scrape(request: Request) -> Response:
         """Metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    routing.get(app, "/health/live", live, gives=reply_forms.Status)
-    routing.get(app, "/health/serving", serving, gives=reply_forms.Status)
-    routing.get(app, "/health/ready", ready, gives=reply_forms.Status)
-    routing.get(app, "/health", ready, gives=reply_forms.Status)
-    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"), gives=reply_forms.Status)
-    routing.get(app, "/version", version, gives=reply_forms.Version)
-    routing.get(app, "/load", load, gives=reply_forms.Load)
+    routing.get(app, "/health/live", live, gives=Status)
+    routing.get(app, "/health/serving", serving, gives=Status)
+    routing.get(app, "/health/ready", ready, gives=Status)
+    routing.get(app, "/health", ready, gives=Status)
+    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"), gives=Status)
+    routing.get(app, "/version", version, gives=routing.Version)
+    routing.get(app, "/load", load, gives=Load)
     routing.get(app, "/metrics", scrape, media_type="text/plain")
 
 
@@ -304,11 +270,11 @@ class Life:
         """Take nothing new; let what is open go on for so long, and then tell it that it ends here."""
         self.draining = True
         self.client.is_draining = True
-        told = EngineDeadError("the server is shutting down and could wait no longer")
-        asyncio.get_running_loop().call_later(seconds, self.client.fail_all, told)
+        error = EngineDeadError("the server is shutting down and could wait no longer")
+        asyncio.get_running_loop().call_later(seconds, self.client.fail_all, error)
 
     @contextlib.asynccontextmanager
-    async def run(self, app: FastAPI) -> AsyncIterator[None]:
+    async def run(self, app: Starlette) -> AsyncIterator[None]:
         """Load in the background, so that probes are answered meanwhile."""
         tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
         try:
@@ -380,10 +346,10 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
     advised = hub.read_json(path)
     names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
     names |= {"max_new_tokens": "max_tokens", "no_repeat_ngram_size": "no_repeat_ngram_size"}
-    found = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
-    if found:
-        logger.info("sampling defaults from the model's generation_config.json: %s", found)
-    return found
+    params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    if params:
+        logger.info("sampling defaults from the model's generation_config.json: %s", params)
+    return params
 
 
 class _Uvicorn(uvicorn.Server):
@@ -422,7 +388,7 @@ def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | N
 
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
-    """Figures of quality that lie beside the weights and fit them. A file that can not be read is told of."""
+    """Figures of quality that lie beside the weights and fit them. A file that can not be read is logged."""
     try:
         return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
     except (CheckpointError, OSError) as error:
@@ -459,7 +425,7 @@ def _serve(engine: EngineConfig, server: ServerConfig) -> None:
         sys.exit(status)
 
 
-def run(app: FastAPI, server: ServerConfig) -> int:
+def run(app: Starlette, server: ServerConfig) -> int:
     """Serve `app` until a signal comes: drain, stop the engine, return the exit status."""
     config = uvicorn.Config(
         app,

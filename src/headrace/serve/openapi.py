@@ -1,7 +1,7 @@
-"""The OpenAPI document, from the routes that were added and the structs of their bodies; served at `/openapi.json`.
+"""The OpenAPI document, from the routes that were added and the structs of their bodies: `/openapi.json` and `/docs`.
 
-Ranges of numbers come from `headrace.protocol.bounds`, so that the document and the checks can not part. Unknown fields
-are allowed, for they are answered and told in `warnings`. Knows routes by `routing.operations`; `serve.app` calls it.
+Ranges of numbers come from `headrace.protocol.bounds`, so that the document and the checks agree. Unknown fields
+are allowed, for a reply has them in its `warnings`. Knows routes by `routing.operations`; `serve.app` calls it.
 """
 
 from __future__ import annotations
@@ -11,41 +11,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.parameters import APIS, names_in
-from headrace.serve import routing
+from headrace.serve import docs_page, routing
 from headrace.serve.apis.anthropic import errors as anthropic_errors
 from headrace.serve.apis.llama_server import errors as llama_errors
 from headrace.serve.apis.ollama import errors as ollama_errors
-from headrace.serve.call import reply_forms, schema
+from headrace.serve.call import schema
 from headrace.serve.call.llama_options import WIDER
-from headrace.serve.errors import error_response, json_response
+from headrace.serve.errors import STATUSES, Error, error_response, json_response
 
-STATUSES = {
-    400: "A field is missing, of the wrong type or out of its range, or the prompt does not fit.",
-    401: "The API key is missing or wrong.",
-    403: "The API key opens other routes, or the web page may not call the server.",
-    404: "There is no such model or object.",
-    405: "The route does not take this method.",
-    413: "The body is too large.",
-    414: "The address is too long.",
-    415: "The body is compressed, or a web page's is not JSON.",
-    421: "The server does not go by the name that it was called by.",
-    429: "Too many requests wait, or the key's minute is used up; see Retry-After.",
-    431: "The headers are too large.",
-    500: "The engine failed this request.",
-    501: "Not done by this server.",
-    503: "The engine is loading, or is gone.",
-}
 ERRORS: Mapping[routing.Refusal, type[msgspec.Struct]] = {
-    error_response: reply_forms.Error,
-    anthropic_errors.refuse: reply_forms.AnthropicError,
-    ollama_errors.refuse: reply_forms.OllamaError,
-    llama_errors.refuse: reply_forms.LlamaError,
+    error_response: Error,
+    anthropic_errors.refuse: anthropic_errors.AnthropicError,
+    ollama_errors.refuse: ollama_errors.OllamaError,
+    llama_errors.refuse: llama_errors.LlamaError,
 }
 # Which row of the bounds table holds for a number, where the names differ.
 ROWS = (
@@ -63,36 +48,39 @@ MESSAGE = {
 REF = "#/components/schemas/{name}"
 
 
-def document(app: FastAPI, model: str, locked: bool) -> dict[str, Any]:
-    """The document. `model` is the one that is served; `locked`: a key is needed."""
+def document(app: Starlette, model: str, locked: bool) -> dict[str, Any]:
+    """Return the document. `model` is the one that is served; `locked`: a key is needed."""
     operations = routing.operations(app)
-    forms = _Forms([kind for each in operations for kind in (each.takes, each.gives) if kind is not None])
-    for name, form in forms.components.items():
+    kinds = [kind for each in operations for kind in (each.takes, each.gives, *each.chunks) if kind is not None]
+    schemas = Schemas(kinds)
+    for name, form in schemas.components.items():
         if name.endswith("Request"):
             # Ollama's clients load a model by a chat without messages.
             _fill_in(form["properties"], model, least=0 if name == "ChatRequest" else 1)
     paths: dict[str, dict[str, Any]] = {}
     for each in operations:
         path = each.path.replace(":path}", "}")
-        paths.setdefault(path, {})[each.method.lower()] = _operation(each, path, forms)
-    made: dict[str, Any] = {
+        paths.setdefault(path, {})[each.method.lower()] = _operation(each, path, schemas)
+    components: dict[str, Any] = {"schemas": schemas.components}
+    described: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "headrace", "version": __version__, "license": {"name": "Apache-2.0"}},
         "paths": paths,
-        "components": {"schemas": forms.components},
+        "components": components,
     }
     if locked:
-        made["components"]["securitySchemes"] = {
+        components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         }
-        made["security"] = [{"bearer": []}, {"key": []}]
+        described["security"] = [{"bearer": []}, {"key": []}]
         paths["/health/live"]["get"]["security"] = []
-    return made
+    return described
 
 
-class _Forms:
-    """The schemas of all structs there are, by reference."""
+class Schemas:
+    """The schemas of all structs of the routes, by reference. Raises ValueError for two that the document would name
+    alike."""
 
     def __init__(self, kinds: list[Any]) -> None:
         unique: list[Any] = []
@@ -102,41 +90,53 @@ class _Forms:
         self._kinds = unique
         self._references, components = msgspec.json.schema_components(unique, ref_template=REF)
         self.components = {_short(name): _tidy(_short(name), form) for name, form in sorted(components.items())}
+        if len(self.components) < len(components):
+            raise ValueError(f"two structs of one ecosystem have one name: {sorted(components)}")
 
     def of(self, kind: Any) -> dict[str, Any]:
-        """A reference to what describes `kind`."""
-        found: dict[str, Any] = _tidy("", self._references[self._kinds.index(kind)])
-        return found
+        """Return a reference to the schema of `kind`."""
+        reference: dict[str, Any] = _tidy("", self._references[self._kinds.index(kind)])
+        return reference
 
 
 def _short(name: str) -> str:
-    """Structs of one name are told apart by the module that they are in."""
-    return re.sub(r"headrace\.serve\.apis\.(\w+)\.(\w+\.)*", r"\1.", name)
+    """Return a component's name: structs of one name are told apart by their ecosystem, not by their whole module."""
+    parts = name.removeprefix("headrace.serve.apis.").split(".")
+    return name if len(parts) == 1 else f"{parts[0]}.{parts[-1]}"
 
 
-def _tidy(struct: str, form: Any) -> Any:
-    """msgspec's schema with our names, with ranges, and open to fields that it does not know."""
-    if isinstance(form, list):
-        return [_tidy(struct, each) for each in form]
-    if not isinstance(form, dict):
-        return form
-    made = {name: _tidy(struct, value) for name, value in form.items()}
-    if isinstance(made.get("$ref"), str):
-        prefix, _, name = made["$ref"].rpartition("/")
-        made["$ref"] = f"{prefix}/{_short(name)}"
-    if made.get("additionalProperties") is False:
-        del made["additionalProperties"]
-    if "properties" in made and struct.endswith(("Request", "Options")):
-        made["properties"] = {
-            name: _ranged(value, ROWS.get(name, name)) if (struct, name) not in UNBOUNDED else value
-            for name, value in made["properties"].items()
+def _tidy(struct: str, value: Any) -> Any:
+    """Return msgspec's schema with our names, with ranges, with its constants required, and open to more fields."""
+    if isinstance(value, list):
+        return [_tidy(struct, each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tidy = {name: _tidy(struct, each) for name, each in value.items()}
+    if isinstance(tidy.get("$ref"), str):
+        prefix, _, name = tidy["$ref"].rpartition("/")
+        tidy["$ref"] = f"{prefix}/{_short(name)}"
+    if tidy.get("additionalProperties") is False:
+        del tidy["additionalProperties"]
+    properties = tidy.get("properties")
+    if not isinstance(properties, dict):
+        return tidy
+    if struct.endswith(("Request", "Options")):
+        tidy["properties"] = {
+            name: _ranged(each, ROWS.get(name, str(name))) if (struct, name) not in UNBOUNDED else each
+            for name, each in properties.items()
         }
-    return made
+        return tidy
+    # A field with one possible value is in every reply.
+    constants = {name for name, each in properties.items() if each.get("enum") == [each.get("default")]}
+    for name in constants:
+        del properties[name]["default"]
+    tidy["required"] = [name for name in properties if name in constants or name in tidy.get("required", ())]
+    return tidy
 
 
 def _fill_in(properties: dict[str, Any], model: str, least: int) -> None:
-    """Say what the types of a body's fields do not: which model there is, what a message looks like, and of how many
-    there must be `least`."""
+    """Add what the types of a body's fields do not have: which model there is, what a message looks like, and of how
+    many there must be `least`."""
     if "model" in properties:
         optional = "anyOf" in properties["model"]
         properties["model"] = {"type": ["string", "null"] if optional else "string"}
@@ -150,7 +150,7 @@ def _fill_in(properties: dict[str, Any], model: str, least: int) -> None:
 
 
 def _ranged(form: Any, row: str) -> Any:
-    """A property with its row's range put into the option that is a number."""
+    """Return a property with its row's range put into the option that is a number."""
     bound = BOUNDS.get(row)
     if bound is None or bound.kind == "size":
         return form
@@ -162,8 +162,8 @@ def _ranged(form: Any, row: str) -> Any:
     return form | {"minimum": low, "maximum": high}
 
 
-def _operation(each: routing.Operation, path: str, forms: _Forms) -> dict[str, Any]:
-    made: dict[str, Any] = {
+def _operation(each: routing.Operation, path: str, schemas: Schemas) -> dict[str, Any]:
+    operation: dict[str, Any] = {
         "operationId": f"{each.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_') or 'root'}",
         "summary": each.summary.rstrip("."),
     }
@@ -173,33 +173,40 @@ def _operation(each: routing.Operation, path: str, forms: _Forms) -> dict[str, A
     ]
     parameters += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in each.query]
     if parameters:
-        made["parameters"] = parameters
+        operation["parameters"] = parameters
     if each.takes is not None:
-        content = {"application/json": {"schema": forms.of(each.takes)}}
-        made["requestBody"] = {"required": True, "content": content}
-    form: dict[str, Any] = {} if each.gives is None else forms.of(each.gives)
-    content = {each.media_type: {"schema": form if each.media_type == "application/json" else {"type": "string"}}}
+        content = {"application/json": {"schema": schemas.of(each.takes)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    whole: dict[str, Any] = {} if each.gives is None else schemas.of(each.gives)
+    content = {each.media_type: {"schema": whole if each.media_type == "application/json" else {"type": "string"}}}
     if each.streams is not None:
-        # Events and lines are objects of many forms; OpenAPI 3.1 has no words for a stream of them.
-        content[each.streams] = {}
+        # OpenAPI 3.1 has no words for the items of a stream; 3.2 calls their schema `itemSchema`.
+        items = [schemas.of(kind) for kind in each.chunks]
+        content[each.streams] = {"x-itemSchema": items[0] if len(items) == 1 else {"anyOf": items}}
     responses: dict[str, Any] = {}
     if not each.unserved:
         responses["200"] = {"description": "Done.", "content": content}
-    error = {"application/json": {"schema": forms.of(ERRORS[each.refuse])}}
-    for status, why in STATUSES.items():
+    error = {"application/json": {"schema": schemas.of(ERRORS[each.refuse])}}
+    for status, row in STATUSES.items():
         if (status == 501) == each.unserved or status in (401, 503):
-            responses[str(status)] = {"description": why, "content": error}
+            responses[str(status)] = {"description": row.why, "content": error}
     if each.path in ("/health", "/health/ready", "/ping"):
         responses["503"] = {"description": "Not ready.", "content": content}
-    made["responses"] = responses
-    return made
+    operation["responses"] = responses
+    return operation
 
 
-def add_routes(app: FastAPI, model: str, locked: bool) -> None:
-    """Add `/openapi.json`; after all others."""
+def add_routes(app: Starlette, model: str, locked: bool) -> None:
+    """Add `/openapi.json` and `/docs`; after all others."""
 
     async def described(request: Request) -> Response:
         """This document."""
         return json_response(document(app, model, locked))
 
+    async def docs(request: Request) -> Response:
+        """This document as a page for people."""
+        page = docs_page.render(document(app, model, locked))
+        return Response(page, media_type="text/html", headers=docs_page.HEADERS)
+
     routing.get(app, "/openapi.json", described)
+    routing.get(app, "/docs", docs, media_type="text/html")

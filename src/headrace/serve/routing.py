@@ -1,7 +1,7 @@
-"""How an API's functions become routes: bodies read within limits, errors told in the API's own shape, answers sent.
+"""How an API's functions become routes: bodies are read within limits, errors and answers sent in the API's own shape.
 
 Each API is a module with a function that adds its routes through `get`, `post` and `add`; `serve.app` calls them.
-What a route takes and gives is kept beside it for the OpenAPI document. Knows no API.
+The structs of a route's bodies are kept beside it for the OpenAPI document. Knows no API.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fastapi import FastAPI, Request
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine import context
@@ -26,8 +28,8 @@ class Operation(NamedTuple):
     """One method of one path, for the OpenAPI document.
 
     `takes` is the struct of the body (None: it has none), `gives` the struct of the reply (None: a JSON object, or
-    not JSON at all), `streams` the media type of the reply under "stream": true, `query` the names of parameters in
-    the URL; `unserved`: the route only tells that this is not done here.
+    not JSON at all), `streams` the media type of the reply under "stream": true and `chunks` what one event or line
+    of it may be, `query` the names of parameters in the URL; `unserved`: the route only replies that this is not done.
     """
 
     path: str
@@ -38,12 +40,19 @@ class Operation(NamedTuple):
     gives: Any = None
     media_type: str = "application/json"
     streams: str | None = None
+    chunks: tuple[Any, ...] = ()
     query: tuple[str, ...] = ()
     unserved: bool = False
 
 
+class Version(msgspec.Struct, kw_only=True):
+    """The reply of /version, and of Ollama's /api/version."""
+
+    version: str
+
+
 class Readable(Protocol):
-    """An answer: read by `whole` or by `events`, once. `close` aborts what still runs."""
+    """An answer: read by `whole`, which returns a struct, or by `events`, once. `close` aborts what still runs."""
 
     @property
     def id(self) -> str: ...
@@ -51,43 +60,47 @@ class Readable(Protocol):
     @property
     def stream(self) -> bool: ...
 
-    async def whole(self) -> dict[str, Any]: ...
+    async def whole(self) -> Any: ...
 
     def events(self) -> AsyncIterator[bytes]: ...
 
     def close(self) -> None: ...
 
 
-def get(app: FastAPI, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
+def get(app: Starlette, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
     """GET and HEAD. `about` are fields of `Operation`."""
     add(app, path, endpoint, ("GET", "HEAD"), refuse, **about)
 
 
-def post(app: FastAPI, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
+def post(app: Starlette, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
     """POST. `about` are fields of `Operation`."""
     add(app, path, endpoint, ("POST",), refuse, **about)
 
 
 def add(
-    app: FastAPI, path: str, endpoint: Endpoint, methods: Sequence[str], refuse: Refusal = error_response, **about: Any
+    app: Starlette,
+    path: str,
+    endpoint: Endpoint,
+    methods: Sequence[str],
+    refuse: Refusal = error_response,
+    **about: Any,
 ) -> None:
-    """A route of any methods. Whatever `endpoint` raises, `refuse` makes a reply of."""
-    app.add_api_route(path, guarded(endpoint, refuse), methods=list(methods), response_model=None)
+    """A route of any methods. `refuse` turns what `endpoint` raises into a reply."""
+    app.add_route(path, guarded(endpoint, refuse), list(methods))
     summary = about.pop("summary", (endpoint.__doc__ or "").strip().partition("\n")[0])
-    made = [Operation(path, method, summary, refuse, **about) for method in methods if method != "HEAD"]
-    operations(app).extend(made)
+    operations(app).extend(Operation(path, method, summary, refuse, **about) for method in methods if method != "HEAD")
 
 
-def operations(app: FastAPI) -> list[Operation]:
-    """All that were added so far."""
+def operations(app: Starlette) -> list[Operation]:
+    """Return the operations added so far, in a list that grows with them."""
     if not hasattr(app.state, "operations"):
         app.state.operations = []
-    found: list[Operation] = app.state.operations
-    return found
+    added: list[Operation] = app.state.operations
+    return added
 
 
 def guarded(endpoint: Endpoint, refuse: Refusal = error_response) -> Endpoint:
-    """`endpoint`, with every error turned into a reply."""
+    """Return `endpoint` with every error turned into a reply."""
 
     async def guarded(request: Request) -> Any:
         try:
@@ -99,9 +112,9 @@ def guarded(endpoint: Endpoint, refuse: Refusal = error_response) -> Endpoint:
 
 
 async def body(request: Request) -> dict[str, Any]:
-    """The request's JSON object. Raises `RequestError` and the errors of `limits`."""
-    read = await read_body(request.scope, request.receive)
-    return await off_loop(len(read) // 16, lambda: parse_json(read))
+    """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
+    raw = await read_body(request.scope, request.receive)
+    return await off_loop(len(raw) // 16, lambda: parse_json(raw))
 
 
 async def deliver(
@@ -113,21 +126,21 @@ async def deliver(
 ) -> Any:
     """Send `answer`, whole or streamed, while watching that the client is there; close it however that ends.
 
-    `failure` makes the last event of a stream that broke; OpenAI's, if not given.
+    `failure` returns the last event of a broken stream; by default OpenAI's.
     """
-    sent = id_header(answer.id) | dict(headers or {})
+    all_headers = id_header(answer.id) | dict(headers or {})
     try:
         if answer.stream:
-            return EventStream(answer.events(), answer.close, sent, media_type, failure)
-        return json_response(await until_gone(request.receive, answer.whole()), headers=sent)
+            return EventStream(answer.events(), answer.close, all_headers, media_type, failure)
+        return json_response(await until_gone(request.receive, answer.whole()), headers=all_headers)
     except BaseException:
         answer.close()
         raise
 
 
 def id_header(answer_id: str) -> dict[str, str]:
-    """X-Request-Id: the caller's own, for its logs, else the reply's id if that can stand in a header (S-22). Where
-    there is neither, `calls` puts what the log calls it."""
+    """Return X-Request-Id: the caller's own, for its logs, else the reply's id if that can stand in a header (S-22).
+    Where there is neither, `gates.calls` adds the id that the log has."""
     if context.current().is_callers or not context.REQUEST_ID.fullmatch(answer_id):
         return {}
     return {"x-request-id": answer_id}

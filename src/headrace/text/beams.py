@@ -6,7 +6,6 @@ Called by `LLM`, `AsyncLLM` and the HTTP server. The search itself is `core.beam
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -102,12 +101,3 @@ def beam_output(states: list[RequestState], prompt: str | None, tokenizer: Token
             )
         )
     return BeamSearchOutput(sequences, state.beams.num_blocks, state.beams.num_blocks_unshared)
-
-
-def blocks_of(groups: list[list[RequestState]]) -> dict[str, Any]:
-    """Return the fields of a reply about the memory of its searches, summed over the prompts; empty without any."""
-    results = [group[0].beams for group in groups if group[0].beams is not None]
-    if not results:
-        return {}
-    unshared = sum(result.num_blocks_unshared for result in results)
-    return {"beam_search": {"num_blocks": sum(r.num_blocks for r in results), "num_blocks_unshared": unshared}}

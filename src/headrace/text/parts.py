@@ -7,7 +7,7 @@ tokens.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -83,13 +83,3 @@ class MessageBuilder:
             self.calls.append({"id": part.id, "name": part.name, "arguments": part.arguments})
         else:
             self.calls[part.index]["arguments"] += part.arguments
-
-    def fields(self) -> dict[str, Any]:
-        """Return `content` (None if empty beside other parts), `reasoning_content` (None if empty) and `tool_calls`, as
-        OpenAI's API has them."""
-        calls = [
-            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-            for call in self.calls
-        ]
-        content = self.content or (None if calls or self.reasoning else "")
-        return {"content": content, "reasoning_content": self.reasoning or None, "tool_calls": calls}

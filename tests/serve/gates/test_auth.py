@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.engine.tenants import Limits, Rates
@@ -51,7 +51,7 @@ def locked(tokenizer: Tokenizer) -> Iterator[Live]:
         yield made
 
 
-def routes(app: FastAPI) -> list[tuple[str, str]]:
+def routes(app: Starlette) -> list[tuple[str, str]]:
     """(method, path) of everything that the application answers."""
     return [
         (method, path.replace("{name:path}", "fake"))
@@ -61,7 +61,7 @@ def routes(app: FastAPI) -> list[tuple[str, str]]:
     ]
 
 
-def uncovered(url: str, app: FastAPI) -> list[tuple[str, str]]:
+def uncovered(url: str, app: Starlette) -> list[tuple[str, str]]:
     """Routes that answer a stranger."""
     return [(m, p) for m, p in routes(app) if p not in PUBLIC_PATHS and HTTP.request(m, url + p).status_code != 401]
 

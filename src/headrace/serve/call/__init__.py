@@ -1,1 +1,1 @@
-"""What a call asks for and what it gets, as far as the APIs share it: schema, parsing, forms, answers."""
+"""The part of a request that the APIs share: schema, parsing, forms, dialect and names of parameters."""

@@ -74,13 +74,9 @@ class Answer:
             self.generation.end(place)
         return parts
 
-    def message(self, place: int) -> dict[str, Any]:
-        """What has come of an answer: content, reasoning_content and tool_calls in OpenAI's shape."""
-        return self._messages[place].fields()
-
-    def text(self, place: int) -> str:
-        """The content that has come of an answer."""
-        return self._messages[place].content
+    def message(self, place: int) -> MessageBuilder:
+        """Return what has come of an answer."""
+        return self._messages[place]
 
     def finish_reason(self, place: int) -> str | None:
         """Why an answer ended: the engine's reason, or "tool_calls"; None if it has not."""

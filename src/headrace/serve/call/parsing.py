@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.protocol.errors import RequestError
 
@@ -30,6 +31,9 @@ _WORDS = {
     "array": "a list",
     "object": "an object",
 }
+
+WarningLines = list[str] | UnsetType
+"""The field `warnings` of a reply: what of the request is not honoured, one line each; UNSET if there is nothing."""
 
 
 class Warnings(list[str]):
@@ -47,9 +51,9 @@ class Warnings(list[str]):
         self.num_more += 1
         self[MAX_WARNINGS:] = [f"{self.num_more} more are not told"]
 
-    def reply(self) -> dict[str, list[str]]:
-        """The field `warnings` of a reply, if there are any."""
-        return {"warnings": self[:]} if self else {}
+    def reply(self) -> WarningLines:
+        """Return the field `warnings` of a reply."""
+        return self[:] or UNSET
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):

@@ -24,7 +24,7 @@ Refusals = Mapping[str, Callable[[BaseException], Response]]
 PUBLIC_PATHS = frozenset({"/health/live"})
 ANY = "any"
 """The class of what every key opens."""
-_ANY_PATHS = frozenset({"/", "/version", "/ping", "/health", "/openapi.json"})
+_ANY_PATHS = frozenset({"/", "/version", "/ping", "/health", "/openapi.json", "/docs"})
 _METRICS_PATHS = frozenset({"/metrics", "/load", "/slots"})
 # What would change the server or its models, though not all of it is done here.
 _ADMIN_PATHS = frozenset({"/api/push", "/api/create", "/api/copy", "/api/delete"})

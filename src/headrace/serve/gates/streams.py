@@ -51,7 +51,7 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """An ASGI response of server-sent events, or of lines of JSON. `close` is called when it is over, however it ends.
 
-    `failure` makes the last event when the stream breaks; OpenAI's, if not given.
+    `failure` returns the last event of a broken stream; by default OpenAI's.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # Seconds after which a line is tried again that met a full queue.
 RETRY_S = 0.2
 
-Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Route = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Line(NamedTuple):
@@ -78,7 +78,8 @@ class Answerer:
     """Answers lines.
 
     Args:
-        routes: what answers each url: a body in, the whole reply out, `HeadraceError`s raised.
+        routes: what answers each url: it takes a body, returns the whole reply, which msgspec can encode, and raises
+            `HeadraceError`s.
         priority: that of requests that name none; None where the engine takes no priorities.
     """
 

@@ -238,15 +238,14 @@ def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], No
 def test_ollama_calls_are_told_whole() -> None:
     calls = Calls()
     calls.take([ToolCall(0, "a", "f", '{"x"')])
-    assert calls.finished(all_of_them=False) == []
+    assert calls.finished(ended=False) == []
     calls.take([ToolCall(0, "a", None, ": 1}"), ToolCall(1, "b", "g", "")])
-    assert calls.finished(all_of_them=False) == [
-        {"id": "a", "function": {"name": "f", "arguments": {"x": 1}, "index": 0}}
-    ]
+    (whole,) = calls.finished(ended=False)
+    assert (whole.id, whole.function.name, whole.function.arguments, whole.function.index) == ("a", "f", {"x": 1}, 0)
     calls.take([ToolCall(1, "b", None, '{"cut')])
-    (cut,) = calls.finished(all_of_them=True)
-    assert cut["function"]["arguments"] == {"_incomplete": '{"cut'}
-    assert calls.finished(all_of_them=True) == []
+    (cut,) = calls.finished(ended=True)
+    assert cut.function.arguments == {"_incomplete": '{"cut'}
+    assert calls.finished(ended=True) == []
 
 
 def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types.responses import ResponseInputParam
 from tests.support import fake
 from tests.support.server import HTTP, Live, child, inproc, lines_of
 
+from headrace.engine.generation import TextClient
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Finish, Request, TokenLogprob
+from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
+from headrace.serve.call.answers import Answer
+from headrace.serve.call.call import ChatCall
+from headrace.serve.call.replies import ChatTokenLogprob
+from headrace.serve.call.service import ServedModel
+from headrace.serve.storage.store import Store
+from headrace.text.outputs import Delta, RequestState
 from headrace.text.parts import Content, Reasoning, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
@@ -154,6 +167,72 @@ def test_logprobs_with_text(client: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs)
 
 
+class Scripted:
+    """A generation of one answer whose tokens come in pieces of given lengths."""
+
+    n = 1
+
+    def __init__(self, tokenizer: Tokenizer, token_ids: list[int], lengths: list[int]) -> None:
+        params = SamplingParams(logprobs=0, max_tokens=100, seed=1)
+        self.states = [RequestState(Request(request_id="r", prompt_token_ids=[65], params=params), tokenizer)]
+        self._token_ids, self._lengths = list(token_ids), lengths
+
+    def of_prompt(self, place: int) -> list[RequestState]:
+        return self.states
+
+    def close(self) -> None:
+        pass
+
+    async def __aenter__(self) -> Scripted:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Any]]]:
+        rest = self._token_ids
+        for length in self._lengths:
+            token_ids, rest = rest[:length], rest[length:]
+            entries = [TokenLogprob(token_id, -0.5, 1, []) for token_id in token_ids]
+            finish = None if rest else Finish("stop")
+            yield [(0, self.states[0].feed(Delta(0.0, 0.0, 0.0, token_ids, entries, finish=finish)))]
+
+
+async def read_scripted(
+    model: ServedModel, tokenizer: Tokenizer, token_ids: list[int], lengths: list[int], stream: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the response at its end, the events of a stream) of an answer that comes in pieces of these lengths."""
+    generation: Any = Scripted(tokenizer, token_ids, lengths)
+    call = ChatCall(messages=[], sampling={"logprobs": 0})
+    responses = Responses(model, Store("resp_", None, max_items=1, max_bytes=2**20, evict=True))
+    chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"])
+    request, _ = read({"input": "A", "stream": stream})
+    answer = ResponseAnswer(responses, request, chat, responses._object(request, chat, "resp_1"))
+    if not stream:
+        return msgspec.to_builtins(await answer.whole()), []
+    events = [json.loads(raw.split(b"data: ")[1]) async for raw in answer.events()]
+    return events[-1]["response"], events
+
+
+@pytest.mark.parametrize("text", ["One", ""])
+def test_logprobs_do_not_depend_on_the_pieces_of_an_answer(live: Live, tokenizer: Tokenizer, text: str) -> None:
+    """The token that ends an answer is among them, as in a chat, though it has no text."""
+    model = ServedModel(TextClient(live.client, tokenizer), "fake")
+    token_ids = [*text.encode(), fake.EOS]
+    for lengths in ([1] * len(token_ids), [len(token_ids)], [max(len(token_ids) - 1, 1), 1][: len(token_ids)]):
+        for stream in (False, True):
+            response, events = asyncio.run(read_scripted(model, tokenizer, token_ids, lengths, stream))
+            (message,) = response["output"]
+            (part,) = message["content"]
+            assert part["text"] == text
+            assert [entry["logprob"] for entry in part["logprobs"]] == [-0.5] * len(token_ids)
+            if stream:
+                deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+                assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
+                (added,) = (event["part"] for event in events if event["type"] == "response.content_part.added")
+                assert added == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
 def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "fake", "input": "a long text that the cache knows " * 4, "max_output_tokens": 2}
     client.responses.create(**given)
@@ -230,12 +309,14 @@ def test_kept_in_a_folder_over_a_restart(tokenizer: Tokenizer, tmp_path: Path) -
 
 
 def test_events_of_reasoning_text_and_calls() -> None:
-    output = Output({"id": "resp_1", "output": []})
-    events = output.take([Reasoning("Hm"), Reasoning("m.")], [])
-    events += output.take([Content("Say"), Content("ing")], [{"token": "Say"}])
-    events += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
-    events += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
-    events += output.end("incomplete")
+    output = Output(SimpleNamespace(id="resp_1", output=[]))
+    logprob = {"token": "Say", "logprob": -1.0, "bytes": [83, 97, 121], "top_logprobs": []}
+    given = output.take([Reasoning("Hm"), Reasoning("m.")], [])
+    given += output.take([Content("Say"), Content("ing")], [ChatTokenLogprob(**logprob)])
+    given += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
+    given += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
+    given += output.end("incomplete")
+    events, items = msgspec.to_builtins(given), msgspec.to_builtins(output.items)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
@@ -248,24 +329,24 @@ def test_events_of_reasoning_text_and_calls() -> None:
         "output_item.added", "content_part.added", "output_text.delta",
         "output_text.done", "content_part.done", "output_item.done",
     ]  # fmt: skip
-    assert [item["type"] for item in output.items] == [
+    assert [item["type"] for item in items] == [
         "reasoning",
         "message",
         "function_call",
         "function_call",
         "message",
     ]
-    assert [item["status"] for item in output.items] == ["completed"] * 4 + ["incomplete"]
-    assert output.items[0]["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
-    assert output.items[1]["content"][0]["logprobs"] == [{"token": "Say"}]
-    assert output.items[2]["arguments"] == "{}"
+    assert [item["status"] for item in items] == ["completed"] * 4 + ["incomplete"]
+    assert items[0]["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
+    assert items[1]["content"][0]["logprobs"] == [logprob]
+    assert items[2]["arguments"] == "{}"
     # The deltas of each item together are what its last event tells.
-    for index, item in enumerate(output.items):
+    for index, item in enumerate(items):
         own = [event for event in events if event.get("output_index") == index]
         said = "".join(event["delta"] for event in own if "delta" in event)
         assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         assert own[-1]["item"] == item
-    assert len({item["id"] for item in output.items}) == 5
+    assert len({item["id"] for item in items}) == 5
 
 
 def test_items_become_messages() -> None:
@@ -344,11 +425,11 @@ def test_reasoning_text_and_calls_of_a_model(
     """What the model is made to say arrives as items, and goes on as a conversation with the call's output."""
     script = [*SAID.encode(), fake.EOS]
 
-    class Scripted(fake.Oracle):
+    class Speaker(fake.Oracle):
         def next_token(self, context: Any, params: Any, num_generated: int) -> int:
             return script[min(num_generated, len(script) - 1)]
 
-    monkeypatch.setattr(fake, "Oracle", Scripted)
+    monkeypatch.setattr(fake, "Oracle", Speaker)
     config = ServerConfig(log_stats_interval=0, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
     given: dict[str, Any] = {"model": "fake", "input": "Weather in Ulm?", "max_output_tokens": 300}
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}

@@ -3,19 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET
 
+from headrace.serve.apis.anthropic.errors import AnthropicError, error_body
 from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
 from headrace.serve.call.answers import Answer, arguments_object
+from headrace.serve.call.parsing import WarningLines
 from headrace.text.parts import Content, MessagePart, Reasoning
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+class ReplyText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
+    text: str
+
+
+class ReplyThinking(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ReplyToolUse(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Block = ReplyText | ReplyThinking | ReplyToolUse
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Three kinds of prompt tokens that add up: read from the cache, written to it, and others."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageReply(msgspec.Struct, kw_only=True):
+    """POST /v1/messages. In the first event of a stream there is no stop reason yet."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    warnings: WarningLines = UNSET
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+    warnings: WarningLines = UNSET
+
+
+class TextDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputJsonDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+Delta = TextDelta | ThinkingDelta | InputJsonDelta
+
+
+class StopDelta(msgspec.Struct, kw_only=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageStart(msgspec.Struct, kw_only=True, tag_field="type", tag="message_start"):
+    message: MessageReply
+
+
+class Ping(msgspec.Struct, kw_only=True, tag_field="type", tag="ping"):
+    pass
+
+
+class BlockStart(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class BlockDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: Delta
+
+
+class BlockStop(msgspec.Struct, kw_only=True, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(msgspec.Struct, kw_only=True, tag_field="type", tag="message_delta"):
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, kw_only=True, tag_field="type", tag="message_stop"):
+    pass
+
+
+MessageEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
 class MessagesAnswer:
-    """A chat's answer as Anthropic tells it. Read it once, by `whole` or by `events`."""
+    """A chat's answer as Anthropic's message. Read it once, by `whole` or by `events`."""
 
     def __init__(self, answer: Answer, request: MessagesRequest, block_size: int) -> None:
         self._answer = answer
@@ -28,99 +133,106 @@ class MessagesAnswer:
     def close(self) -> None:
         self._answer.close()
 
-    async def whole(self) -> dict[str, Any]:
-        """The message. Raises what the engine failed with."""
+    async def whole(self) -> MessageReply:
+        """Return the message. Raises the engine's errors."""
         await self._answer.collect()
         message = self._answer.message(0)
-        content: list[dict[str, Any]] = []
-        if message["reasoning_content"]:
-            content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
-        if message["content"]:
-            content.append({"type": "text", "text": message["content"]})
-        for call in message["tool_calls"]:
-            function = call["function"]
-            content.append(
-                {
-                    "type": "tool_use",
-                    "id": call["id"],
-                    "name": function["name"],
-                    "input": arguments_object(function["arguments"]),
-                }
-            )
-        return self._head(content) | self._ending() | {"usage": self._usage()}
+        content: list[Block] = []
+        if message.reasoning:
+            content.append(ReplyThinking(thinking=message.reasoning))
+        if message.content:
+            content.append(ReplyText(text=message.content))
+        for call in message.calls:
+            arguments = arguments_object(call["arguments"])
+            content.append(ReplyToolUse(id=call["id"], name=call["name"], input=arguments))
+        return self._message(content, self._ending())
 
     async def events(self) -> AsyncIterator[bytes]:
-        """message_start, the blocks one after the other, message_delta, message_stop. Raises what the engine failed
-        with."""
+        """Yield message_start, the blocks one after the other, message_delta, message_stop. Raises the engine's
+        errors."""
         begun = False
         index, kind = -1, ""
         async for _, parts in self._answer.parts():
             if not begun:
                 begun = True
-                head = self._head([]) | {"stop_reason": None, "stop_sequence": None}
-                yield event(
-                    {"type": "message_start", "message": head | {"usage": self._usage() | {"output_tokens": 0}}}
-                )
-                yield event({"type": "ping"})
+                yield event(MessageStart(message=self._message([], None)))
+                yield event(Ping())
             for part in parts:
-                opening = _opening(part)
+                part_kind = type(part).__name__
                 # A call's first part has its name, and begins a block even after another call.
-                if opening["type"] != kind or (opening["type"] == "tool_use" and opening["name"] is not None):
+                if part_kind != kind or getattr(part, "name", None) is not None:
                     if kind:
-                        yield event({"type": "content_block_stop", "index": index})
-                    index, kind = index + 1, opening["type"]
-                    yield event({"type": "content_block_start", "index": index, "content_block": opening})
+                        yield event(BlockStop(index=index))
+                    index, kind = index + 1, part_kind
+                    yield event(BlockStart(index=index, content_block=_opening(part)))
                 delta = _delta(part)
                 if delta is not None:
-                    yield event({"type": "content_block_delta", "index": index, "delta": delta})
+                    yield event(BlockDelta(index=index, delta=delta))
         if kind:
-            yield event({"type": "content_block_stop", "index": index})
-        yield event({"type": "message_delta", "delta": self._ending(), "usage": self._usage()})
-        yield event({"type": "message_stop"})
+            yield event(BlockStop(index=index))
+        yield event(MessageDelta(delta=self._ending(), usage=self._usage()))
+        yield event(MessageStop())
 
-    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._request.model}
-        return head | {"content": content} | self._answer.call.warnings.reply()
+    def _message(self, content: list[Block], ending: StopDelta | None) -> MessageReply:
+        usage = self._usage()
+        if ending is None:
+            usage.output_tokens = 0
+        return MessageReply(
+            id=self.id,
+            model=self._request.model,
+            content=content,
+            warnings=self._answer.call.warnings.reply(),
+            stop_reason=None if ending is None else ending.stop_reason,
+            stop_sequence=None if ending is None else ending.stop_sequence,
+            usage=usage,
+        )
 
-    def _ending(self) -> dict[str, Any]:
+    def _ending(self) -> StopDelta:
         finish = self._state.finish
         stop = finish.stop_reason if finish is not None else None
         if isinstance(stop, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+            return StopDelta(stop_reason="stop_sequence", stop_sequence=stop)
         reason = self._answer.finish_reason(0) or ""
-        return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
+        return StopDelta(stop_reason=STOP_REASONS.get(reason, "end_turn"), stop_sequence=None)
 
-    def _usage(self) -> dict[str, Any]:
-        """Three kinds of prompt tokens that add up: read from the cache, written to it (told if `cache_control` is
-        in the request; whole blocks are), and others."""
-        num_prompt, num_read = len(self._state.request.prompt_token_ids), self._state.num_cached_tokens
-        written = 0
+    def _usage(self) -> MessageUsage:
+        """Count the tokens. Whole blocks are written to the cache, shown if `cache_control` is in the request."""
+        num_prompt, num_cached = len(self._state.request.prompt_token_ids), self._state.num_cached_tokens
+        num_written = 0
         if marks_cache(self._request):
-            written = max(num_prompt // self._block_size * self._block_size - num_read, 0)
-        return {
-            "input_tokens": num_prompt - num_read - written,
-            "cache_creation_input_tokens": written,
-            "cache_read_input_tokens": num_read,
-            "output_tokens": len(self._state.token_ids),
-        }
+            num_written = max(num_prompt // self._block_size * self._block_size - num_cached, 0)
+        return MessageUsage(
+            input_tokens=num_prompt - num_cached - num_written,
+            cache_creation_input_tokens=num_written,
+            cache_read_input_tokens=num_cached,
+            output_tokens=len(self._state.token_ids),
+        )
 
 
-def _opening(part: MessagePart) -> dict[str, Any]:
+def _opening(part: MessagePart) -> Block:
+    """The empty block that a part begins."""
     if isinstance(part, Content):
-        return {"type": "text", "text": ""}
+        return ReplyText(text="")
     if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        return ReplyThinking(thinking="")
+    return ReplyToolUse(id=part.id, name=part.name or "", input={})
 
 
-def _delta(part: MessagePart) -> dict[str, Any] | None:
+def _delta(part: MessagePart) -> Delta | None:
+    """What a part adds to its block, if anything."""
     if isinstance(part, Content):
-        return {"type": "text_delta", "text": part.text}
+        return TextDelta(text=part.text)
     if isinstance(part, Reasoning):
-        return {"type": "thinking_delta", "thinking": part.text}
-    return {"type": "input_json_delta", "partial_json": part.arguments} if part.arguments else None
+        return ThinkingDelta(thinking=part.text)
+    return InputJsonDelta(partial_json=part.arguments) if part.arguments else None
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event, named after its type."""
-    return b"event: " + str(body["type"]).encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+def failure(error: BaseException) -> bytes:
+    """Return the event that ends a broken stream."""
+    return event(error_body(error)[1])
+
+
+def event(body: MessageEvent | AnthropicError) -> bytes:
+    """Return one server-sent event, named after its type."""
+    name = body.type if isinstance(body, AnthropicError) else str(body.__struct_config__.tag)
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.responses import Response
 
-from headrace.protocol.errors import HeadraceError, QueueFullError
-from headrace.serve.errors import error_body, json_response
+from headrace.protocol.errors import HeadraceError
+from headrace.serve import errors
 
 UNDER = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding")
 
@@ -24,12 +25,25 @@ class NoSlotError(HeadraceError):
     code = "unavailable_error"
 
 
-def refuse(error: BaseException) -> Response:
-    """The reply that tells `error`: OpenAI's shape, but the code is the status."""
-    status, body = error_body(error)
-    told = body["error"]
-    kind = told["code"] if isinstance(error, (UnservedError, NoSlotError)) else told["type"]
-    if told["code"] == "context_length_exceeded":
+class LlamaErrorBody(msgspec.Struct, kw_only=True):
+    code: int
+    message: str
+    type: str
+
+
+class LlamaError(msgspec.Struct, kw_only=True):
+    error: LlamaErrorBody
+
+
+def error_body(error: BaseException) -> tuple[int, LlamaError]:
+    """Return status and body for any exception: OpenAI's shape, but the code is the status."""
+    status, body = errors.error_body(error)
+    kind = body.error.code if isinstance(error, (UnservedError, NoSlotError)) else body.error.type
+    if body.error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return json_response({"error": {"code": status, "message": told["message"], "type": kind}}, status, headers)
+    return status, LlamaError(error=LlamaErrorBody(code=status, message=body.error.message, type=kind))
+
+
+def refuse(error: BaseException) -> Response:
+    """Return the reply for `error`."""
+    return errors.error_response(error, shape=error_body)

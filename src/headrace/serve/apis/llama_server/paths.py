@@ -1,24 +1,25 @@
-"""llama-server's own routes; OpenAI's it shares with all."""
+"""The routes of llama-server's API that are not OpenAI's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.serve import routing
+from headrace.serve.apis.llama_server import reply
 from headrace.serve.apis.llama_server.errors import UnservedError, refuse
 from headrace.serve.apis.llama_server.request import EmbeddingRequest, LlamaCompletionRequest, TemplateRequest
 from headrace.serve.apis.llama_server.service import LlamaServer
-from headrace.serve.call import reply_forms
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 from headrace.serve.gates.streams import until_gone
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
-    """Add llama-server's own routes."""
+def add_routes(app: Starlette, model: ServedModel) -> None:
+    """Add `/completion`, `/embedding`, `/apply-template`, `/props` and `/slots`."""
     llama = LlamaServer(model)
 
     async def completion(request: Request) -> Any:
@@ -46,17 +47,22 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         """Not done by this server."""
         raise UnservedError(f"{request.url.path}: not done here")
 
-    either = reply_forms.LlamaResult | list[reply_forms.LlamaResult]
     for path in ("/completion", "/completions"):
         routing.post(
-            app, path, completion, refuse, takes=LlamaCompletionRequest, gives=either, streams="text/event-stream"
+            app,
+            path,
+            completion,
+            refuse,
+            takes=LlamaCompletionRequest,
+            gives=reply.LlamaResult | list[reply.LlamaResult],
+            streams="text/event-stream",
+            chunks=(reply.LlamaPart, reply.LlamaResult),
         )
     for path in ("/embedding", "/embeddings"):
-        vectors = list[reply_forms.LlamaVector]
-        routing.post(app, path, embedding, refuse, takes=EmbeddingRequest, gives=vectors)
-    routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest, gives=reply_forms.LlamaPrompt)
-    routing.get(app, "/props", props, refuse, gives=reply_forms.LlamaProps)
-    routing.get(app, "/slots", slots, refuse, gives=list[reply_forms.LlamaSlot], query=("fail_on_no_slot",))
+        routing.post(app, path, embedding, refuse, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
+    routing.post(app, "/apply-template", apply_template, refuse, takes=TemplateRequest, gives=reply.LlamaPrompt)
+    routing.get(app, "/props", props, refuse, gives=reply.LlamaProps)
+    routing.get(app, "/slots", slots, refuse, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
     routing.post(app, "/props", unserved, refuse, unserved=True)
     routing.post(app, "/slots/{slot_id}", unserved, refuse, unserved=True)
     routing.post(app, "/infill", unserved, refuse, unserved=True)

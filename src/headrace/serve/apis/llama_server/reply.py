@@ -1,19 +1,109 @@
-"""Answers as llama-server gives them, whole or as a stream of events."""
+"""The replies of llama-server's API: answers, whole or as a stream of events, and what describes the server."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
 from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
-from headrace.serve.call import replies
 from headrace.serve.call.answers import Answer
 from headrace.serve.call.llama_options import NO_SEED
-from headrace.serve.call.replies import event
+from headrace.serve.call.parsing import WarningLines
+from headrace.serve.call.replies import Timings, clamp, event, timings, token_text
 from headrace.text.outputs import RequestState
+
+
+class LlamaTopLogprob(msgspec.Struct, kw_only=True):
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class LlamaTokenLogprob(LlamaTopLogprob, kw_only=True):
+    top_logprobs: list[LlamaTopLogprob]
+
+
+Probabilities = list[LlamaTokenLogprob] | UnsetType
+
+
+class LlamaResult(msgspec.Struct, kw_only=True):
+    """POST /completion: a whole answer, or the last event of one. With `response_fields`, those of the fields alone."""
+
+    index: int | UnsetType = UNSET
+    id_slot: int | UnsetType = UNSET
+    stop: bool | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    generation_settings: dict[str, Any] | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    has_new_line: bool | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: str | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    warnings: WarningLines = UNSET
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    completion_probabilities: Probabilities = UNSET
+
+
+class LlamaPart(msgspec.Struct, kw_only=True):
+    """An event of /completion that is not the last one of its answer."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    id_slot: int
+    tokens_predicted: int
+    tokens_evaluated: int
+    completion_probabilities: Probabilities = UNSET
+    timings: Timings | UnsetType = UNSET
+    warnings: WarningLines = UNSET
+
+
+class LlamaPrompt(msgspec.Struct, kw_only=True):
+    prompt: str
+    warnings: WarningLines = UNSET
+
+
+class LlamaVector(msgspec.Struct, kw_only=True):
+    index: int
+    embedding: list[list[float]]
+
+
+class LlamaDefaults(msgspec.Struct, kw_only=True):
+    n_ctx: int
+    params: dict[str, Any]
+
+
+class LlamaProps(msgspec.Struct, kw_only=True):
+    default_generation_settings: LlamaDefaults
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool
+
+
+class LlamaSlot(msgspec.Struct, kw_only=True):
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
 
 
 class Results:
@@ -28,7 +118,7 @@ class Results:
         self._request = request
         self._model = model
         self._many = many
-        self._told = [0] * len(answer.generation.states)
+        self._num_sent = [0] * len(answer.generation.states)
         self.id = answer.id
         self.stream = bool(request.stream)
 
@@ -36,45 +126,45 @@ class Results:
         self._answer.close()
 
     async def whole(self) -> Any:
-        """One result, or a list of them. Raises what the engine failed with."""
-        generation = self._answer.generation
-        async with generation:
-            async for _ in generation:
-                pass
+        """Return one result, or a list of them. Raises the engine's errors."""
+        await self._answer.collect()
         results = []
-        for place, state in enumerate(generation.states):
-            result = self._result(place, state) | {"content": state.text}
-            result["tokens"] = list(state.token_ids) if self._request.return_tokens else []
-            results.append(self._chosen(result | self._probabilities(place, state)))
+        for place, state in enumerate(self._answer.generation.states):
+            result = self._result(place, state)
+            result.content = state.text
+            result.tokens = list(state.token_ids) if self._request.return_tokens else []
+            result.completion_probabilities = self._probabilities(place, state)
+            results.append(self._selected(result))
         return results if self._many else results[0]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Parts of the results, the last one of each with "stop": true. Raises what the engine failed with."""
+        """Yield parts of the results, the last one of each with "stop": true. Raises the engine's errors."""
         generation = self._answer.generation
-        warned = self._answer.call.warnings.reply()
+        warnings = self._answer.call.warnings.reply()
         async with generation:
             async for pieces in generation:
                 for place, piece in pieces:
                     state = generation.states[place]
-                    part = {"index": place, "content": piece.text, "tokens": list(piece.token_ids)}
-                    part |= {"stop": False, "id_slot": -1} | self._counts(state) | self._probabilities(place, state)
-                    if self._request.timings_per_token:
-                        part["timings"] = replies.timings([[state]])
+                    part = LlamaPart(
+                        index=place,
+                        content=piece.text,
+                        tokens=list(piece.token_ids),
+                        stop=False,
+                        id_slot=-1,
+                        tokens_predicted=len(state.token_ids),
+                        tokens_evaluated=len(state.request.prompt_token_ids),
+                        completion_probabilities=self._probabilities(place, state),
+                        timings=timings([[state]]) if self._request.timings_per_token else UNSET,
+                        warnings=warnings,
+                    )
                     if piece.token_ids or piece.text:
-                        yield event(part | warned)
-                        warned = {}
+                        yield event(part)
+                        warnings = UNSET
                     if state.finish is not None:
-                        end = {"content": "", "tokens": []}
-                        yield event(self._chosen(self._result(place, state) | end))
+                        yield event(self._selected(self._result(place, state)))
 
-    @staticmethod
-    def _counts(state: RequestState) -> dict[str, Any]:
-        return {
-            "tokens_predicted": len(state.token_ids),
-            "tokens_evaluated": len(state.request.prompt_token_ids),
-        }
-
-    def _result(self, place: int, state: RequestState) -> dict[str, Any]:
+    def _result(self, place: int, state: RequestState) -> LlamaResult:
+        """The last event of an answer."""
         finish = state.finish
         word = finish.stop_reason if finish is not None and isinstance(finish.stop_reason, str) else ""
         reason = finish.reason if finish is not None else ""
@@ -82,53 +172,62 @@ class Results:
         text = self._answer.texts[place]
         if text is None and self._answer.tokenizer is not None:
             text = self._answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
-        return {
-            "index": place,
-            "id_slot": -1,
-            "stop": True,
-            "model": self._model,
-            **self._counts(state),
-            "generation_settings": settings(state.request.params),
-            "prompt": text or "",
-            "has_new_line": "\n" in state.text,
-            "truncated": False,
-            "stop_type": kind,
-            "stopping_word": word,
-            "tokens_cached": len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
-            "timings": replies.timings([[state]]),
-        } | (self._answer.call.warnings.reply() if not self.stream else {})
+        return LlamaResult(
+            index=place,
+            id_slot=-1,
+            stop=True,
+            model=self._model,
+            tokens_predicted=len(state.token_ids),
+            tokens_evaluated=len(state.request.prompt_token_ids),
+            generation_settings=settings(state.request.params),
+            prompt=text or "",
+            has_new_line="\n" in state.text,
+            truncated=False,
+            stop_type=kind,
+            stopping_word=word,
+            tokens_cached=len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
+            timings=timings([[state]]),
+            warnings=UNSET if self.stream else self._answer.call.warnings.reply(),
+            content="",
+            tokens=[],
+        )
 
-    def _probabilities(self, place: int, state: RequestState) -> dict[str, Any]:
-        """Those of the tokens that came since this was last asked."""
+    def _probabilities(self, place: int, state: RequestState) -> Probabilities:
+        """Those of the tokens that came since the last call."""
         if not self._request.n_probs:
-            return {}
-        entries = state.logprobs[self._told[place] :]
-        self._told[place] = len(state.logprobs)
-        return {"completion_probabilities": [self._entry(entry) for entry in entries]}
+            return UNSET
+        entries = state.logprobs[self._num_sent[place] :]
+        self._num_sent[place] = len(state.logprobs)
+        return [self._entry(entry) for entry in entries]
 
-    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-        return self._token(entry.token_id, entry.logprob) | {"top_logprobs": top}
+    def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
+        top = [LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top]
+        return LlamaTokenLogprob(**self._token(entry.token_id, entry.logprob), top_logprobs=top)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         tokenizer = self._answer.tokenizer
         raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
-        text = replies.token_text(tokenizer, token_id)
-        return {"id": token_id, "token": text, "bytes": list(raw), "logprob": replies.clamp(logprob)}
+        return {
+            "id": token_id,
+            "token": token_text(tokenizer, token_id),
+            "bytes": list(raw),
+            "logprob": clamp(logprob),
+        }
 
-    def _chosen(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The fields that `response_fields` names, "a/b" for b within a; all, if it is not given."""
+    def _selected(self, result: LlamaResult) -> LlamaResult | dict[str, Any]:
+        """The fields that `response_fields` names, "a/b" for b within a; all, if the request has none."""
         if self._request.response_fields is None:
             return result
-        made: dict[str, Any] = {}
+        fields = msgspec.to_builtins(result)
+        selected: dict[str, Any] = {}
         for path in self._request.response_fields:
-            value: Any = result
+            value: Any = fields
             names = path.split("/")
             for name in names:
                 value = value.get(name) if isinstance(value, dict) else None
             if value is not None:
-                made[names[-1]] = value
-        return made | ({"warnings": result["warnings"]} if "warnings" in result else {})
+                selected[names[-1]] = value
+        return selected | ({"warnings": fields["warnings"]} if "warnings" in fields else {})
 
 
 def settings(params: SamplingParams) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from headrace import __version__
@@ -16,6 +17,7 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.protocol.params import SamplingParams
+from headrace.serve.apis.llama_server import reply
 from headrace.serve.apis.llama_server.errors import NoSlotError
 from headrace.serve.apis.llama_server.reply import Results, settings
 from headrace.serve.apis.llama_server.request import (
@@ -31,6 +33,7 @@ from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import convert
+from headrace.serve.call.replies import Tokenized, TokenPiece
 from headrace.serve.call.sampling import spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
@@ -137,7 +140,7 @@ class LlamaServer:
             by_id |= dict.fromkeys(token_ids, float(bias))
         return by_id
 
-    async def apply_template(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
         """POST /apply-template: what a chat would give the model."""
         request = convert(TemplateRequest, body)
         call = ChatCall(
@@ -150,9 +153,9 @@ class LlamaServer:
             continue_final_message=bool(request.continue_final_message),
         )
         text, _ = await self.model.chat_prompt(call)
-        return {"prompt": text} | request.warnings.reply()
+        return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
-    async def embedding(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:
         """POST /embedding. The reply is a list, which has no place for warnings."""
         request = convert(EmbeddingRequest, body)
         self.model.check_model(request.model)
@@ -161,50 +164,54 @@ class LlamaServer:
         prompts = await self._prompts(request.content, "content")
         with spelled({"prompt": "content"}):
             embedded = await vectors(self.model.front, prompts, normalize=request.embd_normalize != -1, field="content")
-        return [{"index": index, "embedding": [row]} for index, row in enumerate(embedded.rows)]
+        return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 
-    def props(self) -> dict[str, Any]:
+    def props(self) -> reply.LlamaProps:
         """GET /props."""
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
         params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
-        return {
-            "default_generation_settings": {"n_ctx": self.model.max_context, "params": settings(params)},
-            "total_slots": info.max_num_seqs,
-            "model_alias": self.model.name,
-            "model_path": info.model,
-            "modalities": {"vision": False, "audio": False},
-            "chat_template": (tokenizer.chat_template if tokenizer is not None else None) or "",
-            "bos_token": names.get("bos_token", ""),
-            "eos_token": names.get("eos_token", ""),
-            "build_info": f"headrace-{__version__}",
-            "is_sleeping": False,
-        }
+        return reply.LlamaProps(
+            default_generation_settings=reply.LlamaDefaults(n_ctx=self.model.max_context, params=settings(params)),
+            total_slots=info.max_num_seqs,
+            model_alias=self.model.name,
+            model_path=info.model,
+            modalities={"vision": False, "audio": False},
+            chat_template=(tokenizer.chat_template if tokenizer is not None else None) or "",
+            bos_token=names.get("bos_token", ""),
+            eos_token=names.get("eos_token", ""),
+            build_info=f"headrace-{__version__}",
+            is_sleeping=False,
+        )
 
-    def slots(self, fail_on_no_slot: bool) -> list[dict[str, Any]]:
+    def slots(self, fail_on_no_slot: bool) -> list[reply.LlamaSlot]:
         """GET /slots: the places of the batch, the taken ones first. Raises `NoSlotError` with `fail_on_no_slot`."""
         client, info = self.model.front.client, self.model.front.info
         num_busy = min(client.stats.num_running, info.max_num_seqs)
         if fail_on_no_slot and num_busy == info.max_num_seqs:
             raise NoSlotError("no slot is available")
         return [
-            {"id": place, "n_ctx": self.model.max_context, "speculative": False, "is_processing": place < num_busy}
+            reply.LlamaSlot(id=place, n_ctx=self.model.max_context, speculative=False, is_processing=place < num_busy)
             for place in range(info.max_num_seqs)
         ]
 
 
-async def tokenize(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(model: ServedModel, request: TokenizeRequest) -> Tokenized:
     """POST /tokenize as llama-server has it: `content` to token ids, with their texts if `with_pieces`."""
     model.check_model(request.model)
     with spelled({"prompt": "content"}):
         token_ids = await model.encode(request.content or "", bool(request.add_special))
     if request.parse_special is False:
         request.warn("parse_special", "ignored: special tokens in a text are always read as such")
-    tokens: list[Any] = token_ids
+    tokens: Sequence[int | TokenPiece] = token_ids
     if request.with_pieces:
-        tokens = [{"id": token_id, "piece": _piece(model.tokenizer, token_id)} for token_id in token_ids]
-    reply = {"count": len(token_ids), "max_model_len": model.max_context, "tokens": tokens}
-    return reply | request.warnings.reply()
+        tokens = [TokenPiece(id=token_id, piece=_piece(model.tokenizer, token_id)) for token_id in token_ids]
+    return Tokenized(
+        count=len(token_ids),
+        max_model_len=model.max_context,
+        tokens=tokens,
+        warnings=request.warnings.reply(),
+    )
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:

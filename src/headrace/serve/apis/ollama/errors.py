@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 from starlette.responses import Response
 
-from headrace.protocol.errors import QueueFullError
-from headrace.serve.errors import error_body, json_response
+from headrace.serve import errors
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """An error in Ollama's shape."""
-    return {"error": error_body(error)[1]["error"]["message"]}
+class OllamaError(msgspec.Struct, kw_only=True):
+    error: str
+
+
+def error_body(error: BaseException) -> tuple[int, OllamaError]:
+    """Return status and body for any exception."""
+    status, body = errors.error_body(error)
+    return status, OllamaError(error=body.error.message)
 
 
 def refuse(error: BaseException) -> Response:
-    """The reply that tells `error`."""
-    status, body = error_body(error)
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else {}
-    return json_response({"error": body["error"]["message"]}, status, headers)
+    """Return the reply for `error`."""
+    return errors.error_response(error, shape=error_body)

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace import __version__
 from headrace.serve import routing
-from headrace.serve.apis.ollama.errors import failure, refuse
-from headrace.serve.apis.ollama.reply import Lines, line
+from headrace.serve.apis.ollama import reply
+from headrace.serve.apis.ollama.errors import refuse
+from headrace.serve.apis.ollama.reply import NDJSON, Lines
 from headrace.serve.apis.ollama.request import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
-from headrace.serve.apis.ollama.service import NDJSON, Ollama, UnservedError
-from headrace.serve.call import reply_forms
+from headrace.serve.apis.ollama.service import Ollama, UnservedError
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 from headrace.serve.gates.streams import until_gone
+from headrace.serve.routing import Version
 
 
-def add_routes(app: FastAPI, model: ServedModel) -> None:
+def add_routes(app: Starlette, model: ServedModel) -> None:
     """Add `/` and `/api/...`."""
     ollama = Ollama(model)
 
-    async def send(request: Request, answer: Lines | dict[str, Any]) -> Any:
-        if isinstance(answer, dict):
+    async def send(request: Request, answer: Lines | reply.LoadReply) -> Any:
+        if not isinstance(answer, Lines):
             return json_response(answer)
-        return await routing.deliver(request, answer, NDJSON, lambda error: line(failure(error)))
+        return await routing.deliver(request, answer, NDJSON, reply.failure)
 
     async def root(request: Request) -> Response:
         """Something answers here."""
@@ -61,7 +63,7 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     async def version(request: Request) -> Response:
         """headrace's version."""
-        return json_response({"version": __version__})
+        return json_response(Version(version=__version__))
 
     async def show(request: Request) -> Response:
         """One model."""
@@ -71,8 +73,8 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
         """Nothing to do for the model that is served; others can not be had."""
         body = convert(ShowRequest, await routing.body(request))
         ollama.check_name(body)
-        done = {"status": "success"} | body.warnings.reply()
-        return json_response(done) if body.stream is False else Response(line(done), media_type=NDJSON)
+        done = reply.PullReply(warnings=body.warnings.reply())
+        return json_response(done) if body.stream is False else Response(reply.line(done), media_type=NDJSON)
 
     async def unserved(request: Request) -> Response:
         """Not done by this server, whose one model is named when it starts."""
@@ -80,17 +82,20 @@ def add_routes(app: FastAPI, model: ServedModel) -> None:
 
     # HEAD on the root is how Ollama's own client asks whether somebody is there.
     routing.get(app, "/", root, refuse, media_type="text/plain")
-    routing.post(app, "/api/chat", chat, refuse, takes=ChatRequest, gives=reply_forms.OllamaSaid, streams=NDJSON)
+    lines: dict[str, Any] = {"refuse": refuse, "streams": NDJSON}
+    chunks: tuple[Any, ...] = (reply.ChatChunk, reply.ChatReply)
+    routing.post(app, "/api/chat", chat, takes=ChatRequest, gives=reply.ChatReply, chunks=chunks, **lines)
+    chunks = (reply.GenerateChunk, reply.GenerateReply)
     routing.post(
-        app, "/api/generate", generate, refuse, takes=GenerateRequest, gives=reply_forms.OllamaGenerated, streams=NDJSON
+        app, "/api/generate", generate, takes=GenerateRequest, gives=reply.GenerateReply, chunks=chunks, **lines
     )
-    routing.post(app, "/api/embed", embed, refuse, takes=EmbedRequest, gives=reply_forms.OllamaEmbedded)
-    routing.post(app, "/api/embeddings", embeddings, refuse, takes=EmbedRequest, gives=reply_forms.OllamaVector)
-    routing.post(app, "/api/show", show, refuse, takes=ShowRequest, gives=reply_forms.OllamaShown)
-    routing.post(app, "/api/pull", pull, refuse, takes=ShowRequest, gives=reply_forms.OllamaPulled, streams=NDJSON)
-    routing.get(app, "/api/tags", tags, refuse, gives=reply_forms.OllamaModels)
-    routing.get(app, "/api/ps", ps, refuse, gives=reply_forms.OllamaModels)
-    routing.get(app, "/api/version", version, refuse, gives=reply_forms.Version)
+    routing.post(app, "/api/embed", embed, refuse, takes=EmbedRequest, gives=reply.EmbedReply)
+    routing.post(app, "/api/embeddings", embeddings, refuse, takes=EmbedRequest, gives=reply.EmbeddingReply)
+    routing.post(app, "/api/show", show, refuse, takes=ShowRequest, gives=reply.ShowReply)
+    routing.post(app, "/api/pull", pull, takes=ShowRequest, gives=reply.PullReply, chunks=(reply.PullReply,), **lines)
+    routing.get(app, "/api/tags", tags, refuse, gives=reply.OllamaModels)
+    routing.get(app, "/api/ps", ps, refuse, gives=reply.OllamaModels)
+    routing.get(app, "/api/version", version, refuse, gives=Version)
     for name in ("push", "create", "copy"):
         routing.post(app, f"/api/{name}", unserved, refuse, unserved=True)
     routing.add(app, "/api/delete", unserved, ("DELETE",), refuse, unserved=True)

@@ -17,6 +17,7 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
+from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.reply import Lines, now
 from headrace.serve.apis.ollama.request import (
     ChatRequest,
@@ -36,7 +37,6 @@ from headrace.serve.call.service import ServedModel
 from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
-NDJSON = "application/x-ndjson"
 STAYS = "the model is loaded as long as the server runs"
 IGNORED = {
     "keep_alive": STAYS,
@@ -75,11 +75,11 @@ class Ollama:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
-    async def chat(self, body: dict[str, Any]) -> Lines | dict[str, Any]:
-        """POST /api/chat; without messages, as Ollama's clients load a model, a dict that says that it is loaded."""
+    async def chat(self, body: dict[str, Any]) -> Lines | reply.LoadReply:
+        """POST /api/chat; without messages, as Ollama's clients load a model, the reply says that it is loaded."""
         request = self._read(ChatRequest, body)
         if not request.messages:
-            return self._loaded(request, {"message": {"role": "assistant", "content": ""}})
+            return _loaded(request, message=reply.ReplyMessage(content=""))
         messages = [message_of(turn, f"messages[{index}]") for index, turn in enumerate(request.messages)]
         call = ChatCall(
             **self._fields(request),
@@ -90,15 +90,15 @@ class Ollama:
         )
         return Lines(await self.model.chat(call), request, chat=True, ids=False)
 
-    async def generate(self, body: dict[str, Any]) -> Lines | dict[str, Any]:
-        """POST /api/generate; without a prompt, as Ollama's clients load a model, a dict that says so."""
+    async def generate(self, body: dict[str, Any]) -> Lines | reply.LoadReply:
+        """POST /api/generate; without a prompt, as Ollama's clients load a model, the reply says so."""
         request = self._read(GenerateRequest, body)
         if request.images:
             raise RequestError("images", "images", "left out: the models served here read text")
         if request.suffix:
             raise RequestError("suffix", request.suffix, "left out: headrace does not support it yet")
         if not request.prompt:
-            return self._loaded(request, {"response": ""})
+            return _loaded(request, response="")
         fields = self._fields(request) | {"spelling": SPELLING | {"messages": "prompt"}}
         messages = [ChatMessage(role="system", content=request.system)] if request.system else []
         chat = ChatCall(
@@ -116,7 +116,7 @@ class Ollama:
         call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
         return Lines(await self.model.complete(call), request, chat=False, ids=not request.raw)
 
-    async def embed(self, body: dict[str, Any], older: bool) -> dict[str, Any]:
+    async def embed(self, body: dict[str, Any], older: bool) -> reply.EmbedReply | reply.EmbeddingReply:
         """POST /api/embed: vectors of length 1. `older`: /api/embeddings, whose one vector has any length."""
         begun = time.monotonic()
         request = convert(EmbedRequest, body, {"keep_alive": STAYS})
@@ -138,45 +138,53 @@ class Ollama:
             )
         warnings = request.warnings.reply()
         if older:
-            return {"embedding": embedded.rows[0]} | warnings
-        times = {"total_duration": int((time.monotonic() - begun) * 1e9), "load_duration": 0}
-        head = {"model": request.model, "embeddings": embedded.rows, "prompt_eval_count": embedded.num_tokens}
-        return head | times | warnings
+            return reply.EmbeddingReply(embedding=embedded.rows[0], warnings=warnings)
+        return reply.EmbedReply(
+            model=request.model,
+            embeddings=embedded.rows,
+            prompt_eval_count=embedded.num_tokens,
+            total_duration=int((time.monotonic() - begun) * 1e9),
+            load_duration=0,
+            warnings=warnings,
+        )
 
-    def tags(self) -> dict[str, Any]:
+    def tags(self) -> reply.OllamaModels:
         """GET /api/tags."""
-        return {"models": [self._card()]}
+        return reply.OllamaModels(models=[self._card()])
 
-    def ps(self) -> dict[str, Any]:
+    def ps(self) -> reply.OllamaModels:
         """GET /api/ps. The model never expires; the date is one that no client takes for the past."""
-        more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
-        return {"models": [self._card() | more | {"context_length": self.model.max_context}]}
+        card = self._card()
+        card.expires_at, card.size_vram = "9999-12-31T23:59:59Z", 0
+        card.context_length = self.model.max_context
+        return reply.OllamaModels(models=[card])
 
-    def show(self, body: dict[str, Any]) -> dict[str, Any]:
+    def show(self, body: dict[str, Any]) -> reply.ShowReply:
         """POST /api/show."""
         request = convert(ShowRequest, body)
         self.check_name(request)
         info, card = self.model.front.info, self._card()
         tokenizer = self.model.front.tokenizer
         template = (tokenizer.chat_template if tokenizer is not None else None) or ""
-        family = card["details"]["family"]
+        family = card.details.family
         abilities = [
             ("tools", "tools" in template),
             ("thinking", "<think>" in template or "enable_thinking" in template),
         ]
-        return {
-            "modelfile": f"FROM {self.model.name}\n",
-            "parameters": "\n".join(f"{name} {value}" for name, value in self.model.defaults.items()),
-            "template": template,
-            "details": card["details"],
-            "model_info": {
+        return reply.ShowReply(
+            modelfile=f"FROM {self.model.name}\n",
+            parameters="\n".join(f"{name} {value}" for name, value in self.model.defaults.items()),
+            template=template,
+            details=card.details,
+            model_info={
                 "general.architecture": family,
                 f"{family}.context_length": self.model.max_context,
                 f"{family}.vocab_size": info.vocab_size,
             },
-            "capabilities": ["completion", *(name for name, has in abilities if has)],
-            "modified_at": card["modified_at"],
-        } | request.warnings.reply()
+            capabilities=["completion", *(name for name, has in abilities if has)],
+            modified_at=card.modified_at,
+            warnings=request.warnings.reply(),
+        )
 
     def check_name(self, request: ShowRequest) -> None:
         """Raises `RequestError` for a request that names no model, and `ModelNotFoundError` for one not served."""
@@ -185,26 +193,26 @@ class Ollama:
             raise RequestError("model", name, "the name of a model")
         self.model.check_model(self._name(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self) -> reply.OllamaModel:
         model, info = self.model, self.model.front.info
         family = info.model.rstrip("/").rpartition("/")[2] or info.model
-        details = {
-            "parent_model": "",
-            "format": "headrace",
-            "family": family,
-            "families": [family],
-            "parameter_size": "",
-            "quantization_level": info.quantization or info.dtype,
-        }
-        return {
-            "name": model.name,
-            "model": model.name,
-            "modified_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
-            "size": 0,
+        details = reply.ModelDetails(
+            parent_model="",
+            format="headrace",
+            family=family,
+            families=[family],
+            parameter_size="",
+            quantization_level=info.quantization or info.dtype,
+        )
+        return reply.OllamaModel(
+            name=model.name,
+            model=model.name,
+            modified_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+            size=0,
             # Of the name: what it stands for is fixed while the server runs.
-            "digest": hashlib.sha256(model.name.encode()).hexdigest(),
-            "details": details,
-        }
+            digest=hashlib.sha256(model.name.encode()).hexdigest(),
+            details=details,
+        )
 
     def _name(self, name: str) -> str:
         """Ollama's clients add the tag that Ollama takes for granted."""
@@ -228,10 +236,6 @@ class Ollama:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self.model.check_model(self._name(request.model))
         return request
-
-    def _loaded(self, request: GenerationRequest, nothing: dict[str, Any]) -> dict[str, Any]:
-        head = {"model": request.model, "created_at": now()}
-        return head | nothing | {"done": True, "done_reason": "load"} | request.warnings.reply()
 
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
@@ -263,6 +267,11 @@ class Ollama:
             "stream": request.stream is not False,
             "warnings": request.warnings,
         }
+
+
+def _loaded(request: GenerationRequest, **answer: Any) -> reply.LoadReply:
+    """Return the reply that says that the model is loaded; `answer` is its empty answer."""
+    return reply.LoadReply(model=request.model, created_at=now(), warnings=request.warnings.reply(), **answer)
 
 
 def _template_fields(request: GenerationRequest) -> dict[str, Any]:

@@ -12,18 +12,19 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from headrace import __version__
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.step import Finish
-from headrace.serve.call import replies
+from headrace.serve.apis.openai import reply
 from headrace.serve.call.answers import Answer
 from headrace.serve.call.call import TextCall
-from headrace.serve.call.replies import event
+from headrace.serve.call.parsing import WarningLines
+from headrace.serve.call.replies import chat_logprobs, event, timings, usage
 from headrace.serve.call.service import ServedModel
-from headrace.text.beams import blocks_of
 from headrace.text.outputs import RequestState, TextDelta
-from headrace.text.parts import Content, MessagePart, Reasoning
+from headrace.text.parts import Content, MessageBuilder, MessagePart, Reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,8 +32,8 @@ DONE = b"data: [DONE]\n\n"
 class Reply(ABC):
     """A reply to an accepted call. Read it by `whole` or by `events`, once; `close` aborts what still runs."""
 
-    name: str
-    chunk_name: str
+    reply_type: type[Any]
+    chunk_type: type[Any]
 
     def __init__(self, answer: Answer, model: ServedModel) -> None:
         self.answer = answer
@@ -56,50 +57,52 @@ class Reply(ABC):
     def stream(self) -> bool:
         return self.answer.call.stream
 
-    async def whole(self) -> dict[str, Any]:
-        """The reply. Raises what the engine failed with."""
+    async def whole(self) -> Any:
+        """Return the reply, a `reply_type`. Raises the engine's errors."""
         await self.answer.collect()
-        states, places = self.generation.states, self.generation.best_places()
-        choices = [self._choice(place, states[place]) | {"index": index} for index, place in enumerate(places)]
-        counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)} | blocks_of(self.groups)
-        return (
-            self._head
-            | {"object": self.name, "choices": choices}
-            | counts
-            | self._prompt_fields()
-            | self.answer.call.warnings.reply()
+        choices = [self._choice(place, self.generation.states[place]) for place in self.generation.best_places()]
+        for index, choice in enumerate(choices):
+            choice.index = index
+        return self.reply_type(
+            **self._head,
+            choices=choices,
+            usage=usage(self.groups),
+            timings=timings(self.groups),
+            beam_search=reply.beam_search_memory(self.groups),
+            warnings=self.answer.call.warnings.reply(),
+            **self._prompt_fields(),
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The reply as events, `[DONE]` last. Raises what the engine failed with: then there is no `[DONE]`."""
+        """Yield the reply as events, `[DONE]` last. Raises the engine's errors: then there is no `[DONE]`."""
         options = self.answer.call.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.include_usage and options.continuous_usage_stats)
-        head = self._head | {"object": self.chunk_name}
-        num_open = len(self.generation.states)
+        head, states = self._head, self.generation.states
+        num_open = len(states)
         begun: set[int] = set()
-        warnings = self.answer.call.warnings.reply()
+        warnings: WarningLines = self.answer.call.warnings.reply()
         async with self.generation:
             async for pieces in self.generation:
                 for place, piece in pieces:
-                    state = self.generation.states[place]
+                    state = states[place]
                     if not piece.token_ids and state.finish is None:
                         continue
-                    chunks = [] if place in begun else self._opening(place, state)
+                    choices = [] if place in begun else self._opening(place, state)
                     begun.add(place)
-                    chunks += self._pieces(place, state, piece)
+                    choices += self._pieces(place, state, piece)
                     num_open -= state.finish is not None
-                    for number, choice in enumerate(chunks, 1):
-                        chunk = head | {"choices": [choice]} | warnings
-                        warnings = {}
+                    for number, choice in enumerate(choices, 1):
+                        chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
+                        warnings = UNSET
                         if with_usage:
-                            chunk["usage"] = replies.usage(self.groups) if continuous else None
-                        if not num_open and not with_usage and number == len(chunks):
-                            chunk["timings"] = replies.timings(self.groups)
+                            chunk.usage = usage(self.groups) if continuous else None
+                        elif not num_open and number == len(choices):
+                            chunk.timings = timings(self.groups)
                         yield event(chunk)
         if with_usage:
-            counts = {"usage": replies.usage(self.groups), "timings": replies.timings(self.groups)}
-            yield event(head | {"choices": []} | counts)
+            counts = {"usage": usage(self.groups), "timings": timings(self.groups)}
+            yield event(self.chunk_type(**head, choices=[], **counts))
         yield DONE
 
     def close(self) -> None:
@@ -110,7 +113,7 @@ class Reply(ABC):
         return bool(shown and piece.token_ids)
 
     def _ending(self, state: RequestState, token_ids: Sequence[int]) -> dict[str, Any]:
-        """What every choice carries, whole or chunk."""
+        """The fields that every choice has, whole or chunk."""
         finish = state.finish
         fields: dict[str, Any] = {
             "finish_reason": finish.reason if finish else None,
@@ -128,28 +131,29 @@ class Reply(ABC):
         return fields
 
     def _formed(self, state: RequestState) -> str:
-        """The part of an answer's text that its form is about."""
+        """The part of an answer's text that has a form."""
         return state.text
 
     def _prompt_fields(self) -> dict[str, Any]:
-        """What the reply as a whole tells of the prompt."""
+        """The fields of the whole reply that describe the prompt."""
         return {}
 
     @abstractmethod
-    def _choice(self, place: int, state: RequestState) -> dict[str, Any]:
+    def _choice(self, place: int, state: RequestState) -> Any:
         """A whole answer."""
 
     @abstractmethod
-    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[dict[str, Any]]:
-        """What a piece adds to an answer: nothing, if there is nothing to tell."""
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[Any]:
+        """The chunks that a piece adds to an answer: none, if there is nothing to show."""
 
     @abstractmethod
-    def _opening(self, place: int, state: RequestState) -> list[dict[str, Any]]:
-        """What comes before an answer's first part."""
+    def _opening(self, place: int, state: RequestState) -> list[Any]:
+        """The chunks before an answer's first piece."""
 
 
 class CompletionReply(Reply):
-    name = chunk_name = "text_completion"
+    reply_type = reply.Completion
+    chunk_type = reply.CompletionChunk
 
     def __init__(self, answer: Answer, call: TextCall, model: ServedModel) -> None:
         super().__init__(answer, model)
@@ -159,13 +163,13 @@ class CompletionReply(Reply):
             None
             if num_top is None
             else [
-                replies.CompletionLogprobs(self.tokenizer, num_top, state.request, self._echoed(place, state))
+                reply.CompletionLogprobsBuilder(self.tokenizer, num_top, state.request, self._echoed(place, state))
                 for place, state in enumerate(self.generation.states)
             ]
         )
 
     def _echoed(self, place: int, state: RequestState) -> str | None:
-        """The prompt as text under `echo`: as it was given, or decoded if it was given as ids or was cut."""
+        """The prompt as text under `echo`: as the request has it, or decoded if that has ids or it was cut."""
         if not self.call.echo:
             return None
         text, params = self.answer.texts[place // self.generation.n], state.request.params
@@ -175,25 +179,30 @@ class CompletionReply(Reply):
             )
         return text or ""
 
-    def _choice(self, place: int, state: RequestState) -> dict[str, Any]:
+    def _choice(self, place: int, state: RequestState) -> reply.CompletionChoice:
         fields = self._opening_fields(place, state)
         text = fields.pop("text", "") + state.text
         logprobs = fields.pop("logprobs", None)
         if self._logprobs is not None:
-            added = self._logprobs[place].add(state.token_ids, state.logprobs)
-            logprobs = {key: logprobs[key] + added[key] for key in added} if logprobs else added
-        return {"index": place, "text": text, "logprobs": logprobs} | self._ending(state, state.token_ids) | fields
+            generated = self._logprobs[place].add(state.token_ids, state.logprobs)
+            if logprobs is None:
+                logprobs = generated
+            else:
+                logprobs.extend(generated)
+        ending = self._ending(state, state.token_ids)
+        return reply.CompletionChoice(index=place, text=text, logprobs=logprobs, **ending, **fields)
 
-    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[dict[str, Any]]:
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[reply.CompletionChunkChoice]:
         if not (piece.text or state.finish or self._shows_tokens(piece)):
             return []
         logprobs = None if self._logprobs is None else self._logprobs[place].add(piece.token_ids, piece.logprobs)
-        return [{"index": place, "text": piece.text, "logprobs": logprobs} | self._ending(state, piece.token_ids)]
+        ending = self._ending(state, piece.token_ids)
+        return [reply.CompletionChunkChoice(index=place, text=piece.text, logprobs=logprobs, **ending)]
 
-    def _opening(self, place: int, state: RequestState) -> list[dict[str, Any]]:
+    def _opening(self, place: int, state: RequestState) -> list[reply.CompletionChunkChoice]:
         fields = self._opening_fields(place, state)
-        empty = {"index": place, "text": "", "logprobs": None, "finish_reason": None}
-        return [empty | fields] if fields else []
+        empty: dict[str, Any] = {"index": place, "text": "", "logprobs": None, "finish_reason": None}
+        return [reply.CompletionChunkChoice(**(empty | fields))] if fields else []
 
     def _opening_fields(self, place: int, state: RequestState) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -202,79 +211,89 @@ class CompletionReply(Reply):
             fields["text"] = self._echoed(place, state) or ""
             if self._logprobs is not None:
                 fields["logprobs"] = self._logprobs[place].add(token_ids, [None, *state.prompt_logprobs])
-        if self.call.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = replies.prompt_logprobs(self.tokenizer, state)
-        if self.call.return_token_ids:
+        if self.answer.call.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = reply.prompt_logprobs(state)
+        if self.answer.call.return_token_ids:
             fields["prompt_token_ids"] = token_ids
         return fields
 
 
 class ChatReply(Reply):
-    name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
+    reply_type = reply.ChatCompletion
+    chunk_type = reply.ChatCompletionChunk
 
-    def _choice(self, place: int, state: RequestState) -> dict[str, Any]:
-        logprobs = (
-            replies.chat_logprobs(self.tokenizer, state.logprobs) if self.answer.call.logprobs is not None else None
-        )
-        message: dict[str, Any] = {"role": "assistant", "refusal": None}
-        message |= {name: value for name, value in self.answer.message(place).items() if value or name == "content"}
-        if "reasoning_content" in message:
-            # vLLM's other name for it.
-            message["reasoning"] = message["reasoning_content"]
+    def _choice(self, place: int, state: RequestState) -> reply.ChatChoice:
         ending = self._ending(state, state.token_ids) | {"finish_reason": self.answer.finish_reason(place)}
-        return {"index": place, "message": message, "logprobs": logprobs} | ending
+        message, logprobs = _message(self.answer.message(place)), self._chat_logprobs(state)
+        return reply.ChatChoice(index=place, message=message, logprobs=logprobs, **ending)
 
-    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[dict[str, Any]]:
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[reply.ChatChunkChoice]:
         deltas = [_delta(part) for part in self.answer.take(place, piece.text)]
         if not deltas and (state.finish or self._shows_tokens(piece)):
-            deltas = [{"content": ""}]
-        choices: list[dict[str, Any]] = []
+            deltas = [reply.ChatDelta(content="")]
+        choices = []
         for number, delta in enumerate(deltas, 1):
-            first, last = number == 1, number == len(deltas)
-            # Tokens are told once, with the first of what they add; that it is over, with the last.
-            logprobs = (
-                replies.chat_logprobs(self.tokenizer, piece.logprobs)
-                if self.answer.call.logprobs is not None and first
-                else None
-            )
-            ending = self._ending(state, piece.token_ids if first else [])
-            ending |= (
-                {"finish_reason": self.answer.finish_reason(place)}
-                if last
-                else {"finish_reason": None, "stop_reason": None}
-            )
-            choices.append({"index": place, "delta": delta, "logprobs": logprobs} | ending)
+            # The first delta of a piece has its tokens; the last one has the end of the answer.
+            is_first, is_last = number == 1, number == len(deltas)
+            ending = self._ending(state, piece.token_ids if is_first else [])
+            if is_last:
+                ending["finish_reason"] = self.answer.finish_reason(place)
+            else:
+                ending["finish_reason"] = ending["stop_reason"] = None
+            logprobs = self._chat_logprobs(piece) if is_first else None
+            choices.append(reply.ChatChunkChoice(index=place, delta=delta, logprobs=logprobs, **ending))
         return choices
 
-    def _formed(self, state: RequestState) -> str:
-        return self.answer.text(self.generation.states.index(state))
+    def _chat_logprobs(self, source: RequestState | TextDelta) -> reply.ChatLogprobs | None:
+        if self.answer.call.logprobs is None:
+            return None
+        return reply.ChatLogprobs(content=chat_logprobs(self.tokenizer, source.logprobs))
 
-    def _opening(self, place: int, state: RequestState) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": place, "delta": delta, "logprobs": None, "finish_reason": None} | self._prompt_fields()]
+    def _formed(self, state: RequestState) -> str:
+        return self.answer.message(self.generation.states.index(state)).content
+
+    def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
+        delta = reply.ChatDelta(role="assistant", content="")
+        fields = self._prompt_fields()
+        return [reply.ChatChunkChoice(index=place, delta=delta, logprobs=None, finish_reason=None, **fields)]
 
     def _prompt_fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         state = self.generation.states[0]
         if self.answer.call.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = replies.prompt_logprobs(self.tokenizer, state)
+            fields["prompt_logprobs"] = reply.prompt_logprobs(state)
         if self.answer.call.return_token_ids:
             fields["prompt_token_ids"] = state.request.prompt_token_ids
         return fields
 
 
-def _delta(part: MessagePart) -> dict[str, Any]:
-    """A part as OpenAI's streams tell it."""
+def _message(message: MessageBuilder) -> reply.ChatMessage:
+    """A whole message as OpenAI has it: its content is None where there is something else instead."""
+    calls = [
+        reply.ToolCall(id=call["id"], function=reply.FunctionCall(name=call["name"], arguments=call["arguments"]))
+        for call in message.calls
+    ]
+    reasoning = message.reasoning or UNSET
+    return reply.ChatMessage(
+        content=message.content or (None if calls or message.reasoning else ""),
+        reasoning_content=reasoning,
+        tool_calls=calls or UNSET,
+        reasoning=reasoning,
+    )
+
+
+def _delta(part: MessagePart) -> reply.ChatDelta:
+    """A part as OpenAI's streams have it."""
     if isinstance(part, Content):
-        return {"content": part.text}
+        return reply.ChatDelta(content=part.text)
     if isinstance(part, Reasoning):
-        return {"reasoning_content": part.text, "reasoning": part.text}
-    call: dict[str, Any] = {"index": part.index}
+        return reply.ChatDelta(reasoning_content=part.text, reasoning=part.text)
+    function = reply.FunctionCall(arguments=part.arguments)
     if part.name is None:
-        return {"tool_calls": [call | {"function": {"arguments": part.arguments}}]}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"tool_calls": [call | {"id": part.id, "type": "function", "function": function}]}
+        return reply.ChatDelta(tool_calls=[reply.ToolCallPart(index=part.index, function=function)])
+    function.name = part.name
+    call = reply.ToolCallPart(index=part.index, id=part.id, type="function", function=function)
+    return reply.ChatDelta(tool_calls=[call])
 
 
 def shortfall(constraint: StructuredOutputs | None, text: str, finish: Finish | None) -> str | None:

@@ -15,18 +15,20 @@ import logging
 import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Request
+from msgspec import UNSET
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.tenants import Tenant, acting_as
 from headrace.protocol.errors import EngineDeadError, HeadraceError, RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.files import PAGE, Files, NotFoundError, page
-from headrace.serve.call import reply_forms
-from headrace.serve.call.parsing import Body, convert
+from headrace.serve.apis.openai.reply import Page
+from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.errors import json_response
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
@@ -53,6 +55,56 @@ class BatchRequest(Body, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+class RequestCounts(msgspec.Struct, kw_only=True):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchError(msgspec.Struct, kw_only=True):
+    """`line` counts the lines of the input from 1."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchErrors(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[BatchError]
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch as the API describes it. Times in seconds since 1970."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+    warnings: WarningLines = UNSET
+
+
+class BatchList(Page, kw_only=True):
+    data: list[BatchObject]
+
+
 class Batches:
     """The batches in `store`, whose files are in `files`.
 
@@ -72,7 +124,7 @@ class Batches:
         self._running: tuple[str, asyncio.Task[None]] | None = None
 
     def start(self) -> None:
-        """Begin to work, also on what an earlier server left."""
+        """Begin to work, also on the batches of an earlier server."""
         self._worker = asyncio.ensure_future(self._work())
         self._wake.set()
 
@@ -82,7 +134,7 @@ class Batches:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
 
-    def create(self, request: BatchRequest) -> dict[str, Any]:
+    def create(self, request: BatchRequest) -> BatchObject:
         """Accept a batch. Raises `RequestError`, `NotFoundError`, `StoreFullError`."""
         if request.endpoint not in self.answerer.routes:
             raise RequestError("endpoint", request.endpoint, "one of " + ", ".join(self.answerer.routes))
@@ -100,50 +152,50 @@ class Batches:
             raise StoreFullError(f"batches: {len(unfinished)} are not done yet; the bound is {MAX_OPEN}")
         now = int(time.time())
         batch_id = self.store.new_id()
-        card: dict[str, Any] = {
-            "id": batch_id,
-            "object": "batch",
-            "endpoint": request.endpoint,
-            "errors": None,
-            "input_file_id": request.input_file_id,
-            "completion_window": request.completion_window,
-            "status": "validating",
-            "output_file_id": None,
-            "error_file_id": None,
-            "created_at": now,
-            "in_progress_at": None,
-            "expires_at": now + HOUR_S * int(window[1]),
-            "finalizing_at": None,
-            "completed_at": None,
-            "failed_at": None,
-            "expired_at": None,
-            "cancelling_at": None,
-            "cancelled_at": None,
-            "request_counts": {"total": 0, "completed": 0, "failed": 0},
-            "metadata": metadata or None,
-        }
+        batch = BatchObject(
+            id=batch_id,
+            endpoint=request.endpoint,
+            errors=None,
+            input_file_id=request.input_file_id,
+            completion_window=request.completion_window,
+            status="validating",
+            output_file_id=None,
+            error_file_id=None,
+            created_at=now,
+            in_progress_at=None,
+            expires_at=now + HOUR_S * int(window[1]),
+            finalizing_at=None,
+            completed_at=None,
+            failed_at=None,
+            expired_at=None,
+            cancelling_at=None,
+            cancelled_at=None,
+            request_counts=RequestCounts(total=0, completed=0, failed=0),
+            metadata=metadata or None,
+        )
         while len(self.store) >= self.store.max_items and (old := self._oldest_ended()):
             self.store.delete(old)
-        self.store.put(batch_id, card)
+        self.store.put(batch_id, msgspec.to_builtins(batch))
         self._wake.set()
-        return card | ({"warnings": request.warnings} if request.warnings else {})
+        batch.warnings = request.warnings.reply()
+        return batch
 
-    def get(self, batch_id: str) -> dict[str, Any]:
+    def get(self, batch_id: str) -> BatchObject:
         """Raises `NotFoundError`."""
         if batch_id not in self.store:
             raise NotFoundError("batch", batch_id)
-        return {name: value for name, value in self._card(batch_id).items() if not name.startswith("_")}
+        return msgspec.convert(self._card(batch_id), BatchObject)
 
-    def listed(self) -> list[dict[str, Any]]:
+    def listed(self) -> list[BatchObject]:
         """All batches, oldest first."""
         return [self.get(batch_id) for batch_id in self.store]
 
-    def cancel(self, batch_id: str) -> dict[str, Any]:
+    def cancel(self, batch_id: str) -> BatchObject:
         """End a batch early; what was answered stays. Raises `NotFoundError`, `RequestError` if it has ended."""
-        card = self.get(batch_id)
-        if card["status"] in ENDED:
-            raise RequestError("batch_id", card["status"], "that of a batch which has not ended")
-        if card["status"] != "cancelling":
+        batch = self.get(batch_id)
+        if batch.status in ENDED:
+            raise RequestError("batch_id", batch.status, "that of a batch which has not ended")
+        if batch.status != "cancelling":
             self._note(batch_id, "cancelling")
         if self._running is not None and self._running[0] == batch_id:
             self._running[1].cancel()
@@ -184,8 +236,8 @@ class Batches:
                 if isinstance(error, Exception):
                     logger.error("batch %s failed", batch_id, exc_info=error)
                     is_ours = isinstance(error, HeadraceError)
-                    told = str(error) if is_ours else "internal error; the server's log has more"
-                    self._fail(batch_id, [{"code": "batch_failed", "message": told, "line": None, "param": None}])
+                    message = str(error) if is_ours else "internal error; the server's log has more"
+                    self._fail(batch_id, [{"code": "batch_failed", "message": message, "line": None, "param": None}])
                 elif self._card(batch_id)["status"] == "cancelling":
                     self._end(batch_id, "cancelled")
             except (StorageError, StoreFullError) as waits:
@@ -206,14 +258,14 @@ class Batches:
             self._fail(batch_id, errors)
             return
         done = self._open_files(batch_id, len(numbers))
-        left = lines_of(raw, card["endpoint"], {number for name, number in numbers.items() if name not in done})
+        lines = lines_of(raw, card["endpoint"], {number for name, number in numbers.items() if name not in done})
         seconds = card["expires_at"] - time.time()
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 async with contextlib.aclosing(
-                    answers(left, self.answerer.answer, self.concurrency, self._quiet)
-                ) as found:
-                    async for _, output in found:
+                    answers(lines, self.answerer.answer, self.concurrency, self._quiet)
+                ) as outputs:
+                    async for _, output in outputs:
                         self._keep(batch_id, output)
         except TimeoutError:
             self._tell_expired(batch_id, numbers)
@@ -228,19 +280,19 @@ class Batches:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _open_files(self, batch_id: str, total: int) -> set[str]:
-        """Make the output files, or find what an earlier server wrote. -> the lines that have their answer."""
+        """Create the output files, or open those of an earlier server. Return the ids of the answered lines."""
         card = self._card(batch_id)
         done: set[str] = set()
         counts = {"total": total, "completed": 0, "failed": 0}
         for name, kind, counted in (("_output", "output", "completed"), ("_errors", "errors", "failed")):
             file_id = card.get(name)
             if file_id is None or file_id not in self.files.store:
-                made = self.files.create(f"{batch_id}_{kind}.jsonl", "batch_output", b"", hidden=True)
-                card[name] = made.id
+                file = self.files.create(f"{batch_id}_{kind}.jsonl", "batch_output", b"", hidden=True)
+                card[name] = file.id
                 try:
                     self.store.tell(batch_id, card)
                 except HeadraceError:
-                    self.files.store.discard(made.id)
+                    self.files.store.discard(file.id)
                     raise
                 continue
             written = self.files.store.body(file_id)
@@ -273,13 +325,13 @@ class Batches:
     def _end(self, batch_id: str, status: str) -> None:
         """Show the files that have something in them, and drop those that have not."""
         card = self._card(batch_id)
-        for name, shown in (("_output", "output_file_id"), ("_errors", "error_file_id")):
+        for name, field in (("_output", "output_file_id"), ("_errors", "error_file_id")):
             file_id = card.pop(name, None)
             if file_id is None or file_id not in self.files.store:
                 continue
             if self.files.store.body_size(file_id):
                 self.files.reveal(file_id)
-                card[shown] = file_id
+                card[field] = file_id
             else:
                 self.files.store.delete(file_id)
         card |= {"status": status, f"{status}_at": int(time.time())}
@@ -300,8 +352,8 @@ class Batches:
 
 
 def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """The requests of a batch's input, each with the number of its line, and what is wrong with it: nothing is asked of
-    a batch with a bad line."""
+    """Return the line numbers of a batch's requests by custom id, and the errors of its lines: a batch with a bad line
+    is not answered at all."""
     numbers: dict[str, int] = {}
     errors: list[dict[str, Any]] = []
     for number, text in _texts(raw):
@@ -322,9 +374,9 @@ def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[dict[str,
     return numbers, errors
 
 
-def lines_of(raw: bytes, endpoint: str, wanted: Container[int]) -> Iterator[Line]:
-    """The lines with these numbers, read when their turn comes: all at once would take many times the file's size."""
-    return (read_line(text, number, (endpoint,)) for number, text in _texts(raw) if number in wanted)
+def lines_of(raw: bytes, endpoint: str, numbers: Container[int]) -> Iterator[Line]:
+    """Yield the lines with these numbers, read when their turn comes: all at once take many times the file's size."""
+    return (read_line(text, number, (endpoint,)) for number, text in _texts(raw) if number in numbers)
 
 
 def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
@@ -335,7 +387,7 @@ def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def add_routes(app: FastAPI, batches: Batches) -> None:
+def add_routes(app: Starlette, batches: Batches) -> None:
     """/v1/batches."""
 
     async def create(request: Request) -> Response:
@@ -344,7 +396,7 @@ def add_routes(app: FastAPI, batches: Batches) -> None:
 
     async def listed(request: Request) -> Response:
         """The batches."""
-        return json_response(page(batches.listed(), request, DEFAULT_PAGE))
+        return json_response(page(BatchList, batches.listed(), request, DEFAULT_PAGE, lambda batch: str(batch.id)))
 
     async def get(request: Request) -> Response:
         """One batch."""
@@ -354,7 +406,7 @@ def add_routes(app: FastAPI, batches: Batches) -> None:
         """End a batch early."""
         return json_response(batches.cancel(request.path_params["batch_id"]))
 
-    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=reply_forms.StoredBatch)
-    routing.get(app, "/v1/batches", listed, gives=reply_forms.StoredBatches, query=PAGE)
-    routing.get(app, "/v1/batches/{batch_id}", get, gives=reply_forms.StoredBatch)
-    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel, gives=reply_forms.StoredBatch)
+    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=BatchObject)
+    routing.get(app, "/v1/batches", listed, gives=BatchList, query=PAGE)
+    routing.get(app, "/v1/batches/{batch_id}", get, gives=BatchObject)
+    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel, gives=BatchObject)

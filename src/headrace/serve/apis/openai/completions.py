@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from headrace.engine.generation import off_loop
 from headrace.protocol import bounds
@@ -18,8 +19,9 @@ from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
 from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
-from headrace.serve.call import replies
+from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
 from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.replies import Tokenized, token_text
 from headrace.serve.call.schema import (
     PASSED_ON,
     ChatCompletionRequest,
@@ -99,7 +101,7 @@ def chat_call(request: ChatCompletionRequest) -> ChatCall:
     )
 
 
-async def tokenize(model: ServedModel, body: dict[str, Any]) -> dict[str, Any]:
+async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
     """POST /tokenize. Raises `RequestError`."""
     request = parse(TokenizeRequest, body)
     model.check_model(request.model)
@@ -119,13 +121,17 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> dict[str, Any]:
         text = await model.render(call)
     special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
     token_ids = await model.encode(text, special)
-    reply: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.max_context, "tokens": token_ids}
-    if request.return_token_strs:
-        reply["token_strs"] = [replies.token_text(model.tokenizer, token_id) for token_id in token_ids]
-    return reply | request.warnings.reply()
+    texts = [token_text(model.tokenizer, token_id) for token_id in token_ids] if request.return_token_strs else UNSET
+    return Tokenized(
+        count=len(token_ids),
+        max_model_len=model.max_context,
+        tokens=token_ids,
+        token_strs=texts,
+        warnings=request.warnings.reply(),
+    )
 
 
-async def detokenize(model: ServedModel, body: dict[str, Any]) -> dict[str, Any]:
+async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
     """POST /detokenize. Raises `RequestError`."""
     request = parse(DetokenizeRequest, body)
     model.check_model(request.model)
@@ -136,33 +142,25 @@ async def detokenize(model: ServedModel, body: dict[str, Any]) -> dict[str, Any]
     tokenizer = model.tokenizer
     decode = lambda: tokenizer.decode(request.tokens, skip_special_tokens=False)  # noqa: E731
     text = await off_loop(len(request.tokens), decode)
-    # llama-server's name for it, too.
-    return {"prompt": text, "content": text} | request.warnings.reply()
+    return Detokenized(prompt=text, content=text, warnings=request.warnings.reply())
 
 
-def models(model: ServedModel) -> dict[str, Any]:
+def models(model: ServedModel) -> ModelList:
     """GET /v1/models."""
-    # The last three are for Anthropic's clients, which turn pages.
-    pages = {"has_more": False, "first_id": model.name, "last_id": model.name}
-    return {"object": "list", "data": [model_card(model, model.name)]} | pages
+    return ModelList(data=[model_card(model, model.name)], has_more=False, first_id=model.name, last_id=model.name)
 
 
-def model_card(model: ServedModel, name: str) -> dict[str, Any]:
+def model_card(model: ServedModel, name: str) -> ModelCard:
     """GET /v1/models/NAME. Raises `ModelNotFoundError`."""
     model.check_model(name)
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "headrace",
-        "root": model.front.info.model,
-        "parent": None,
-        "max_model_len": model.max_context,
-        # As Anthropic has it.
-        "type": "model",
-        "display_name": model.name,
-        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
-    }
+    return ModelCard(
+        id=model.name,
+        created=model.created,
+        root=model.front.info.model,
+        max_model_len=model.max_context,
+        display_name=model.name,
+        created_at=datetime.fromtimestamp(model.created, UTC).isoformat(),
+    )
 
 
 def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:

@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
-from headrace.serve.call import reply_forms
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.parsing import Body, convert
+from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import json_response
 from headrace.serve.gates.streams import until_gone
@@ -61,13 +63,67 @@ class RerankRequest(Body, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
 
 
+class Vector(msgspec.Struct, kw_only=True):
+    """`embedding` is base64 of float32 numbers where the request has this format."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class VectorUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Vector]
+    model: str
+    usage: VectorUsage
+    warnings: WarningLines = UNSET
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    data: list[Score]
+    model: str
+    usage: VectorUsage
+    warnings: WarningLines = UNSET
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    text: str
+
+
+class RankedResult(msgspec.Struct, kw_only=True):
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class RerankReply(msgspec.Struct, kw_only=True):
+    id: str
+    results: list[RankedResult]
+    model: str
+    usage: VectorUsage
+    warnings: WarningLines = UNSET
+
+
 class Embeddings:
     """The routes without HTTP. Raises `HeadraceError`s of all kinds."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
-    async def create(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def create(self, body: dict[str, Any]) -> EmbeddingReply:
         """POST /v1/embeddings."""
         request = convert(EmbeddingRequest, body)
         self.model.check_model(request.model)
@@ -84,54 +140,56 @@ class Embeddings:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
         )
-        shown = packed if request.encoding_format == "base64" else list
-        data = [{"object": "embedding", "index": i, "embedding": shown(row)} for i, row in enumerate(embedded.rows)]
-        return self._reply(request, embedded.num_tokens, {"object": "list", "data": data})
+        written = packed if request.encoding_format == "base64" else list
+        data = [Vector(index=i, embedding=written(row)) for i, row in enumerate(embedded.rows)]
+        return EmbeddingReply(data=data, **self._tail(request, embedded.num_tokens))
 
-    async def score(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def score(self, body: dict[str, Any]) -> ScoreReply:
         """POST /v1/score."""
         request = convert(ScoreRequest, body)
         self.model.check_model(request.model)
         ones, others = _as_list(request.text_1), _as_list(request.text_2)
         if len(ones) not in (1, len(others)):
             raise RequestError("text_1", len(ones), f"one text, or as many as text_2 has ({len(others)})")
-        more: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        first = await vectors(self.model.front, ones, field="text_1", **more)
-        second = await vectors(self.model.front, others, field="text_2", **more)
+        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
+        first = await vectors(self.model.front, ones, field="text_1", **options)
+        second = await vectors(self.model.front, others, field="text_2", **options)
         rows = first.rows * len(others) if len(ones) == 1 else first.rows
         pairs = zip(rows, second.rows, strict=True)
-        data = [{"index": i, "object": "score", "score": likeness(a, b)} for i, (a, b) in enumerate(pairs)]
-        fields = {"id": f"score-{new_request_id()}", "object": "list", "data": data}
-        return self._reply(request, first.num_tokens + second.num_tokens, fields)
+        data = [Score(index=i, score=likeness(a, b)) for i, (a, b) in enumerate(pairs)]
+        tail = self._tail(request, first.num_tokens + second.num_tokens)
+        return ScoreReply(id=f"score-{new_request_id()}", data=data, **tail)
 
-    async def rerank(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def rerank(self, body: dict[str, Any]) -> RerankReply:
         """POST /v1/rerank."""
         request = convert(RerankRequest, body)
         self.model.check_model(request.model)
         top_n = len(request.documents) if request.top_n is None else request.top_n
         if top_n < 0:
             raise RequestError("top_n", top_n, "at least 0; 0 is all of them")
-        more: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        query = await vectors(self.model.front, [request.query], field="query", **more)
-        embedded = await vectors(self.model.front, request.documents, field="documents", **more)
-        scores = [likeness(query.rows[0], row) for row in embedded.rows]
+        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
+        query = await vectors(self.model.front, [request.query], field="query", **options)
+        documents = await vectors(self.model.front, request.documents, field="documents", **options)
+        scores = [likeness(query.rows[0], row) for row in documents.rows]
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: top_n or None]
-        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        results = [RankedResult(index=i, relevance_score=scores[i]) for i in order]
         if request.return_documents is not False:
-            results = [result | {"document": {"text": request.documents[result["index"]]}} for result in results]
-        fields = {"id": f"rerank-{new_request_id()}", "results": results}
-        return self._reply(request, query.num_tokens + embedded.num_tokens, fields)
+            for result in results:
+                result.document = RankedDocument(text=request.documents[result.index])
+        tail = self._tail(request, query.num_tokens + documents.num_tokens)
+        return RerankReply(id=f"rerank-{new_request_id()}", results=results, **tail)
 
-    def _reply(self, request: Body, num_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return fields | {"model": self.model.name, "usage": usage} | request.warnings.reply()
+    def _tail(self, request: Body, num_tokens: int) -> dict[str, Any]:
+        """The last fields of every reply."""
+        usage = VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        return {"model": self.model.name, "usage": usage, "warnings": request.warnings.reply()}
 
 
 def _as_list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def add_routes(app: FastAPI, embeddings: Embeddings) -> None:
+def add_routes(app: Starlette, embeddings: Embeddings) -> None:
     """/v1/embeddings, /v1/score and /v1/rerank."""
 
     async def create(request: Request) -> Response:
@@ -149,8 +207,8 @@ def add_routes(app: FastAPI, embeddings: Embeddings) -> None:
         body = await routing.body(request)
         return json_response(await until_gone(request.receive, embeddings.rerank(body)))
 
-    routing.post(app, "/v1/embeddings", create, takes=EmbeddingRequest, gives=reply_forms.Embedded)
+    routing.post(app, "/v1/embeddings", create, takes=EmbeddingRequest, gives=EmbeddingReply)
     for path in ("/v1/score", "/score"):
-        routing.post(app, path, score, takes=ScoreRequest, gives=reply_forms.Scores)
+        routing.post(app, path, score, takes=ScoreRequest, gives=ScoreReply)
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        routing.post(app, path, rerank, takes=RerankRequest, gives=reply_forms.Ranking)
+        routing.post(app, path, rerank, takes=RerankRequest, gives=RerankReply)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request
+from msgspec import UNSET
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import routing
-from headrace.serve.call import reply_forms
+from headrace.serve.apis.openai.reply import Deleted, Page
+from headrace.serve.call.parsing import WarningLines
 from headrace.serve.errors import json_response
 from headrace.serve.gates.limits import read_body
 from headrace.serve.storage.multipart import parse_form
@@ -28,7 +32,7 @@ MAX_FILENAME = 256
 MAX_PAGE = 10_000
 PURPOSES = ("batch", "user_data")
 PAGE = ("limit", "order", "after")
-"""What the query of a list may say: see `page`."""
+"""The parameters in the query of a list: see `page`."""
 
 
 class NotFoundError(HeadraceError):
@@ -38,29 +42,32 @@ class NotFoundError(HeadraceError):
     code = "not_found"
 
     def __init__(self, what: str, entry_id: str) -> None:
-        shown = entry_id if len(entry_id) <= 80 else entry_id[:77] + "..."
-        super().__init__(f"{what}: there is none with the id {shown!r}")
+        short_id = entry_id if len(entry_id) <= 80 else entry_id[:77] + "..."
+        super().__init__(f"{what}: there is none with the id {short_id!r}")
 
 
-class FileObject(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A file as the API tells of it. Sizes in bytes, times in seconds since 1970."""
+class FileObject(msgspec.Struct, kw_only=True):
+    """A file as the API describes it. Sizes in bytes, times in seconds since 1970."""
 
     id: str
     bytes: int
     created_at: int
     filename: str
     purpose: str
-    object: str = "file"
-    status: str = "processed"
-    warnings: list[str] = []
+    object: Literal["file"] = "file"
+    status: Literal["processed"] = "processed"
+    warnings: WarningLines = UNSET
 
-    def fields(self) -> dict[str, Any]:
-        made = {name: getattr(self, name) for name in self.__struct_fields__}
-        return made if self.warnings else {name: value for name, value in made.items() if name != "warnings"}
+
+class FileList(Page, kw_only=True):
+    data: list[FileObject]
+
+
+P = TypeVar("P", bound=Page)
 
 
 class Files:
-    """Files in `store`. One that is being written is there, but nobody is told of it before `reveal`."""
+    """Files in `store`. One that is being written is there, but hidden from clients before `reveal`."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -95,15 +102,15 @@ class Files:
         self.store.delete(file_id)
 
     def reveal(self, file_id: str) -> None:
-        """A file that was written is whole now. Raises KeyError."""
+        """Show a file, which is whole now. Raises KeyError."""
         self.store.tell(file_id, (self.store.about(file_id) or {}) | {"hidden": False})
 
     def listed(self, purpose: str | None = None) -> list[FileObject]:
-        """All that clients may know of, oldest first."""
-        found = ((file_id, self.store.about(file_id) or {}) for file_id in self.store)
+        """Return all files that clients may see, oldest first."""
+        entries = ((file_id, self.store.about(file_id) or {}) for file_id in self.store)
         return [
             self._object(file_id, about)
-            for file_id, about in found
+            for file_id, about in entries
             if not about.get("hidden") and purpose in (None, about.get("purpose"))
         ]
 
@@ -117,8 +124,8 @@ class Files:
         )
 
 
-def page(items: list[dict[str, Any]], request: Request, default: int) -> dict[str, Any]:
-    """One page of a list whose oldest item comes first: `limit`, `after` and `order` of the query, as OpenAI's.
+def page(kind: type[P], items: list[Any], request: Request, default: int, id_of: Callable[[Any], str]) -> P:
+    """Return one page of a list whose oldest item comes first: `limit`, `after` and `order` of the query, as OpenAI's.
 
     Raises `RequestError`, and `NotFoundError` for an unknown `after`.
     """
@@ -130,16 +137,16 @@ def page(items: list[dict[str, Any]], request: Request, default: int) -> dict[st
         raise RequestError("order", order, "asc or desc")
     rows = items if order == "asc" else items[::-1]
     if after:
-        places = [place for place, item in enumerate(rows) if item["id"] == after]
+        places = [place for place, item in enumerate(rows) if id_of(item) == after]
         if not places:
             raise NotFoundError("after", after)
         rows = rows[places[0] + 1 :]
-    shown = rows[: int(limit)]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": shown, "has_more": len(rows) > len(shown)} | ends
+    data = rows[: int(limit)]
+    first_id, last_id = (id_of(data[0]), id_of(data[-1])) if data else (None, None)
+    return kind(data=data, has_more=len(rows) > len(data), first_id=first_id, last_id=last_id)
 
 
-def add_routes(app: FastAPI, files: Files) -> None:
+def add_routes(app: Starlette, files: Files) -> None:
     """/v1/files."""
 
     async def create(request: Request) -> Response:
@@ -153,19 +160,19 @@ def add_routes(app: FastAPI, files: Files) -> None:
         if purpose not in PURPOSES:
             raise RequestError("purpose", purpose, "one of " + ", ".join(PURPOSES))
         upload = uploads.pop("file")
-        made = await asyncio.to_thread(files.create, upload.filename, purpose, upload.content)
+        file = await asyncio.to_thread(files.create, upload.filename, purpose, upload.content)
         # `expires_after[seconds]` and the like: files stay until they are deleted.
-        made.warnings = [f"{name[:80]}: not honoured, and ignored" for name in (*fields, *uploads)]
-        return json_response(made.fields())
+        file.warnings = [f"{name[:80]}: not honoured, and ignored" for name in (*fields, *uploads)] or UNSET
+        return json_response(file)
 
     async def listed(request: Request) -> Response:
         """The files."""
-        found = [made.fields() for made in files.listed(request.query_params.get("purpose"))]
-        return json_response(page(found, request, MAX_PAGE))
+        listed = files.listed(request.query_params.get("purpose"))
+        return json_response(page(FileList, listed, request, MAX_PAGE, lambda file: str(file.id)))
 
     async def get(request: Request) -> Response:
         """One file's description."""
-        return json_response(files.get(request.path_params["file_id"]).fields())
+        return json_response(files.get(request.path_params["file_id"]))
 
     async def content(request: Request) -> Response:
         """One file's bytes."""
@@ -176,10 +183,10 @@ def add_routes(app: FastAPI, files: Files) -> None:
         """Delete a file."""
         file_id = request.path_params["file_id"]
         files.delete(file_id)
-        return json_response({"id": file_id, "object": "file", "deleted": True})
+        return json_response(Deleted(id=file_id, object="file", deleted=True))
 
-    routing.post(app, "/v1/files", create, gives=reply_forms.StoredFile)
-    routing.get(app, "/v1/files", listed, gives=reply_forms.StoredFiles, query=("purpose", *PAGE))
-    routing.get(app, "/v1/files/{file_id}", get, gives=reply_forms.StoredFile)
+    routing.post(app, "/v1/files", create, gives=FileObject)
+    routing.get(app, "/v1/files", listed, gives=FileList, query=("purpose", *PAGE))
+    routing.get(app, "/v1/files/{file_id}", get, gives=FileObject)
     routing.get(app, "/v1/files/{file_id}/content", content, media_type="application/octet-stream")
-    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",), gives=reply_forms.Deleted)
+    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",), gives=Deleted)

@@ -11,17 +11,32 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
-from fastapi import FastAPI, Request
+from msgspec.structs import replace
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.generation import off_loop
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
-from headrace.serve.apis.openai.responses_events import Output, encode
+from headrace.serve.apis.openai.reply import Deleted, Page
+from headrace.serve.apis.openai.responses_events import (
+    CachedTokens,
+    Event,
+    IncompleteDetails,
+    Output,
+    ReasoningSettings,
+    ReasoningTokens,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+    TextSettings,
+    encode,
+)
 from headrace.serve.apis.openai.responses_input import (
     NamedItem,
     ResponsesRequest,
@@ -30,10 +45,10 @@ from headrace.serve.apis.openai.responses_input import (
     messages_of,
     read,
 )
-from headrace.serve.call import replies, reply_forms
 from headrace.serve.call.answers import Answer
 from headrace.serve.call.call import ChatCall
 from headrace.serve.call.parsing import Warnings
+from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_body, json_response
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
@@ -46,26 +61,38 @@ DEFAULT_PAGE = 20
 RUNNING = ("queued", "in_progress")
 
 
-class ResponseAnswer:
-    """A response that was accepted. Read it once, by `whole` or by `events`; `close` aborts what still runs."""
+class InputItems(Page, kw_only=True):
+    data: list[dict[str, Any]]
 
-    def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: dict[str, Any]) -> None:
+
+class Entry(msgspec.Struct, kw_only=True):
+    """A stored response: the object, its input, and the items that came before."""
+
+    response: ResponseObject
+    input: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+
+
+class ResponseAnswer:
+    """An accepted response. Read it once, by `whole` or by `events`; `close` aborts what still runs."""
+
+    def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: ResponseObject) -> None:
         self.api, self.request, self.chat, self.response = api, request, chat, response
         self.output = Output(response)
-        self._num_told = 0
+        self._num_read = 0
         self._num_reasoning = 0
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[ChatTokenLogprob] = []
 
     @property
     def id(self) -> str:
-        return str(self.response["id"])
+        return self.response.id
 
     @property
     def stream(self) -> bool:
         return bool(self.request.stream)
 
-    async def whole(self) -> dict[str, Any]:
-        """The response object at its end. Raises what the engine failed with."""
+    async def whole(self) -> ResponseObject:
+        """Return the response object at its end. Raises the engine's errors."""
         try:
             async for _, parts in self.chat.parts():
                 self._take(parts)
@@ -77,7 +104,7 @@ class ResponseAnswer:
         return self.response
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as events. What the engine fails with becomes `response.failed`."""
+        """Yield the response as events. An error of the engine becomes `response.failed`."""
         yield encode(self.output.whole("created"))
         yield encode(self.output.whole("in_progress"))
         try:
@@ -95,67 +122,69 @@ class ResponseAnswer:
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
         self.chat.close()
-        if self.response["status"] in RUNNING:
+        if self.response.status in RUNNING:
             self.output.end("incomplete")
-            self.response["status"] = "cancelled"
+            self.response.status = "cancelled"
             self.api.keep(self.response)
 
-    def _take(self, parts: list[MessagePart]) -> list[dict[str, Any]]:
-        """The events of new parts. Log-probabilities of tokens go with the next text that comes."""
+    def _take(self, parts: list[MessagePart]) -> list[Event]:
+        """Return the events of new parts. Log-probabilities of tokens go with the next text that comes."""
         state = self.chat.generation.states[0]
-        fresh, self._num_told = state.logprobs[self._num_told :], len(state.logprobs)
+        fresh, self._num_read = state.logprobs[self._num_read :], len(state.logprobs)
         if self.chat.call.logprobs is not None:
-            self._logprobs += replies.chat_logprobs(self.chat.tokenizer, fresh)["content"]
+            self._logprobs += chat_logprobs(self.chat.tokenizer, fresh)
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
         return events
 
     async def _count_reasoning(self) -> None:
-        """Tokens of the reasoning's text. How the text came in pieces must not matter, so it is tokenised again."""
-        texts = [item["content"][0]["text"] for item in self.output.items if item["type"] == "reasoning"]
+        """Count the tokens of the reasoning's text. How the text came in pieces must not matter, so it is tokenised
+        again."""
+        texts = [item.part.text for item in self.output.items if item.type == "reasoning"]
         tokenizer = self.chat.tokenizer
         if texts and tokenizer is not None:
             count = lambda: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
             self._num_reasoning = await off_loop(sum(map(len, texts)), count)
 
-    def _finish(self) -> list[dict[str, Any]]:
+    def _finish(self) -> list[Event]:
         """Close the response: its status, its usage, its place in the store."""
         cut = self.chat.finish_reason(0) == "length"
-        if not self.output.items:
-            # The answer is empty; clients still look for a message.
-            events = self.output.take([Content("")], [])
-        else:
-            events = []
+        events: list[Event] = []
+        # An empty answer has a message all the same: readers look for one. The log-probabilities of tokens without
+        # text, such as the one that ends an answer, go with an empty text, as in a chat.
+        if not self.output.items or (self._logprobs and self.output.is_in_message):
+            events = self.output.take([Content("")], self._logprobs)
         events += self.output.end("incomplete" if cut else "completed")
         response = self.response
-        response["status"] = "incomplete" if cut else "completed"
+        response.status = "incomplete" if cut else "completed"
         if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         else:
-            response["completed_at"] = int(time.time())
-        response["usage"] = self._usage()
-        response["timings"] = replies.timings(self.chat.groups)
+            response.completed_at = int(time.time())
+        response.usage = self._usage()
+        response.timings = timings(self.chat.groups)
         self.api.keep(response)
-        return [*events, self.output.whole(response["status"])]
+        return [*events, self.output.whole(response.status)]
 
     def _fail(self, error: HeadraceError) -> None:
         _, body = error_body(error)
         self.output.end("incomplete")
-        self.response["status"] = "failed"
-        self.response["error"] = {"code": "server_error", "message": body["error"]["message"]}
+        self.response.status = "failed"
+        self.response.error = ResponseError(code="server_error", message=body.error.message)
         self.api.keep(self.response)
 
-    def _usage(self) -> dict[str, Any]:
-        counts = replies.usage(self.chat.groups)
-        cached = counts["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": min(self._num_reasoning, counts["completion_tokens"])},
-            "total_tokens": counts["total_tokens"],
-        }
+    def _usage(self) -> ResponseUsage:
+        counts = usage(self.chat.groups)
+        num_cached = counts.prompt_tokens_details.cached_tokens
+        num_reasoning = min(self._num_reasoning, counts.completion_tokens)
+        return ResponseUsage(
+            input_tokens=counts.prompt_tokens,
+            input_tokens_details=CachedTokens(cached_tokens=num_cached, cache_write_tokens=0),
+            output_tokens=counts.completion_tokens,
+            output_tokens_details=ReasoningTokens(reasoning_tokens=num_reasoning),
+            total_tokens=counts.total_tokens,
+        )
 
 
 class Responses:
@@ -187,14 +216,15 @@ class Responses:
         answer = ResponseAnswer(self, request, chat, response)
         if stored:
             try:
-                self.store.put(response_id, {}, _encode(response, items, history))
+                entry = Entry(response=response, input=items, history=history)
+                self.store.put(response_id, {}, msgspec.json.encode(entry))
             except BaseException:
                 chat.close()
                 raise
         return answer
 
-    async def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Create a response and read it to its end, as batches do: not stored unless the request says so."""
+    async def whole(self, body: dict[str, Any]) -> ResponseObject:
+        """Create a response and read it to its end, as batches do: not stored unless the body says so."""
         answer = await self.create({"store": False} | body)
         try:
             return await answer.whole()
@@ -202,7 +232,7 @@ class Responses:
             answer.close()
             raise
 
-    def run_in_background(self, answer: ResponseAnswer) -> dict[str, Any]:
+    def run_in_background(self, answer: ResponseAnswer) -> ResponseObject:
         """Go on with an answer when its caller is gone. -> the response object as it is now."""
 
         async def run() -> None:
@@ -226,23 +256,21 @@ class Responses:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def get(self, response_id: str) -> dict[str, Any]:
+    def get(self, response_id: str) -> ResponseObject:
         """Raises `NotFoundError`."""
-        # A caller that may not see what is stored does not see what runs.
+        # A caller that may not see a stored response may not see it running.
         if response_id in self._background and response_id in self.store:
             return self._background[response_id][0].response
-        response: dict[str, Any] = self._entry(response_id)["response"]
-        return response
+        return self._entry(response_id).response
 
     def items(self, response_id: str) -> list[dict[str, Any]]:
         """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
-        items: list[dict[str, Any]] = self._entry(response_id)["input"]
-        return items
+        return self._entry(response_id).input
 
-    def cancel(self, response_id: str) -> dict[str, Any]:
+    def cancel(self, response_id: str) -> ResponseObject:
         """End a response that runs in the background. Raises `NotFoundError`, `RequestError`."""
         response = self.get(response_id)
-        if not response["background"]:
+        if not response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
             answer, task = self._background[response_id]
@@ -258,17 +286,17 @@ class Responses:
             self.cancel(response_id)
         self.store.delete(response_id)
 
-    def keep(self, response: dict[str, Any]) -> None:
+    def keep(self, response: ResponseObject) -> None:
         """Store what became of a response, if it is stored and still there."""
-        if response["id"] not in self.store:
+        if response.id not in self.store:
             return
         try:
-            entry = self._entry(response["id"])
-            self.store.put(response["id"], {}, _encode(response, entry["input"], entry["history"]))
+            entry = replace(self._entry(response.id), response=response)
+            self.store.put(response.id, {}, msgspec.json.encode(entry))
         except (StoreFullError, StorageError, NotFoundError) as error:
             # The caller gets its answer; what would be read again later is not the whole of it.
-            logger.warning("response %s is not kept: %s", response["id"], error)
-            self.store.discard(response["id"])
+            logger.warning("response %s is not kept: %s", response.id, error)
+            self.store.discard(response.id)
 
     async def _chat(self, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]) -> Answer:
         """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
@@ -286,81 +314,76 @@ class Responses:
                     items = items[1:]
 
     def _history(self, response_id: str) -> list[dict[str, Any]]:
-        """Return the input and output of a response. Raises `NotFoundError`, `RequestError` if it still runs."""
+        """Return the input and output of a response, and of those before it. Raises `NotFoundError`, and `RequestError`
+        if it still runs."""
         entry = self._entry(response_id)
-        if entry["response"]["status"] in RUNNING or response_id in self._background:
+        if entry.response.status in RUNNING or response_id in self._background:
             raise RequestError("previous_response_id", response_id, "that of a response which has ended")
-        return [*entry["history"], *entry["input"], *entry["response"]["output"]]
+        return [*entry.history, *entry.input, *msgspec.to_builtins(entry.response.output)]
 
-    def _entry(self, response_id: str) -> dict[str, Any]:
+    def _entry(self, response_id: str) -> Entry:
         if response_id not in self.store:
             raise NotFoundError("response", response_id)
         try:
-            entry: dict[str, Any] = msgspec.json.decode(self.store.body(response_id))
+            return msgspec.json.decode(self.store.body(response_id), type=Entry)
         except (FileNotFoundError, msgspec.DecodeError) as error:
             logger.warning("the stored response %s can not be read: %s", response_id, error)
             raise NotFoundError("response", response_id) from error
-        return entry
 
     def _settle(self, response_id: str) -> None:
-        """A response that an earlier server left unfinished stays so."""
+        """Mark a response as failed that an earlier server did not finish."""
         try:
-            response = self._entry(response_id)["response"]
+            response = self._entry(response_id).response
         except (NotFoundError, StorageError):
             return  # the log has why
-        if response["status"] in RUNNING:
-            error = {"code": "server_error", "message": "the server ended before this response did"}
-            self.keep(response | {"status": "failed", "error": error})
+        if response.status in RUNNING:
+            error = ResponseError(code="server_error", message="the server ended before this response did")
+            self.keep(replace(response, status="failed", error=error))
 
-    def _object(self, request: ResponsesRequest, chat: Answer, response_id: str) -> dict[str, Any]:
+    def _object(self, request: ResponsesRequest, chat: Answer, response_id: str) -> ResponseObject:
         params = chat.generation.states[0].request.params
         form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
-        reasoning = request.reasoning
-        response: dict[str, Any] = {
-            "id": response_id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "completed_at": None,
-            "status": "in_progress",
-            "background": bool(request.background),
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "max_tool_calls": request.max_tool_calls,
-            "model": self.model.name,
-            "output": [],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": request.previous_response_id,
-            "prompt_cache_key": request.prompt_cache_key,
-            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
-            "safety_identifier": request.safety_identifier,
-            "service_tier": "default",
-            "store": request.store is not False,
-            "temperature": params.temperature,
-            "text": {"format": msgspec.to_builtins(form), "verbosity": "medium"},
-            "tool_choice": request.tool_choice or "auto",
-            "tools": [_shown_tool(tool) for tool in request.tools or []],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": params.top_p,
-            "truncation": request.truncation or "disabled",
-            "usage": None,
-            "user": request.user,
-            "metadata": request.metadata or {},
-            "seed": params.seed,
-        }
-        return response | chat.call.warnings.reply()
+        effort = None if request.reasoning is None else request.reasoning.effort
+        return ResponseObject(
+            id=response_id,
+            created_at=int(time.time()),
+            completed_at=None,
+            status="in_progress",
+            background=bool(request.background),
+            error=None,
+            incomplete_details=None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
+            model=self.model.name,
+            output=[],
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            prompt_cache_key=request.prompt_cache_key,
+            reasoning=ReasoningSettings(effort=effort, summary=None),
+            safety_identifier=request.safety_identifier,
+            service_tier="default",
+            store=request.store is not False,
+            temperature=params.temperature,
+            text=TextSettings(format=msgspec.to_builtins(form), verbosity="medium"),
+            tool_choice=request.tool_choice or "auto",
+            tools=[_shown_tool(tool) for tool in request.tools or []],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=params.top_p,
+            truncation=request.truncation or "disabled",
+            usage=None,
+            user=request.user,
+            metadata=request.metadata or {},
+            seed=cast(int, params.seed),
+            warnings=chat.call.warnings.reply(),
+        )
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"strict": False, "parameters": None} | tool
 
 
-def _encode(response: dict[str, Any], items: list[dict[str, Any]], history: list[dict[str, Any]]) -> bytes:
-    return msgspec.json.encode({"response": response, "input": items, "history": history})
-
-
-def add_routes(app: FastAPI, responses: Responses) -> None:
+def add_routes(app: Starlette, responses: Responses) -> None:
     """/v1/responses."""
 
     async def create(request: Request) -> Any:
@@ -380,7 +403,7 @@ def add_routes(app: FastAPI, responses: Responses) -> None:
         """Delete a stored response."""
         response_id = request.path_params["response_id"]
         responses.delete(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        return json_response(Deleted(id=response_id, object="response", deleted=True))
 
     async def cancel(request: Request) -> Response:
         """End a response that runs in the background."""
@@ -389,11 +412,19 @@ def add_routes(app: FastAPI, responses: Responses) -> None:
     async def input_items(request: Request) -> Response:
         """What a stored response was asked."""
         items = responses.items(request.path_params["response_id"])
-        return json_response(page(items, request, DEFAULT_PAGE))
+        return json_response(page(InputItems, items, request, DEFAULT_PAGE, lambda item: str(item["id"])))
 
-    form, one = reply_forms.ResponseObject, "/v1/responses/{response_id}"
-    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=form, streams="text/event-stream")
-    routing.get(app, one, get, gives=form, query=("stream",))
-    routing.add(app, one, delete, ("DELETE",), gives=reply_forms.Deleted)
-    routing.post(app, f"{one}/cancel", cancel, gives=form)
-    routing.get(app, f"{one}/input_items", input_items, gives=reply_forms.InputItems, query=PAGE)
+    one = "/v1/responses/{response_id}"
+    routing.post(
+        app,
+        "/v1/responses",
+        create,
+        takes=ResponsesRequest,
+        gives=ResponseObject,
+        streams="text/event-stream",
+        chunks=(Event,),
+    )
+    routing.get(app, one, get, gives=ResponseObject, query=("stream",))
+    routing.add(app, one, delete, ("DELETE",), gives=Deleted)
+    routing.post(app, f"{one}/cancel", cancel, gives=ResponseObject)
+    routing.get(app, f"{one}/input_items", input_items, gives=InputItems, query=PAGE)

@@ -1,125 +1,272 @@
-"""The typed events of OpenAI's Responses API, and the output items that they build up.
+"""The response object of OpenAI's Responses API, its output items, and the typed events that build them up.
 
-`Output` takes an answer's parts in and gives events out; a reply that is read whole runs through the same code, so
-the two can not differ. Knows no engine and no HTTP; called by `serve.apis.openai.responses`.
+`Output` takes an answer's parts and returns events; a reply that is read whole runs through the same code, so the two
+can not differ. Knows no engine and no HTTP; called by `serve.apis.openai.responses`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
+from headrace.serve.call.parsing import WarningLines
+from headrace.serve.call.replies import ChatTokenLogprob, Timings
 from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
 
-Event = dict[str, Any]
+ItemType = Literal["message", "reasoning", "function_call"]
+_IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
-_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+class OutputText(msgspec.Struct, kw_only=True):
+    """A part of an item's content. Reasoning has no annotations and no log-probabilities."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class OutputItem(msgspec.Struct, kw_only=True):
+    """A message has role and content, reasoning has summary and content, a function call has the last three."""
+
+    id: str
+    type: ItemType
+    status: str
+    role: str | UnsetType = UNSET
+    summary: list[Any] | UnsetType = UNSET
+    content: list[OutputText] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+    @property
+    def part(self) -> OutputText:
+        """The one part of an item of text."""
+        if not self.content:
+            raise ValueError(f"an item of the type {self.type} has no text")
+        return self.content[0]
+
+
+class CachedTokens(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, kw_only=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    reason: str
+
+
+class ReasoningSettings(msgspec.Struct, kw_only=True):
+    effort: str | None
+    summary: str | None
+
+
+class TextSettings(msgspec.Struct, kw_only=True):
+    format: dict[str, Any]
+    verbosity: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """POST /v1/responses. `usage` and `timings` come when it has ended."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None
+    status: str
+    background: bool
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningSettings
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: TextSettings
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, Any]
+    seed: int
+    warnings: WarningLines = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class Event(msgspec.Struct, kw_only=True):
+    """An event of a stream. Its type says which of the other fields it has."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+        "response.output_item.added",
+        "response.output_item.done",
+        "response.content_part.added",
+        "response.content_part.done",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+    ]
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
 
 
 def encode(event: Event) -> bytes:
-    """One server-sent event, with its type as the event's name."""
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    """Return one server-sent event, with its type as the event's name."""
+    return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 class Output:
-    """The output items of one response, and the events that tell how they came to be.
+    """The output items of one response, and the events that build them up.
 
     `response` is the response object: its `output` is kept up to date, and the events that carry the whole object
     carry it as it is then. Sequence numbers count from 0.
     """
 
-    def __init__(self, response: dict[str, Any]) -> None:
+    def __init__(self, response: ResponseObject) -> None:
         self.response = response
-        self.items: list[dict[str, Any]] = response["output"]
-        self._open: dict[str, Any] | None = None
+        self.items = response.output
+        self._open: OutputItem | None = None
         self._num_events = 0
 
-    def event(self, kind: str, **fields: Any) -> Event:
-        made = {"type": kind, "sequence_number": self._num_events} | fields
+    @property
+    def is_in_message(self) -> bool:
+        """Whether a message is open, which may grow."""
+        return self._open is not None and self._open.type == "message"
+
+    def event(self, kind: Any, **fields: Any) -> Event:
+        event = Event(type=kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
-        return made
+        return event
 
     def whole(self, status: str) -> Event:
-        """The event that tells the whole object, such as `response.created` of "created"."""
-        # A snapshot: the object goes on changing.
-        return self.event(f"response.{status}", response=msgspec.json.decode(msgspec.json.encode(self.response)))
+        """Return the event that carries the whole object, such as `response.created` of "created"."""
+        # Encoded now: the object goes on changing.
+        return self.event(f"response.{status}", response=msgspec.Raw(msgspec.json.encode(self.response)))
 
-    def take(self, parts: list[MessagePart], logprobs: list[dict[str, Any]]) -> list[Event]:
-        """The next parts; `logprobs` are those of the tokens that came with them, for text."""
+    def take(self, parts: list[MessagePart], logprobs: list[ChatTokenLogprob]) -> list[Event]:
+        """Add the next parts; `logprobs` are those of the tokens that came with them, for text."""
         events: list[Event] = []
         for part in parts:
             if isinstance(part, Content):
-                events += self._begin("message", {"role": "assistant", "content": []})
-                events.append(self._text("response.output_text.delta", part.text, logprobs=logprobs))
+                events += self._begin("message", role="assistant")
+                events.append(self._text("response.output_text.delta", part.text, logprobs))
                 logprobs = []
             elif isinstance(part, Reasoning):
-                events += self._begin("reasoning", {"summary": [], "content": []})
-                events.append(self._text("response.reasoning_text.delta", part.text))
+                events += self._begin("reasoning", summary=[])
+                events.append(self._text("response.reasoning_text.delta", part.text, UNSET))
             else:
                 events += self._call(part)
         return events
 
     def end(self, status: str = "completed") -> list[Event]:
-        """Nothing more comes: close the last item, which is "incomplete" if it was cut off."""
+        """Close the last item, which is "incomplete" if it was cut off; nothing more comes."""
         return self._close(status)
 
-    def _begin(self, kind: str, fields: dict[str, Any]) -> list[Event]:
+    def _begin(self, kind: ItemType, **fields: Any) -> list[Event]:
         """Open an item of this kind with one part of text, unless it is open."""
-        if self._open is not None and self._open["type"] == kind:
+        if self._open is not None and self._open.type == kind:
             return []
-        events = self._close() + self._add(kind, fields)
-        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-        if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self.items[-1]["content"].append(part)
-        return [*events, self._part_event("response.content_part.added", part=dict(part))]
+        events = self._close() + self._add(kind, content=[], **fields)
+        # Two parts, one for the item and one for the event: the item's grows before the event is encoded.
+        part, empty = (
+            OutputText(type="output_text", text="", annotations=[], logprobs=[])
+            if kind == "message"
+            else OutputText(type="reasoning_text", text="")
+            for _ in range(2)
+        )
+        self.items[-1].content = [part]
+        return [*events, self._part_event("response.content_part.added", part=empty)]
 
-    def _add(self, kind: str, fields: dict[str, Any]) -> list[Event]:
-        item_id = f"{_IDS[kind]}_{self.response['id'].partition('_')[2]}_{len(self.items)}"
-        self._open = {"id": item_id, "type": kind, "status": "in_progress"} | fields
+    def _add(self, kind: ItemType, **fields: Any) -> list[Event]:
+        item_id = f"{_IDS[kind]}_{self.response.id.partition('_')[2]}_{len(self.items)}"
+        self._open = OutputItem(id=item_id, type=kind, status="in_progress", **fields)
         self.items.append(self._open)
-        item = {name: list(value) if isinstance(value, list) else value for name, value in self._open.items()}
-        return [self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)]
+        return [self.event("response.output_item.added", output_index=len(self.items) - 1, item=replace(self._open))]
 
     def _call(self, part: ToolCall) -> list[Event]:
         events: list[Event] = []
         if part.name is not None:
-            fields = {"call_id": part.id, "name": part.name, "arguments": ""}
-            events = self._close() + self._add("function_call", fields)
-        if part.arguments:
-            self.items[-1]["arguments"] += part.arguments
+            events = self._close() + self._add("function_call", call_id=part.id, name=part.name, arguments="")
+        item = self.items[-1]
+        if part.arguments and isinstance(item.arguments, str):
+            item.arguments += part.arguments
             events.append(self._item_event("response.function_call_arguments.delta", delta=part.arguments))
         return events
 
-    def _text(self, kind: str, text: str, **more: Any) -> Event:
-        part = self.items[-1]["content"][0]
-        part["text"] += text
-        if more.get("logprobs"):
-            part["logprobs"] += more["logprobs"]
-        return self._part_event(kind, delta=text, **more)
+    def _text(self, kind: str, text: str, logprobs: list[ChatTokenLogprob] | UnsetType) -> Event:
+        part = self.items[-1].part
+        part.text += text
+        if logprobs and part.logprobs is not UNSET:
+            part.logprobs += logprobs
+        return self._part_event(kind, delta=text, logprobs=logprobs)
 
     def _close(self, status: str = "completed") -> list[Event]:
         item, self._open = self._open, None
         if item is None:
             return []
-        item["status"] = status
+        item.status = status
         events = []
-        if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            events.append(self._item_event("response.function_call_arguments.done", **done))
+        if item.type == "function_call":
+            kind = "response.function_call_arguments.done"
+            events.append(self._item_event(kind, name=item.name, arguments=item.arguments))
         else:
-            part = item["content"][0]
-            kind, more = "response.reasoning_text.done", {}
-            if item["type"] == "message":
-                kind, more = "response.output_text.done", {"logprobs": list(part["logprobs"])}
-            events.append(self._part_event(kind, text=part["text"], **more))
-            events.append(self._part_event("response.content_part.done", part=dict(part)))
-        events.append(self.event("response.output_item.done", output_index=len(self.items) - 1, item=dict(item)))
+            part = item.part
+            kind = "response.output_text.done" if item.type == "message" else "response.reasoning_text.done"
+            events.append(self._part_event(kind, text=part.text, logprobs=part.logprobs))
+            events.append(self._part_event("response.content_part.done", part=replace(part)))
+        events.append(self.event("response.output_item.done", output_index=len(self.items) - 1, item=replace(item)))
         return events
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
-        return self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+        return self.event(kind, item_id=self.items[-1].id, output_index=len(self.items) - 1, **fields)
 
     def _part_event(self, kind: str, **fields: Any) -> Event:
         return self._item_event(kind, content_index=0, **fields)

@@ -6,8 +6,9 @@ Handed its numbers by `serve.app`. Knows the modules beside it and no config.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from headrace.serve.apis.openai import batches, completions, embeddings, files, responses
 from headrace.serve.apis.openai.batches import Batches
@@ -66,11 +67,11 @@ class Storage:
 def answerer(model: ServedModel, responses: Responses, embeddings: Embeddings) -> Answerer:
     """Return what answers the lines of batches."""
 
-    async def completion(body: dict[str, object]) -> dict[str, object]:
+    async def completion(body: dict[str, object]) -> Any:
         answer = await completions.complete(model, body)
         return await answer.whole()
 
-    async def chat(body: dict[str, object]) -> dict[str, object]:
+    async def chat(body: dict[str, object]) -> Any:
         answer = await completions.chat(model, body)
         return await answer.whole()
 
@@ -90,7 +91,7 @@ def offline_answerer(model: ServedModel) -> Answerer:
     return answerer(model, Responses(model, nowhere), Embeddings(model))
 
 
-def add_routes(app: FastAPI, storage: Storage) -> None:
+def add_routes(app: Starlette, storage: Storage) -> None:
     """/v1/files, /v1/batches, /v1/responses and /v1/embeddings."""
     files.add_routes(app, storage.files)
     batches.add_routes(app, storage.batches)
