@@ -33,6 +33,18 @@ def test_every_room_stands() -> None:
     assert not empty
 
 
+def uses_fastapi(source: str) -> bool:
+    return any(rules.under(name, "fastapi") for _, name in rules.imports(source))
+
+
+def test_the_server_needs_starlette_alone() -> None:
+    """FastAPI may be installed beside headrace, and is no dependency of it."""
+    files = [path for folder in ("src", "tests") for path in (rules.ROOT / folder).rglob("*.py")]
+    assert not [path for path in files if uses_fastapi(path.read_text())]
+    assert uses_fastapi("from fastapi import FastAPI")
+    assert not uses_fastapi("import starlette")
+
+
 def test_every_folder_has_a_face() -> None:
     """The docstring of a folder's `__init__` says what the folder is for and which names others may use."""
     for path in rules.PACKAGE.rglob("__init__.py"):
