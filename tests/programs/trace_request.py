@@ -1,0 +1,68 @@
+"""Lists the files of headrace that one chat request passes: `python -m tests.programs.trace_request`.
+
+The server and the engine run in one process here, so that one profile function sees both sides. Structs that are only
+constructed, and the frames and child process that carry a request between two processes, are not seen by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+import headrace
+from headrace.engine.build import build_engine
+from headrace.engine.client import InprocClient
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.serve.app import create_app, load_text
+
+PACKAGE = str(Path(headrace.__file__).parent) + "/"
+BODY = {"messages": [{"role": "user", "content": "Tell me a story."}], "seed": 7, "max_tokens": 8, "stream": True}
+
+
+class Trace:
+    """The files whose functions are called while `is_on`."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.is_on = False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if self.is_on and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+
+async def run(trace: Trace) -> None:
+    """Send two requests, and trace the second, for which everything is loaded."""
+    engine, server = EngineConfig(model="builtin"), ServerConfig()
+    app = create_app(InprocClient(lambda: build_engine(engine)), *load_text(engine, server), server, "builtin")
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client,
+    ):
+        while (await client.get("/health/ready")).status_code != 200:
+            await asyncio.sleep(0.01)
+        for is_on in (False, True):
+            trace.is_on = is_on
+            reply = await client.post("/v1/chat/completions", json=BODY)
+            trace.is_on = False
+            reply.raise_for_status()
+
+
+def main() -> None:
+    trace = Trace()
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        asyncio.run(run(trace))
+    finally:
+        sys.setprofile(None)
+    print("\n".join(sorted(trace.files)))
+
+
+if __name__ == "__main__":
+    main()
