@@ -26,7 +26,7 @@ from tests.drafters.play import (
 
 from headrace.drafters import context, draft_model, eagle, early_exit, features, medusa, mtp
 from headrace.drafters.base import Context, Drafter
-from headrace.drafters.context import Job, Line, PrivateContext
+from headrace.drafters.context import Line, LineRows, PrivateContext
 from headrace.protocol.errors import CheckpointError, RequestError
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -255,7 +255,7 @@ def test_each_branch_of_a_tree_attends_to_its_own_path() -> None:
     for tokens, tail, row in rows[::5]:
         line = Line()
         assert plain.reserve(line, len(tokens) + len(tail))
-        found = plain.extend([Job(line, tokens + tail)])
+        found = plain.extend([LineRows(line, tokens + tail)])
         assert (found.logits[0] == row).all()
         plain.empty(line)
 

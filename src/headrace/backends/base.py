@@ -49,7 +49,7 @@ class HeadNorm(NamedTuple):
     offset: float
 
 
-class Turn(NamedTuple):
+class RopeTable(NamedTuple):
     """Rotary embedding: cos and sin [max_model_len, P] of every position; the first 2 * P numbers of a head turn."""
 
     cos: Array
@@ -120,13 +120,13 @@ class Ops(Protocol):
         heads: Heads,
         rows: Rows,
         cache: Cache,
-        turn: Turn | None = None,
+        rope_table: RopeTable | None = None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> Array:
         """qkv [R, heads] -> queries [R, num_heads * D]; keys and values go to the rows' slots of the cache.
 
-        Queries and keys are first normed (`q_norm`, `k_norm`) and turned (`turn`). Pairs of a turn are (i, i + P).
+        Queries and keys are first normed (`q_norm`, `k_norm`) and rotated (`rope_table`) in pairs (i, i + P).
         """
         ...
 

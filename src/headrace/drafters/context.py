@@ -39,7 +39,7 @@ class Line:
     table: list[int] = field(default_factory=list)
 
 
-class Job(NamedTuple):
+class LineRows(NamedTuple):
     """Tokens to put behind a line, with the features [len(token_ids), F] of a model that looks at such."""
 
     line: Line
@@ -164,7 +164,7 @@ class PrivateContext:
         self.pool.take(shared)
         return Line(line.start, list(line.tokens), shared + tail)
 
-    def extend(self, jobs: Sequence[Job], keep_features: bool = False) -> Computed:
+    def extend(self, jobs: Sequence[LineRows], keep_features: bool = False) -> Computed:
         """Compute the jobs' tokens, for which room is reserved; no two jobs have the same line."""
         results: list[tuple[F32, F32 | None, list[bool], list[int]]] = []
         most = self.program.max_rows
@@ -195,7 +195,7 @@ class PrivateContext:
         return Computed(np.concatenate([part[0] for part in results]), features, sound)
 
     def _run(
-        self, jobs: Sequence[Job], portion: list[tuple[int, int, int]], keep_features: bool, is_lent: bool = False
+        self, jobs: Sequence[LineRows], portion: list[tuple[int, int, int]], keep_features: bool, is_lent: bool = False
     ) -> tuple[F32, F32 | None, list[bool], list[int]]:
         """Return logits and features of the jobs that end here, and of each piece whether it is finite and its job."""
         starts, pieces, tables, rows, feature_parts = [], [], [], [], []

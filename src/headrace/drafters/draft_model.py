@@ -14,7 +14,7 @@ from operator import eq
 
 from headrace.backends.base import Backend
 from headrace.drafters.base import F32, Context, Target
-from headrace.drafters.context import Job, PrivateContext
+from headrace.drafters.context import LineRows, PrivateContext
 from headrace.drafters.files import directory_of
 from headrace.drafters.grow import Grower
 from headrace.hub import read_json
@@ -74,7 +74,7 @@ class TokenDrafter:
             self.private.rewind(line, min(num_same, len(tokens) - 1))
             missing = tokens[len(line.tokens) :]
             if context.num_drafts > 0 and self.private.reserve(line, len(missing), keep):
-                jobs.append(Job(line, missing))
+                jobs.append(LineRows(line, missing))
                 ready.append(i)
         drafts = [Draft([]) for _ in contexts]
         if jobs:

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.backends.base import Array, Backend, Cache, Chunks, KVShape, Rows
 from headrace.drafters.base import F32, Context, Target
-from headrace.drafters.context import MAX_LINES, MAX_ROWS, Job, Line, PrivateContext
+from headrace.drafters.context import MAX_LINES, MAX_ROWS, Line, LineRows, PrivateContext
 from headrace.drafters.grow import Grower
 from headrace.models import Model
 from headrace.protocol.speculation import SpeculativeConfig
@@ -191,7 +191,7 @@ class FeatureDrafter:
                 drafts[i] = draft
         return drafts
 
-    def _job(self, seq_id: int, waiting: Waiting, token_ids: list[int], keep: Any) -> Job | None:
+    def _job(self, seq_id: int, waiting: Waiting, token_ids: list[int], keep: Any) -> LineRows | None:
         """Return a job of the waiting rows, with the token after each, behind the sequence's line; None without
         room."""
         line: Line = self.private.line(seq_id)
@@ -201,7 +201,7 @@ class FeatureDrafter:
         if not self.private.reserve(line, len(token_ids), {seq_id, *keep}):
             return None
         rows = waiting.take(len(token_ids))
-        return Job(line, token_ids, rows if self._fuse is None else self._fuse.features(rows))
+        return LineRows(line, token_ids, rows if self._fuse is None else self._fuse.features(rows))
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
         return None

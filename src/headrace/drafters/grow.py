@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.drafters.base import F32, Context, Guide
-from headrace.drafters.context import Computed, Job, Line, PrivateContext
+from headrace.drafters.context import Computed, Line, LineRows, PrivateContext
 from headrace.protocol.step import Draft
 
 
@@ -98,7 +98,7 @@ class Grower:
             ]
             if not rows:
                 break
-            jobs = [Job(lines[alive[row]], [chains[alive[row]][-1]], step.features_of(row)) for row in rows]
+            jobs = [LineRows(lines[alive[row]], [chains[alive[row]][-1]], step.features_of(row)) for row in rows]
             step = self._private.extend(jobs, self._feeds)
             alive = [alive[row] for row in rows]
             if not all(step.finite):
@@ -148,11 +148,11 @@ class Grower:
 
     def _expand(
         self, contexts: list[Context], lines: list[Line], growths: list[Growth], depth: int, forks: list[Line]
-    ) -> tuple[list[tuple[int, int]], list[Job]]:
+    ) -> tuple[list[tuple[int, int]], list[LineRows]]:
         """Room and jobs for the nodes of this depth that are worth expanding."""
         keep = {context.seq_id for context in contexts}
         parents: list[tuple[int, int]] = []
-        jobs: list[Job] = []
+        jobs: list[LineRows] = []
         for i, growth in enumerate(growths):
             if contexts[i].num_drafts <= depth or not growth.values:
                 continue
@@ -177,5 +177,5 @@ class Grower:
                 line = growth.lines[node]
                 if line is not None and self._private.reserve(line, 1, keep):
                     parents.append((i, node))
-                    jobs.append(Job(line, [growth.tree.token_ids[node]], growth.features[node]))
+                    jobs.append(LineRows(line, [growth.tree.token_ids[node]], growth.features[node]))
         return parents, jobs

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, Rows, Turn
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, RopeTable, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.rope import make_turn
+from headrace.models.rope import make_rope_table
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ class Attention:
         window: int | None = None,
         softcap: float = 0.0,
         scale: float | None = None,
-        turn: Turn | None = None,
+        rope_table: RopeTable | None = None,
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
-        self.turn = turn or decoder.turn
+        self.rope_table = rope_table or decoder.rope_table
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
@@ -85,7 +85,7 @@ class Attention:
 
     def mix(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
-        query = ops.rope_store(qkv, self.heads, rows, cache, self.turn, self.q_norm, self.k_norm)
+        query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
         mixed = ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap)
         return ops.linear(mixed, self.out)
 
@@ -155,12 +155,12 @@ class Decoder:
             )
         self.kv_shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
         self.max_model_len = max_model_len
-        self.turn = self.make_turn(self.global_rope(config))
+        self.rope_table = self.make_rope_table(self.global_rope(config))
 
-    def make_turn(self, rope: ModelConfig) -> Turn:
+    def make_rope_table(self, rope: ModelConfig) -> RopeTable:
         longest = self.config.integer("max_position_embeddings")
-        turn = make_turn(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
-        return Turn(self.weights.constant(turn.cos), self.weights.constant(turn.sin))
+        rope_table = make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
+        return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 
     def layer_type(self, layer_id: int) -> str:
         """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's default."""

@@ -38,7 +38,7 @@ class Layer(gemma2.Layer):
             window=decoder.window(layer_id),
             softcap=config.number("attn_logit_softcapping", 0.0),
             scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
-            turn=decoder.local_turn if local and isinstance(decoder, Model) else None,
+            rope_table=decoder.local_rope_table if local and isinstance(decoder, Model) else None,
         )
 
 
@@ -56,6 +56,8 @@ class Model(gemma2.Model):
         by_type = config.mapping("rope_parameters")
         local = by_type.mapping("sliding_attention").values
         theta = config.number("rope_local_base_freq", 10000.0, low=1.0)
-        self.local_turn = self.make_turn(ModelConfig({"rope_type": "default", "rope_theta": theta, **local}))
+        self.local_rope_table = self.make_rope_table(
+            ModelConfig({"rope_type": "default", "rope_theta": theta, **local})
+        )
         full = by_type.mapping("full_attention").values
         return ModelConfig({"rope_type": "default", **full}) if full else config.rope

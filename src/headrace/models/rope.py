@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Turn
+from headrace.backends.base import RopeTable
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError
 
@@ -25,7 +25,9 @@ F32 = NDArray[np.float32]
 MAX_TABLE_BYTES = 2**31
 
 
-def make_turn(rope: ModelConfig, head_dim: int, max_positions: int, max_model_len: int, theta: float = 10000.0) -> Turn:
+def make_rope_table(
+    rope: ModelConfig, head_dim: int, max_positions: int, max_model_len: int, theta: float = 10000.0
+) -> RopeTable:
     """cos and sin for positions 0 ... max_model_len - 1, each [max_model_len, P] float32; 2 * P numbers are turned.
 
     Raises `CheckpointError` for a rope_type that is not known.
@@ -41,7 +43,7 @@ def make_turn(rope: ModelConfig, head_dim: int, max_positions: int, max_model_le
     angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
     # float64 leaves one right answer in float32, whatever the library.
     wide = angles.astype(np.float64)
-    return Turn((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
+    return RopeTable((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
 
 
 def frequencies_of(

@@ -119,8 +119,8 @@ class Cpu:
             # A soft cap depends on the scores themselves, so there no mean may be subtracted.
             if layer.key_mean is not None and not look["softcap"]:
                 keys = cache.numbers(store, "k", np.arange(NUM_SEQS * length))
-                turn = (store["cos"], store["sin"]) if store["pairs"] else (None, None)
-                layer.key_mean[:] = mean_key(keys.reshape(NUM_SEQS, length, *keys.shape[1:]), *turn)
+                rope_table = (store["cos"], store["sin"]) if store["pairs"] else (None, None)
+                layer.key_mean[:] = mean_key(keys.reshape(NUM_SEQS, length, *keys.shape[1:]), *rope_table)
         probe.close()
 
     def available_memory(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
 from headrace.backends.cpu.graph import FREE, LOGITS, Graph, Quantised, Value
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix
 from headrace.backends.cpu.memory import Pool
@@ -141,7 +141,7 @@ class CpuOps:
         heads: Heads,
         rows: StepRows,
         cache: LayerCache,
-        turn: Turn | None = None,
+        rope_table: RopeTable | None = None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> Value:
@@ -156,9 +156,9 @@ class CpuOps:
             "k_norm": None if k_norm is None else k_norm.weight,
             "eps": 0.0 if norm is None else norm.eps,
             "offset": 0.0 if norm is None else norm.offset,
-            "cos": None if turn is None else turn.cos,
-            "sin": None if turn is None else turn.sin,
-            "pairs": 0 if turn is None else turn.cos.shape[1],
+            "cos": None if rope_table is None else rope_table.cos,
+            "sin": None if rope_table is None else rope_table.sin,
+            "pairs": 0 if rope_table is None else rope_table.cos.shape[1],
             "positions": rows.positions,
             "slots": rows.slots,
             "copy_begin": rows.copy_begin,

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadNorm, Heads, Turn
+from headrace.backends.base import Chunks, HeadNorm, Heads, RopeTable
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.graph import Node
 from headrace.backends.cpu.matrix import unpacked
@@ -201,14 +201,14 @@ def _embedding(view: View) -> Expected:
 def _rope_store(view: View) -> Expected:
     heads = Heads(view["heads"], view["kv_heads"], view["head_dim"])
     qkv = view.rows((heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
-    turn = Turn(torch.from_numpy(view["cos"]), torch.from_numpy(view["sin"])) if view["pairs"] else None
+    rope_table = RopeTable(torch.from_numpy(view["cos"]), torch.from_numpy(view["sin"])) if view["pairs"] else None
     norms = [view.constant(name) for name in ("q_norm", "k_norm")]
     q_norm, k_norm = (None if w is None else HeadNorm(w, view["eps"], view["offset"]) for w in norms)
     # A cache with a slot for each row, in its order.
     slots = torch.arange(view.num_rows)
     rows = ForwardBatch(slots, view.ints("positions"), slots, [], [], slots[:, None])
     cache = torch.zeros(2, view.num_rows, 1, heads.num_kv_heads, heads.head_dim)
-    query = view.ops.rope_store(qkv, heads, rows, cache, turn, q_norm, k_norm)
+    query = view.ops.rope_store(qkv, heads, rows, cache, rope_table, q_norm, k_norm)
     key, value = cache[:, :, 0]
     mean = view.constant("k_mean")
     return {"x": query, "k": (key if mean is None else key - mean).flatten(1), "v": value.flatten(1)}

@@ -33,7 +33,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowSpan:
     """Neighbouring rows of chunk `chunk_id` whose positions lie in one span: `row` is the first one's index."""
 
     chunk_id: int
@@ -47,7 +47,7 @@ class Piece:
         return self.last // SPAN - self.low + 1
 
 
-def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Piece]:
+def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[RowSpan]:
     """Cut every chunk where a span ends. `low` is the first span that some row of the piece sees."""
     pieces = []
     row = 0
@@ -56,7 +56,7 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Pi
         while first < start + length:
             last = min(start + length, (first // SPAN + 1) * SPAN) - 1
             low = 0 if window is None else max(0, first - window + 1) // SPAN
-            pieces.append(Piece(chunk_id, row, first, last, low))
+            pieces.append(RowSpan(chunk_id, row, first, last, low))
             row += last - first + 1
             first = last + 1
     return pieces
@@ -64,7 +64,7 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Pi
 
 def plan(rows: ForwardBatch, block_size: int, width: int, window: int | None) -> list[Group]:
     """The groups of a step. `width` is kv_heads * head_dim; it bounds how many rows are gathered at once."""
-    alone: dict[int, list[Piece]] = {}
+    alone: dict[int, list[RowSpan]] = {}
     groups = []
     for piece in pieces_of(rows.starts, rows.lens, window):
         if piece.first == piece.last:
@@ -78,7 +78,7 @@ def plan(rows: ForwardBatch, block_size: int, width: int, window: int | None) ->
     return groups
 
 
-def _group(pieces: list[Piece], block_tables: Tensor, block_size: int, window: int | None) -> Group:
+def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window: int | None) -> Group:
     device = block_tables.device
     num_spans = pieces[0].num_spans
     table = torch.tensor([[p.chunk_id, p.low * SPAN, p.last] for p in pieces], device=device)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, Turn
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
@@ -125,7 +125,7 @@ class RefOps:
         heads: Heads,
         rows: ForwardBatch,
         cache: Tensor | RoundedCache,
-        turn: Turn | None = None,
+        rope_table: RopeTable | None = None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> Tensor:
@@ -135,14 +135,14 @@ class RefOps:
             query = self.rms_norm(query, *q_norm)
         if k_norm is not None:
             key = self.rms_norm(key, *k_norm)
-        if turn is not None:
-            angles = rows.notes.get(id(turn.cos))
+        if rope_table is not None:
+            angles = rows.notes.get(id(rope_table.cos))
             if angles is None:
-                angles = turn.cos.index_select(0, rows.positions), turn.sin.index_select(0, rows.positions)
-                rows.notes[id(turn.cos)] = angles
+                angles = rope_table.cos.index_select(0, rows.positions), rope_table.sin.index_select(0, rows.positions)
+                rows.notes[id(rope_table.cos)] = angles
             query, key = self.rope(query, *angles), self.rope(key, *angles)
         if isinstance(cache, RoundedCache):
-            cache.turn = turn
+            cache.rope_table = rope_table
         self.store(key, value, cache, rows.slot_mapping)
         if rows.copies is not None:
             row_ids, slots = rows.copies

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Turn
+from headrace.backends.base import RopeTable
 from headrace.backends.key_means import mean_key
 
 KINDS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
@@ -23,12 +23,12 @@ E4M3_MOST = 448.0
 @dataclass(slots=True, eq=False)
 class RoundedCache:
     """data float32 [2, num_blocks, block_size, kv_heads, D] of one layer. `mean` [kv_heads, D] is subtracted from
-    int4's keys before they are rounded. `turn` and `softcap` are those of the layer's last operators."""
+    int4's keys before they are rounded. `rope_table` and `softcap` are those of the layer's last operators."""
 
     data: Tensor
     dtype: str
     mean: Tensor | None = None
-    turn: Turn | None = field(default=None, repr=False)
+    rope_table: RopeTable | None = field(default=None, repr=False)
     softcap: float = 0.0
 
     def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +43,8 @@ class RoundedCache:
         # A soft cap depends on the scores themselves, so there no mean may be subtracted.
         if not probed.softcap:
             keys: Any = probed.data[0, :num_seqs, :length].cpu().numpy()
-            turn = probed.turn
-            angles = (None, None) if turn is None else (turn.cos.cpu().numpy(), turn.sin.cpu().numpy())
+            rope = probed.rope_table
+            angles = (None, None) if rope is None else (rope.cos.cpu().numpy(), rope.sin.cpu().numpy())
             self.mean = torch.from_numpy(mean_key(keys, *angles)).to(self.data.device)
 
 
