@@ -120,7 +120,7 @@ class Hasty(DetokenizeStream):
 
     def _scan(self, text: str) -> str:
         told = super()._scan(text)
-        held, self._held = self._held, ""
+        held, self._withheld = self._withheld, ""
         return told + held
 
 

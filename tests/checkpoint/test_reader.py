@@ -52,10 +52,10 @@ class Quadratic(SafetensorsWeights):
     """Counts what was taken anew for each tensor."""
 
     def _take(self, part: str) -> bool:
-        is_new = part not in self._taken
-        self._taken.add(part)
+        is_new = part not in self._used
+        self._used.add(part)
         if self._on_tensor is not None:
-            self._on_tensor(len(self._taken & self._names), len(self._names))
+            self._on_tensor(len(self._used & self._names), len(self._names))
         return is_new
 
 

@@ -35,7 +35,7 @@ def test_a_mutation_can_be_made_again() -> None:
 
 def test_control_a_shape_that_nobody_checks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trusting(self: gguf_source.GGUFWeights, name: str, shape: tuple[int, ...]) -> Part:
-        self._taken.add(name)
+        self._used.add(name)
         return self._reading.parts[name]
 
     monkeypatch.setattr(gguf_source.GGUFWeights, "_part", trusting)
