@@ -291,7 +291,7 @@ def test_a_peer_is_measured_on_unless_it_is_far_behind_peers_of_as_many_bits(
         measure_seconds=600.0, num_tries=3, quiet_seconds=0.0, budget_seconds=None,
     )  # fmt: skip
     turn = plan.Turn(1, "l1b", "decode", plan.CTRANSLATE8)
-    one._used[turn.shape, turn.work, turn.contender] = 60.0
+    one._taken[turn.shape, turn.work, turn.contender] = 60.0
     journal.add({**entry, "peer": "ctranslate2", "quant": "int8", "value": 8.0})
     journal.add({**entry, "peer": "onnxruntime-genai", "quant": "int4"})
     assert one._why_not(turn) == "", "four bits are faster than eight"
