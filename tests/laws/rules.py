@@ -38,7 +38,7 @@ MAX_CONFIG_FIELDS = 70
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())
-SERVING = frozenset("starlette uvicorn httpx jinja2 prometheus_client tokenizers".split())
+SERVING = frozenset("starlette python_multipart uvicorn httpx jinja2 prometheus_client tokenizers".split())
 
 
 class Room(NamedTuple):

@@ -1,19 +1,25 @@
-"""A multipart/form-data body taken apart (RFC 7578): fields by name, and the one file.
+"""Multipart/form-data bodies (RFC 7578): fields and uploads by name, parsed by python-multipart.
 
-The body was read whole, within limits, before it comes here. Knows no route; called by `serve.apis.openai.files`.
+The whole body is in memory, within the limits of `serve.gates.limits`; python-multipart bounds the boundary and the
+headers, this module the parts and the fields. Knows no route; called by `serve.apis.openai.files`.
 """
 
 from __future__ import annotations
 
-import re
-from email.message import Message
+import logging
 from typing import NamedTuple
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
 from headrace.protocol.errors import RequestError
 
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 4096
-MAX_HEADER_BYTES = 4096
+MAX_NAME = 80
+
+# The reply says what is wrong with the body: the log need not repeat it.
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 class Upload(NamedTuple):
@@ -24,52 +30,47 @@ class Upload(NamedTuple):
 
 
 def parse_form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, Upload]]:
-    """Text fields and uploads by name. Raises `RequestError`."""
-    header = Message()
-    header["content-type"] = content_type[:1024]
-    boundary = header.get_boundary()
-    if header.get_content_type() != "multipart/form-data" or not boundary or len(boundary) > 200:
+    """Return text fields and uploads by name. Raises `RequestError`."""
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
         raise RequestError("body", content_type[:80], "multipart/form-data with a boundary")
+    # Checked first, because the parser reads what follows a boundary byte by byte: 64 MiB of padding take seconds.
+    mark = b"\r\n--" + boundary
+    num_parts = body.count(mark)
+    if num_parts > MAX_PARTS or num_parts != body.count(mark + b"\r\n") + body.count(mark + b"--"):
+        raise RequestError("body", f"{num_parts} boundaries", f"at most {MAX_PARTS} parts between whole boundaries")
+    parts: list[Field | File] = []
+    ends: list[bool] = []
     try:
-        mark = b"\r\n--" + boundary.encode("ascii")
-    except UnicodeEncodeError as error:
-        raise RequestError("body", boundary, "multipart/form-data with an ASCII boundary") from error
-    pieces = (b"\r\n" + body).split(mark, MAX_PARTS + 2)
-    # What follows the last boundary begins with two dashes; what comes before the first one is nobody's.
-    if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
-        raise RequestError(
-            "body", f"{len(pieces) - 1} boundaries", f"a whole multipart body of at most {MAX_PARTS} parts"
+        form = FormParser(
+            "multipart/form-data",
+            on_field=parts.append,
+            on_file=parts.append,
+            on_end=lambda: ends.append(True),
+            boundary=boundary,
+            config={"MAX_MEMORY_FILE_SIZE": len(body)},
         )
+        form.write(body[max(0, body.find(mark[2:])) :])  # without the preamble
+        if not ends:
+            raise FormParserError("no boundary at the end")
+    except FormParserError as error:
+        raise RequestError("body", str(error), "whole multipart/form-data, each part with a name") from error
     fields: dict[str, str] = {}
     uploads: dict[str, Upload] = {}
-    for piece in pieces[1:-1]:
-        name, filename, content = _part(piece)
-        if name in fields or name in uploads:
-            raise RequestError(name, "given twice", "given once")
-        if filename is not None:
-            uploads[name] = Upload(filename, content)
+    for part in parts:
+        name = (part.field_name or b"").decode("utf-8", "replace")
+        if not 0 < len(name) <= MAX_NAME or name in fields or name in uploads:
+            raise RequestError("body", name, f"parts with distinct names of 1 to {MAX_NAME} characters")
+        if isinstance(part, File):
+            part.file_object.seek(0)
+            uploads[name] = Upload((part.file_name or b"").decode("utf-8", "replace"), part.file_object.read())
             continue
-        if len(content) > MAX_FIELD_BYTES:
-            raise RequestError(name, f"{len(content)} bytes", f"at most {MAX_FIELD_BYTES} bytes")
+        value = part.value or b""
+        if len(value) > MAX_FIELD_BYTES:
+            raise RequestError(name, f"{len(value)} bytes", f"at most {MAX_FIELD_BYTES} bytes")
         try:
-            fields[name] = content.decode("utf-8")
+            fields[name] = value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RequestError(name, content[:40], "UTF-8 text") from error
+            raise RequestError(name, value[:40], "UTF-8 text") from error
     return fields, uploads
-
-
-def _part(piece: bytes) -> tuple[str, str | None, bytes]:
-    """Name, file name and content of one part."""
-    head, found, content = piece.partition(b"\r\n\r\n")
-    if not found or not head.startswith(b"\r\n") or len(head) > MAX_HEADER_BYTES:
-        raise RequestError("body", head[:40], "parts with headers, an empty line and content")
-    disposition = ""
-    for line in head.split(b"\r\n")[1:]:
-        key, _, value = line.partition(b":")
-        if key.strip().lower() == b"content-disposition":
-            disposition = value.decode("utf-8", "replace").strip()
-    given = {key.lower(): text for key, text in re.findall(r';\s*([\w*-]+)="((?:\\.|[^"\\])*)"', disposition)}
-    given |= {key.lower(): text for key, text in re.findall(r";\s*([\w*-]+)=([^\s\";]+)", disposition)}
-    if not disposition.lower().startswith("form-data") or not given.get("name") or len(given["name"]) > 80:
-        raise RequestError("body", disposition[:80], "form-data parts with a name")
-    return given["name"], given.get("filename"), content

@@ -14,8 +14,9 @@ import pytest
 from tests.support.server import HTTP, Live, child, inproc
 
 from headrace.protocol.config import ServerConfig
-from headrace.protocol.errors import HeadraceError
+from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.apis.openai import batches, storage
+from headrace.serve.storage import multipart
 from headrace.serve.storage.store import Store, StoreFullError
 from headrace.text.tokenizer import Tokenizer
 
@@ -113,6 +114,62 @@ def test_bad_uploads_are_refused(live: Live, body: bytes, kind: str) -> None:
     reply = HTTP.post(live.url + "/v1/files", files={"file": ("a", b"x")}, data={"purpose": "fine-tune"})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "purpose"
+
+
+def form(*parts: tuple[str, bytes], boundary: str = "x") -> tuple[str, bytes]:
+    """Content type and body of a form; each part is its header lines and its content."""
+    body = b"".join(f"--{boundary}\r\n{head}\r\n\r\n".encode() + content + b"\r\n" for head, content in parts)
+    return f"multipart/form-data; boundary={boundary}", body + f"--{boundary}--\r\n".encode()
+
+
+def field(name: str) -> str:
+    return f'Content-Disposition: form-data; name="{name}"'
+
+
+def numbered(num_parts: int) -> list[tuple[str, bytes]]:
+    return [(field(f"f{number}"), b"1") for number in range(num_parts)]
+
+
+FILE = 'Content-Disposition: form-data; name="file"; filename="a.jsonl"'
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (form(*numbered(multipart.MAX_PARTS)), form(*numbered(multipart.MAX_PARTS + 1))),
+        (form((field("a"), b"v" * 4096)), form((field("a"), b"v" * 4097))),
+        (form((field("n" * 80), b"v")), form((field("n" * 81), b"v"))),
+        (form((field("n"), b"v")), form((field(""), b"v"))),
+        (
+            form((field("a") + "\r\nX-More: " + "y" * 4096, b"v")),
+            form((field("a") + "\r\nX-More: " + "y" * 8192, b"v")),
+        ),
+        (form(*numbered(1), boundary="b" * 256), form(*numbered(1), boundary="b" * 257)),
+        (form((field("a"), b"v"), (field("b"), b"v")), form((field("a"), b"v"), (field("a"), b"v"))),
+        (form((field("a"), b"v"), (FILE, b"v")), form((field("file"), b"v"), (FILE, b"v"))),
+        (form((field("a"), "\u00e4".encode())), form((field("a"), b"\xe4"))),
+        (form((FILE, b"\r\n--.x")), form((FILE, b"\r\n--x."))),
+        (form((FILE, b"\r\n-- x")), form((FILE, b"\r\n--x \r\n"))),
+        (form(*numbered(2)), (form(*numbered(2))[0], form(*numbered(2))[1].removesuffix(b"--\r\n"))),
+        (form(*numbered(2)), ("multipart/mixed; boundary=x", form(*numbered(2))[1])),
+        (form(*numbered(2)), ("multipart/form-data; boundary=", form(*numbered(2), boundary="")[1])),
+    ],
+)
+def test_bounds_of_forms(good: tuple[str, bytes], bad: tuple[str, bytes]) -> None:
+    fields, uploads = multipart.parse_form(*good)
+    assert fields or uploads
+    with pytest.raises(RequestError):
+        multipart.parse_form(*bad)
+
+
+@pytest.mark.parametrize("preamble", [b"", b"\r\n", b"A note for old mail programs.\r\n"])
+def test_an_upload_is_stored_byte_for_byte(preamble: bytes) -> None:
+    content = bytes(range(256)) * 9 + b"\r\n--\r\n-x\r\n\r--x\n--x\r\n"
+    head = FILE.replace("a.jsonl", 't\u00e4glich; \\"1\\".jsonl') + "\r\nContent-Type: application/octet-stream"
+    content_type, body = form((head, content), (field("purpose"), b"batch"))
+    fields, uploads = multipart.parse_form(content_type, preamble + body)
+    assert uploads == {"file": multipart.Upload('t\u00e4glich; "1".jsonl', content)}
+    assert fields == {"purpose": "batch"}
 
 
 def test_a_batch_of_every_kind(live: Live, client: openai.OpenAI) -> None:
