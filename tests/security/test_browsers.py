@@ -8,7 +8,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
-from headrace.serve.gates.doors import Doors, allowed_hosts, allowed_origins, listed
+from headrace.serve.gates.headers import HeaderGate, allowed_hosts, allowed_origins, flag_values
 from headrace.text.tokenizer import Tokenizer
 
 EVIL = {"origin": "https://evil.example"}
@@ -65,8 +65,8 @@ def test_S_33_other_pages_may_not_call_any_unsafe_route(live: Live, headers: dic
     assert answered(live, headers) == []
 
 
-def test_S_33_control_a_door_without_the_check_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Doors, "_check_origin", lambda self, path, headers, told: None)
+def test_S_33_control_a_gate_without_the_check_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeaderGate, "_check_origin", lambda self, path, headers, allowed: None)
     assert len(answered(live, EVIL)) > 30
 
 
@@ -135,5 +135,5 @@ def test_origins_that_are_none_are_refused(given: str) -> None:
 
 
 def test_lists_come_in_either_form() -> None:
-    assert listed(['["a", "b"]', "c"]) == ["a", "b", "c"]
-    assert listed(None) == []
+    assert flag_values(['["a", "b"]', "c"]) == ["a", "b", "c"]
+    assert flag_values(None) == []

@@ -13,7 +13,7 @@ from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
-from headrace.serve.gates import doors, limits, wire
+from headrace.serve.gates import connection, headers, limits
 from headrace.text.tokenizer import Tokenizer
 
 CONNECTION = "Connection: close"
@@ -24,12 +24,12 @@ def status(said: bytes) -> int:
 
 
 def test_S_19_headers_are_bounded_on_every_route(live: Live) -> None:
-    many = {f"x-{index}": "1" for index in range(doors.MAX_HEADERS)}
-    large = {"x-large": "y" * doors.MAX_HEADER_BYTES}
+    many = {f"x-{index}": "1" for index in range(headers.MAX_HEADERS)}
+    large = {"x-large": "y" * headers.MAX_HEADER_BYTES}
     for method, path in rig.routes(live.app):
-        for headers in (many, large):
-            assert rig.call(live, method, path, headers=headers).status_code == 431, (method, path)
-        assert rig.call(live, method, path, query="x=" + "y" * doors.MAX_TARGET_BYTES).status_code == 414
+        for group in (many, large):
+            assert rig.call(live, method, path, headers=group).status_code == 431, (method, path)
+        assert rig.call(live, method, path, query="x=" + "y" * headers.MAX_TARGET_BYTES).status_code == 414
 
 
 def test_S_19_headers_without_an_end_are_a_431(live: Live) -> None:
@@ -62,7 +62,7 @@ def test_S_19_framing_that_can_be_read_in_two_ways_is_refused(live: Live, text: 
 @pytest.fixture
 def hasty(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        monkeypatch.setattr(wire, "HEADER_S", 0.3)
+        monkeypatch.setattr(connection, "HEADER_S", 0.3)
         monkeypatch.setattr(limits, "BODY_IDLE_S", 0.3)
         yield made
 
@@ -117,7 +117,7 @@ def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
 
 
 def test_S_19_control_without_the_timer_they_stay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HEADER_S", 3600.0)
+    monkeypatch.setattr(connection, "HEADER_S", 3600.0)
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         assert trickle(live, b"GET / HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 1.5).endswith(b"(still open)")
 
@@ -141,9 +141,9 @@ def test_S_19_many_that_trickle_keep_nobody_out(live: Live) -> None:
 
 
 def test_S_19_connections_are_bounded_by_open_files(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wire.max_connections() > 100
+    assert connection.max_connections() > 100
     Live.wait(lambda: not HTTP.get(live.url + "/load").json()["server_load"])
-    monkeypatch.setattr(wire, "max_connections", lambda: 0)
+    monkeypatch.setattr(connection, "max_connections", lambda: 0)
     said = rig.raw(live, rig.head("GET", "/health/live"))
     assert status(said) == 503
     assert b"too_many_connections" in said

@@ -27,7 +27,7 @@ from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
-from headrace.serve.gates.wire import Connection
+from headrace.serve.gates.connection import Connection
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 

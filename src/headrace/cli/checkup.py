@@ -21,7 +21,7 @@ from headrace import env
 from headrace.doctor import formatted
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import HeadraceError
-from headrace.serve.gates.wire import SPARE_FILES
+from headrace.serve.gates.connection import SPARE_FILES
 
 MIN_FILES = 256
 ENOUGH_FILES = 1088

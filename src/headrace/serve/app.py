@@ -1,7 +1,8 @@
 """The HTTP server: routes, health, metrics, and `serve`, which puts tokenizer, engine client and uvicorn together.
 
-A composition root. Every POST body comes in through `limits`, every error goes out through `errors`, and whoever
-waits for tokens is watched by `streams`. The engine runs in another process; nothing here imports torch.
+This is a composition root. `gates.limits` reads every POST body, `errors` shapes every error, and `gates.streams` ends
+the requests of clients that hang up. The engine runs in another process; nothing here imports torch. Called by
+`cli.serve`.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, refusal
 from headrace.serve.gates.calls import CallGate
+from headrace.serve.gates.connection import Connection
 from headrace.serve.gates.deadlines import DeadlineGate
-from headrace.serve.gates.doors import Doors, allowed_hosts, allowed_origins, is_loopback
+from headrace.serve.gates.headers import HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.gates.keys import KeyRing
-from headrace.serve.gates.wire import Connection
 from headrace.text.inputs import seed_source
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -139,7 +140,7 @@ def create_app(
     app.add_middleware(DeadlineGate, most=server.max_request_timeout, refusals=REFUSALS)
     app.add_middleware(ApiKeyGate, ring=ring, rates=rates, refusals=REFUSALS)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
-    app.add_middleware(Doors, hosts=hosts, origins=origins, refusals=REFUSALS)
+    app.add_middleware(HeaderGate, hosts=hosts, origins=origins, refusals=REFUSALS)
     app.add_middleware(CallGate)
     if not ring and not is_loopback(server.host):
         logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)

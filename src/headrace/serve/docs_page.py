@@ -82,13 +82,13 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _contents(content: dict[str, Any]) -> str:
-    """Media types, each with its schema; that of a stream's items, where there is no other."""
-    shown = []
+    """Return the media types as HTML, each with its schema, or with that of a stream's items."""
+    entries = []
     for media_type, each in content.items():
         schema = each.get("schema", each.get("x-itemSchema", {}))
         items = "" if "schema" in each else " of"
-        shown.append(f"<code>{escape(media_type)}</code>{items} {_type(schema)}")
-    return "; ".join(shown)
+        entries.append(f"<code>{escape(media_type)}</code>{items} {_type(schema)}")
+    return "; ".join(entries)
 
 
 def _schema(name: str, schema: dict[str, Any]) -> str:

@@ -100,7 +100,7 @@ class Schemas:
 
 
 def _short(name: str) -> str:
-    """Return a component's name: structs of one name are told apart by their ecosystem, not by their whole module."""
+    """Return a component's name: its ecosystem distinguishes structs of one name, without the whole module."""
     parts = name.removeprefix("headrace.serve.apis.").split(".")
     return name if len(parts) == 1 else f"{parts[0]}.{parts[-1]}"
 

@@ -45,8 +45,8 @@ class Warnings(list[str]):
     def add(self, field: str, why: str) -> None:
         """Append "field: why"."""
         if len(self) < MAX_WARNINGS:
-            shown = field if len(field) <= _SHOWN else field[: _SHOWN - 3] + "..."
-            self.append(f"{shown}: {why}")
+            label = field if len(field) <= _SHOWN else field[: _SHOWN - 3] + "..."
+            self.append(f"{label}: {why}")
             return
         self.num_more += 1
         self[MAX_WARNINGS:] = [f"{self.num_more} more are not told"]

@@ -120,7 +120,7 @@ class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
-# Known fields that are not honoured yet, with the values that ask for nothing.
+# Known fields that are not supported yet, with the values that have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "functions": ([],),
@@ -134,7 +134,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
 }
 
-# Known fields that change no answer here: they end in `warnings` unless their value asks for nothing.
+# Known fields that change no answer here: they end in `warnings` unless their value has no effect.
 IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), "a hint for speed that is not used"),
     "verbosity": ((), "the models served here have no such setting"),

@@ -191,8 +191,8 @@ class ServedModel:
     def check_model(self, name: str | None) -> None:
         """Raises `ModelNotFoundError` unless `name` is what is served, or None."""
         if name is not None and name != self.name:
-            shown = name if len(name) <= 80 else name[:77] + "..."
-            raise ModelNotFoundError(f"model: {shown!r} is not served here; it must be {self.name!r}")
+            label = name if len(name) <= 80 else name[:77] + "..."
+            raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {self.name!r}")
 
     def _params(self, call: Call, max_tokens: int | None, special: Mapping[str, Any]) -> SamplingParams:
         """The parameters, with the model's own for what is not given; of these, a search takes the ends only.

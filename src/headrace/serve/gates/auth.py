@@ -1,8 +1,8 @@
-"""The gate in front of the whole application, closed unless a path is named public (S-18).
+"""`ApiKeyGate`, an ASGI middleware: requires an API key for every path that is not public (S-18).
 
-An ASGI middleware that looks at `scope["path"]` alone, as the router does, so it covers every route there is or will
-be, and unknown ones too. What a path needs is a class of keys; what is not told apart here needs the administrator's.
-It names the caller for everything behind it, and counts its requests. Knows keys and classes, no requests.
+The gate reads `scope["path"]` alone, as the router does, so it covers all routes, unknown ones too. Every path needs a
+class of keys; a path without a class of its own needs the administrator's. The gate sets the current tenant for the
+code behind it and counts the tenant's requests. It knows keys and classes, and no requests. Added by `serve.app`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from headrace.serve.gates.keys import Key, KeyRing
 from headrace.serve.gates.limits import Scope
 
 Refusals = Mapping[str, Callable[[BaseException], Response]]
-"""Who tells an error in another shape than OpenAI's, by the beginning of the path."""
+"""The functions that shape errors for APIs other than OpenAI's, by the prefix of the path."""
 
 PUBLIC_PATHS = frozenset({"/health/live"})
 ANY = "any"
-"""The class of what every key opens."""
+"""The class of paths that every key opens."""
 _ANY_PATHS = frozenset({"/", "/version", "/ping", "/health", "/openapi.json", "/docs"})
 _METRICS_PATHS = frozenset({"/metrics", "/load", "/slots"})
-# What would change the server or its models, though not all of it is done here.
+# Calls that change the server or its models, supported here or not.
 _ADMIN_PATHS = frozenset({"/api/push", "/api/create", "/api/copy", "/api/delete"})
 _INFER_PATHS = frozenset(
     "/tokenize /detokenize /completion /completions /embedding /embeddings /apply-template /props /infill /score "
@@ -41,14 +41,14 @@ class UnauthorizedError(HeadraceError):
 
 
 class ForbiddenError(HeadraceError):
-    """The key is right and opens other doors (HTTP 403)."""
+    """The key is valid, but not for this path (HTTP 403)."""
 
     status = 403
     code = "permission_denied"
 
 
 def class_of(method: str, path: str) -> str:
-    """The class of keys that opens a path: one of `keys.CLASSES`, or `ANY`."""
+    """Return the class of keys that opens a path: one of `keys.CLASSES`, or `ANY`."""
     if path in _ANY_PATHS or path.startswith("/health/"):
         return ANY
     reads = method in ("GET", "HEAD")
@@ -60,15 +60,15 @@ def class_of(method: str, path: str) -> str:
 
 
 def refusal(refusals: Refusals, path: str, error: BaseException) -> Response:
-    """The reply that tells `error` in the shape of the API that `path` belongs to."""
-    return next((made for start, made in refusals.items() if path.startswith(start)), error_response)(error)
+    """Return the reply for `error` in the shape of the API that `path` belongs to."""
+    return next((shape for prefix, shape in refusals.items() if path.startswith(prefix)), error_response)(error)
 
 
 class ApiKeyGate:
-    """Lets through what is public, and what carries a key of `ring` that opens the path, as `Authorization: Bearer KEY`
-    or `x-api-key: KEY`. An empty ring lets everything through.
+    """Passes on calls of public paths, and calls with a key of `ring` that opens the path.
 
-    Of each header there may be one, and all that are given must be right.
+    The key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Each header may come once; if both come, both must
+    hold the same key. With an empty ring all calls pass.
     """
 
     def __init__(self, app: Any, ring: KeyRing, rates: Rates, refusals: Refusals | None = None) -> None:
@@ -100,25 +100,26 @@ class ApiKeyGate:
             await self._app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> Tenant:
-        """Who calls. Raises `UnauthorizedError`, `ForbiddenError`."""
+        """Return the tenant who calls. Raises `UnauthorizedError`, `ForbiddenError`."""
         if not self._ring or scope["path"] in PUBLIC_PATHS:
             return Tenant()
         key = self._key(scope)
         if key is None:
             raise UnauthorizedError("the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
-        wanted = class_of(scope["method"], scope["path"])
-        if wanted != ANY and wanted not in key.classes:
-            raise ForbiddenError(f"this needs a key of the class {wanted}")
+        path_class = class_of(scope["method"], scope["path"])
+        if path_class != ANY and path_class not in key.classes:
+            raise ForbiddenError(f"this needs a key of the class {path_class}")
         return Tenant(key.name, "admin" in key.classes)
 
     def _key(self, scope: Scope) -> Key | None:
+        """Return the key that the headers hold, or None if there is none, it is wrong, or two differ."""
         bearers = [value for name, value in scope["headers"] if name == b"authorization"]
         keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
         if len(bearers) > 1 or len(keys) > 1 or not bearers + keys:
             return None
         schemes = [value.partition(b" ")[0].lower() for value in bearers]
-        given = [value.partition(b" ")[2].strip() for value in bearers] + [value.strip() for value in keys]
-        found = [self._ring.find(text) for text in given]
-        if any(scheme != b"bearer" for scheme in schemes) or len(set(found)) > 1:
+        texts = [value.partition(b" ")[2].strip() for value in bearers] + [value.strip() for value in keys]
+        matches = [self._ring.find(text) for text in texts]
+        if any(scheme != b"bearer" for scheme in schemes) or len(set(matches)) > 1:
             return None
-        return found[0]
+        return matches[0]

@@ -1,6 +1,7 @@
-"""`CallGate`, the outermost ASGI middleware: gives each call its `CallContext` and puts its X-Request-Id on the reply.
+"""`CallGate`, the outermost ASGI middleware: sets each call's `CallContext` and adds X-Request-Id to the reply.
 
-It takes the caller's X-Request-Id if that can stand in a header (S-22), or draws one. Knows no routes and no requests.
+The id is the caller's X-Request-Id if that is valid in a header (S-22), else a random one. Knows no routes and no
+requests. Added by `serve.app`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
 
 
 class CallGate:
-    """Gives every call its `CallContext`, and every reply its X-Request-Id."""
+    """Sets the `CallContext` of every call and adds X-Request-Id to every reply."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -41,8 +42,7 @@ class CallGate:
 
 
 def context_of(scope: Scope) -> CallContext:
-    """Return the context of the call that an ASGI scope describes. A header that is malformed or given twice is left
-    out."""
+    """Return the context of the call that an ASGI scope describes. Malformed and repeated headers are left out."""
     headers: dict[bytes, list[str]] = {}
     for name, value in scope["headers"]:
         if name in (HEADER, b"traceparent", b"tracestate"):

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
-
-from starlette.responses import Response
 
 from headrace.engine.context import within
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
-from headrace.serve.errors import error_response
+from headrace.serve.gates.auth import Refusals, refusal
 from headrace.serve.gates.limits import Scope
 
 HEADER = "x-request-timeout"
 
 
 class DeadlineGate:
-    """Takes the deadline from the header, for all that happens behind it.
+    """Sets the deadline of every call from its header.
 
     Args:
         most: seconds that any call may take; 0 for no bound.
-        refusals: by the beginning of a path, who tells an error in another shape than OpenAI's.
+        refusals: see `auth.Refusals`.
     """
 
-    def __init__(self, app: Any, most: float, refusals: Mapping[str, Callable[[BaseException], Response]]) -> None:
+    def __init__(self, app: Any, most: float, refusals: Refusals) -> None:
         self._app = app
         self._most = most or math.inf
         self._refusals = dict(refusals)
@@ -42,22 +39,20 @@ class DeadlineGate:
         try:
             seconds = min(self._most, _seconds(scope))
         except RequestError as error:
-            path = scope["path"]
-            refuse = next((made for start, made in self._refusals.items() if path.startswith(start)), error_response)
-            await refuse(error)(scope, receive, send)
+            await refusal(self._refusals, scope["path"], error)(scope, receive, send)
             return
         with within(None if seconds == math.inf else seconds, now):
             await self._app(scope, receive, send)
 
 
 def _seconds(scope: Scope) -> float:
-    """What the header says; infinity if there is none."""
-    given = [value for name, value in scope["headers"] if name == HEADER.encode()]
-    if not given:
+    """Return the seconds of the header; infinity if there is none. Raises `RequestError`."""
+    values = [value for name, value in scope["headers"] if name == HEADER.encode()]
+    if not values:
         return math.inf
-    text = given[0].decode("latin-1")
+    text = values[0].decode("latin-1")
     try:
-        seconds = float(text) if len(given) == 1 else math.nan
+        seconds = float(text) if len(values) == 1 else math.nan
     except ValueError:
         seconds = math.nan
     bounds.check("timeout", seconds, HEADER)

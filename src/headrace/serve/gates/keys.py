@@ -1,7 +1,7 @@
-"""The keys that open the server: who holds each, what it opens, and how much it may use.
+"""`KeyRing`: the API keys of the server, with the holder, the classes and the rate limits of each.
 
 A key comes from the command line, the environment or a file, and only its digest is kept. A file is TOML, a table for
-each holder. `auth.ApiKeyGate` asks; knows no HTTP.
+each holder. Called by `auth.ApiKeyGate`; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from headrace.protocol.errors import RequestError
 logger = logging.getLogger("headrace.server")
 
 CLASSES = ("infer", "metrics", "admin")
-"""What a key may open; admin opens everything."""
+"""The classes of paths that a key may open; admin opens all of them."""
 MAX_FILE_BYTES = 2**20
 HIDDEN = "(not shown)"
 
 
 class Key(NamedTuple):
-    """`name` is its holder's."""
+    """One API key. `name` is its holder's."""
 
     name: str
     digest: bytes
@@ -47,10 +47,10 @@ class Holder(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class KeyRing:
-    """All keys. An empty ring is a server without a lock.
+    """All keys of the server. With an empty ring every call passes.
 
     Attributes:
-        limits: of holders that have their own, by name.
+        limits: rate limits of the holders that have their own, by name.
     """
 
     def __init__(self, keys: Sequence[Key], limits: dict[str, Limits] | None = None) -> None:
@@ -62,7 +62,7 @@ class KeyRing:
 
     @classmethod
     def of(cls, api_key: str | Sequence[str] | None, admin_api_key: str | None, file: str | None) -> KeyRing:
-        """Keys of the command line open what clients and probes need; all of it, where no key is the administrator's.
+        """Return the ring of all keys. Keys of `api_key` have no class admin, unless no other key has it.
 
         Raises `RequestError` for a key that can not stand in a header, or a file that can not be read.
         """
@@ -81,24 +81,26 @@ class KeyRing:
             raise RequestError("api_key", HIDDEN, "another for each holder: one of them is given twice")
         return cls(keys, limits)
 
-    def find(self, given: bytes) -> Key | None:
-        """The key that was given. The time that this takes tells nothing of the keys: digests have one length, and all
-        are looked at."""
-        digest = hashlib.sha256(given).digest()
-        found = None
+    def find(self, text: bytes) -> Key | None:
+        """Return the key with this text, or None. The time does not depend on the keys: digests have one length, and
+        all are compared."""
+        digest = hashlib.sha256(text).digest()
+        match = None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+                match = key
+        return match
 
 
 def _digest(field: str, text: str) -> bytes:
+    """Return a key's digest. Raises `RequestError` if the key is not valid in a header."""
     if not re.fullmatch(r"[!-~]{1,512}", text):
         raise RequestError(field, HIDDEN, "1 to 512 visible ASCII characters, without blanks")
     return hashlib.sha256(text.encode("ascii")).digest()
 
 
 def _read(path: Path, keys: list[Key], limits: dict[str, Limits]) -> None:
+    """Add the keys and limits of a file to `keys` and `limits`. Raises `RequestError`."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError("api_key_file", str(path), f"a file of at most {MAX_FILE_BYTES} bytes")
@@ -111,8 +113,8 @@ def _read(path: Path, keys: list[Key], limits: dict[str, Limits]) -> None:
         raise RequestError("api_key_file", str(path), f"TOML: {error}") from error
     for name, table in tables.items():
         holder = _holder(name, table)
-        digests = [_digest(f"{name}.key", text) for text in _listed(holder.key)]
-        for text in _listed(holder.sha256):
+        digests = [_digest(f"{name}.key", text) for text in _as_list(holder.key)]
+        for text in _as_list(holder.sha256):
             if not re.fullmatch(r"[0-9a-f]{64}", text):
                 raise RequestError(f"{name}.sha256", HIDDEN, "64 hexadecimal digits, in small letters")
             digests.append(bytes.fromhex(text))
@@ -128,7 +130,7 @@ def _read(path: Path, keys: list[Key], limits: dict[str, Limits]) -> None:
 
 
 def _holder(name: str, table: object) -> Holder:
-    # The names of keys of the command line, and of nobody.
+    # The excluded names are those of the command line's keys; an empty name means no tenant.
     if not re.fullmatch(r"[\w.@-]{1,80}", name, re.ASCII) or name == "admin" or name.startswith("key-"):
         raise RequestError(
             "api_key_file", name, "names of 1 to 80 of A-Z a-z 0-9 _ . @ -, other than admin and key-..."
@@ -139,5 +141,5 @@ def _holder(name: str, table: object) -> Holder:
         raise RequestError("api_key_file", name, f"a table of a key's holder: {error}") from None
 
 
-def _listed(given: str | list[str]) -> list[str]:
-    return [given] if isinstance(given, str) else given
+def _as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

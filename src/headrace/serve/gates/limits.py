@@ -1,7 +1,7 @@
-"""What a body may be before anything looks into it: its size, its JSON, its nesting (S-12, S-19, S-20).
+"""Reads bodies within limits: on size, time, JSON and nesting (S-12, S-19, S-20).
 
-The bounds of single fields are in `headrace.protocol.bounds`; these are the bounds of the envelope. `serve.app` reads
-every POST through here and through nothing else.
+These limits hold for a body as a whole; the bounds of single fields are in `headrace.protocol.bounds`. All bodies are
+read through this module. Knows no routes and no fields. Called by `serve.routing` and the file uploads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 MAX_KEYS = 10_000
 BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
-"""Bytes in a second that must come on the whole, beyond the first `BODY_IDLE_S`."""
+"""Bytes a second that a body must reach on average after the first `BODY_IDLE_S` seconds."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -49,17 +49,17 @@ class UnsupportedMediaError(HeadraceError):
 
 
 class ClientGoneError(HeadraceError):
-    """The client hung up; nobody will read the reply."""
+    """The client closed the connection before the reply."""
 
     status = 499
     code = "client_closed_request"
 
 
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body, of at most `most` bytes.
+    """Return the whole body, of at most `most` bytes.
 
-    Raises `BodyTooLargeError` from the declared length, before anything is read, or as soon as more has come than
-    allowed; `UnsupportedMediaError` for compressed bodies; `ClientGoneError`."""
+    Raises `BodyTooLargeError` before reading if the declared length is too large, or as soon as too many bytes have
+    come; `BodyTimeoutError` for slow bodies; `UnsupportedMediaError` for compressed ones; `ClientGoneError`."""
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         raise UnsupportedMediaError("content-encoding: compressed bodies are not accepted; send it plain")
@@ -86,7 +86,7 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`, strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded nesting.
+    """Return the JSON object in `body`, parsed strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded nesting.
 
     Raises `RequestError`.
     """
@@ -105,13 +105,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs. Raises `RequestError` for too many keys and for duplicates."""
     if len(pairs) > MAX_KEYS:
         raise RequestError("body", len(pairs), f"an object with at most {MAX_KEYS} keys")
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         raise RequestError(counts.most_common(1)[0][0], "given twice", "given once")
-    return made
+    return value
 
 
 def _constant(name: str) -> float:
@@ -126,7 +127,7 @@ def _float(text: str) -> float:
 
 
 def _check_shape(value: Any, surrogates: bool) -> None:
-    """Depth, and text that is no text: half a surrogate pair can not be encoded, and tokenizers choke on it."""
+    """Check the depth, and all text: half a surrogate pair can not be encoded, and tokenizers fail on it."""
     level = [value]
     for _ in range(MAX_DEPTH):
         following: list[Any] = []

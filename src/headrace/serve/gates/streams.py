@@ -1,8 +1,9 @@
-"""Sending an answer to a client that may go away or stop reading.
+"""Sends answers to clients that may hang up or stop reading.
 
-Whoever waits for the engine also watches the connection, for streams and plain replies alike: a client that hangs up
-ends its requests at once (R-04), one that does not read is given up after a while and never holds up the batch
-(R-14), and a stream that breaks ends with an error event and without `[DONE]` (R-15, I-25).
+The connection is watched while the engine works, for streams and plain replies alike. If the client hangs up, its
+requests end at once (R-04). If it stops reading, the connection is closed after `STALL_S`, and the batch never waits
+for it (R-14). A stream that breaks ends with an error event and without `[DONE]` (R-15, I-25). Called by
+`serve.routing`; knows no API.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headrace.serve.gates.limits import ClientGoneError, Receive, Scope
 
 logger = logging.getLogger("headrace.server")
 
-# How long a client may leave its socket full.
+# How long a write to a client may block.
 STALL_S = 30.0
 
 T = TypeVar("T")
@@ -30,26 +31,27 @@ T = TypeVar("T")
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Do `work` unless the client hangs up first; then cancel it. Raises `ClientGoneError`."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+    watch = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientGoneError("the client hung up")
     finally:
-        for each in (task, gone):
+        for each in (task, watch):
             each.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await each
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client hangs up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """An ASGI response of server-sent events, or of lines of JSON. `close` is called when it is over, however it ends.
+    """An ASGI response of server-sent events, or of lines of JSON. `close` is called at the end, also after errors.
 
     `failure` returns the last event of a broken stream; by default OpenAI's.
     """
@@ -66,7 +68,7 @@ class EventStream(Response):
         self._events = events
         self._close = close
         self._failure = failure or _error_event
-        # Not the base class's, which would declare a length.
+        # The headers of the base class would declare a length.
         self._sent_headers = [
             (b"content-type", f"{media_type}; charset=utf-8".encode()),
             (b"cache-control", b"no-cache"),

@@ -1,8 +1,8 @@
-"""A file of requests answered into a file of outputs, which tells what is left to do when the work was broken off.
+"""Answers a file of requests into a file of outputs, and continues after an interruption.
 
-The output file grows by whole lines, each written at once; its last line may be torn by a kill, and is mended. Requests
-that have their answer are not asked again; those that failed by the server's own fault are. Knows files and lines, and
-no engine. Called by `headrace run-batch`.
+The output file grows by whole lines, each written at once. A kill may tear its last line, which the next run removes.
+Requests that have an answer are skipped; those that failed with a server error are run again. Knows files and lines,
+and no engine. Called by `headrace run-batch`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_fail
 
 @dataclass(slots=True)
 class Report:
-    """What became of a file. `num_failed` counts the errors in the whole output, earlier runs' included."""
+    """The counts of a run. `num_failed` counts the errors in the whole output, those of earlier runs included."""
 
     num_lines: int = 0
     num_known: int = 0
@@ -36,7 +36,7 @@ class Report:
 
 @dataclass(slots=True)
 class Known:
-    """What an output file has already: the ids that are answered, and the numbers of lines that were no requests."""
+    """The contents of an output file: ids with an answer, and the numbers of invalid lines."""
 
     custom_ids: set[str] = field(default_factory=set)
     numbers: set[int] = field(default_factory=set)
@@ -44,7 +44,7 @@ class Known:
 
 
 def check_paths(source: Path, target: Path) -> None:
-    """Raises `RequestError` for files that can not be read and written."""
+    """Check that `source` can be read and `target` written. Raises `RequestError`."""
     if not source.is_file():
         raise RequestError("INPUT", str(source), "a file of JSON lines")
     if target.is_dir() or not target.absolute().parent.is_dir():
@@ -56,10 +56,10 @@ def check_paths(source: Path, target: Path) -> None:
 async def answer_file(
     source: Path, target: Path, answerer: Answerer, concurrency: int, show: Callable[[int, int], None]
 ) -> Report:
-    """Answer what `target` does not have yet. `show` is told (lines done, lines in all).
+    """Answer the requests that have no output in `target` yet. Calls `show(lines done, lines in all)`.
 
-    Raises `HeadraceError` if another run writes the file, `RequestError` if it is something else than an output,
-    and what ends the engine.
+    Raises `HeadraceError` if another run writes the file, `RequestError` if it is not an output file, and
+    `EngineDeadError`.
     """
     report = Report()
     with open(source, "rb") as file:
@@ -79,25 +79,25 @@ async def answer_file(
         report.num_lines = total
         with open(source, "rb") as file:
             lines = _lines_to_ask(file, answerer, known, report, write)
-            async with contextlib.aclosing(answers(lines, answerer.answer, concurrency)) as found:
-                async for _, output in found:
+            async with contextlib.aclosing(answers(lines, answerer.answer, concurrency)) as outputs:
+                async for _, output in outputs:
                     write(output)
     return report
 
 
 def mend(target: Path) -> Known:
-    """Read an output file, and leave in it what counts: whole lines, no failures of the server's.
+    """Read an output file, and remove its torn line and its server errors.
 
-    Raises `RequestError` for a file that is no output of a batch.
+    Raises `RequestError` for a file that is not an output of a batch.
     """
     known = Known()
-    kept: list[bytes] = []
+    good_lines: list[bytes] = []
     raw = target.read_bytes() if target.exists() else b""
     lines = raw.split(b"\n")
     for number, text in enumerate(lines, 1):
         output = _output(text)
         if output is None:
-            # Of a last line without its end nobody knows what it was going to be.
+            # A last line without its end was torn by a kill, and is dropped.
             if text and number < len(lines):
                 raise RequestError("OUTPUT", f"line {number}", "an output of run-batch; this file is something else")
             continue
@@ -108,12 +108,12 @@ def mend(target: Path) -> Known:
         else:
             continue
         known.num_failed += has_failed(output)
-        kept.append(text + b"\n")
-    mended = b"".join(kept)
-    if mended != raw:
+        good_lines.append(text + b"\n")
+    content = b"".join(good_lines)
+    if content != raw:
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            part.write_bytes(mended)
+            part.write_bytes(content)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def mend(target: Path) -> Known:
 
 
 def _output(text: bytes) -> dict[str, Any] | None:
-    """One line of an output file, or None if it is none."""
+    """Return the output in a line of the file, or None if the line has none."""
     try:
         output = json.loads(text)
     except (ValueError, RecursionError):
@@ -132,7 +132,7 @@ def _output(text: bytes) -> dict[str, Any] | None:
 def _lines_to_ask(
     file: BinaryIO, answerer: Answerer, known: Known, report: Report, write: Callable[[dict[str, Any]], None]
 ) -> Iterator[Line]:
-    """The requests that have no answer yet. What is no request is written to the output as an error."""
+    """Yield the requests that have no answer yet. Invalid lines are written to the output as errors."""
     seen: dict[str, int] = {}
     for number, raw in _raw_lines(file):
         if not raw.strip():
@@ -156,7 +156,7 @@ def _lines_to_ask(
 
 
 def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; one that is too long is cut where that is certain."""
+    """Yield (line number from 1, line). A line over the limit is cut just behind it."""
     number = 0
     while raw := file.readline(MAX_BODY_BYTES + 2):
         number += 1
@@ -168,7 +168,7 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[BinaryIO]:
-    """The file, to write at its end, by nobody else at the same time."""
+    """Open the file for appending, under an exclusive lock. Raises `HeadraceError` if another run has the lock."""
     with open(target, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
-"""A batch's lines in OpenAI's format: read, checked and answered. Used alike by /v1/batches and `run-batch`.
+"""Reads, checks and answers the lines of a batch in OpenAI's format.
 
-Line i of the input is a request of its own, `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`; its
-output is one line too. What comes out depends on the line alone: a request without a seed gets one that its text
-decides, so a batch that was broken off and taken up again gives what an unbroken one gives. Knows no files and no
-HTTP; what answers a url is handed in.
+Each input line is a request, `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`, and gets one output
+line. The output depends on the line alone: a request without a seed gets one from a digest of its text, so a batch that
+is interrupted and continued gives the same output. Knows no files and no HTTP; the caller passes a function for each
+url. Called by /v1/batches and `run-batch`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headrace.text.inputs import SEED_LIMIT
 MAX_CUSTOM_ID = 512
 # Sampled answers take a seed; embeddings have no use for one.
 SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-# Seconds after which a line is tried again that met a full queue.
+# Seconds before a line is tried again after the queue was full.
 RETRY_S = 0.2
 
 Route = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class Line(NamedTuple):
-    """A request of a batch. `number` counts the lines of the input from 1."""
+    """A request of a batch. `number` counts the input lines from 1; `digest` is of id, url and body."""
 
     number: int
     custom_id: str
@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
 
 def read_line(raw: bytes, number: int, urls: Iterable[str]) -> Line:
-    """One line of the input, checked as far as that goes without the model. Raises `RequestError`."""
+    """Parse an input line and check all that needs no model. Raises `RequestError`."""
     if len(raw) > MAX_BODY_BYTES:
         raise RequestError("line", len(raw), f"at most {MAX_BODY_BYTES} bytes long")
     line = parse_json(raw)
@@ -58,7 +58,7 @@ def read_line(raw: bytes, number: int, urls: Iterable[str]) -> Line:
 
 
 def refusal(number: int, custom_id: str | None, code: str, message: str) -> dict[str, Any]:
-    """Return the output of a line that was not answered: it could not be read, or its batch ended before its turn."""
+    """Return the output of a line that has no answer: it was invalid, or its batch ended before its turn."""
     return {
         "id": f"batch_req_{number}",
         "custom_id": custom_id,
@@ -69,18 +69,18 @@ def refusal(number: int, custom_id: str | None, code: str, message: str) -> dict
 
 
 def has_failed(output: Mapping[str, Any]) -> bool:
-    """Whether an output tells of an error."""
+    """Return whether an output is an error."""
     response = output.get("response")
     return not isinstance(response, dict) or response.get("status_code") != 200
 
 
 class Answerer:
-    """Answers lines.
+    """Answers the lines of a batch.
 
     Args:
-        routes: what answers each url: it takes a body, returns the whole reply, which msgspec can encode, and raises
+        routes: by url, a function that takes a body, returns the whole reply, which msgspec can encode, and raises
             `HeadraceError`s.
-        priority: that of requests that name none; None where the engine takes no priorities.
+        priority: the priority of requests without one; None if the engine has no priorities.
     """
 
     def __init__(self, routes: Mapping[str, Route], priority: int | None = None) -> None:
@@ -88,8 +88,9 @@ class Answerer:
         self.priority = priority
 
     async def answer(self, line: Line) -> dict[str, Any]:
-        """The output of one line. Waits while the engine's queue is full. Raises `EngineDeadError`: then the line
-        has no answer, and may be tried again."""
+        """Return the output of a line. Waits while the engine's queue is full.
+
+        Raises `EngineDeadError`; the line then has no answer and may be tried again."""
         while True:
             try:
                 body = self._prepared(line)
@@ -106,6 +107,7 @@ class Answerer:
             return {"id": f"batch_req_{request_id}", "custom_id": line.custom_id, "response": response, "error": None}
 
     def _prepared(self, line: Line) -> dict[str, Any]:
+        """Return the line's body with its seed, request id and priority filled in. Raises `RequestError`."""
         body = dict(line.body)
         if body.get("stream"):
             raise RequestError("stream", True, "false or left out: the answers of a batch come whole")
@@ -125,17 +127,18 @@ async def answers(
     concurrency: int,
     may_start: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[tuple[Line, dict[str, Any]], None]:
-    """Outputs as they come, with at most `concurrency` lines open at once. `may_start` is waited for before each.
+    """Yield (line, output) in order of completion, with at most `concurrency` lines running.
 
-    Leaving the iteration early cancels what is open. Raises what `answer` raises.
+    If lines are running, `may_start` is awaited before the next one starts. Leaving the iteration early cancels the
+    running lines. Raises the errors of `answer`.
     """
     running: dict[asyncio.Task[dict[str, Any]], Line] = {}
-    left = iter(lines)
+    remaining = iter(lines)
     more = True
     try:
         while more or running:
             while more and len(running) < concurrency:
-                line = next(left, None)
+                line = next(remaining, None)
                 if line is None:
                     more = False
                     break

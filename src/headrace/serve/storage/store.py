@@ -1,9 +1,9 @@
-"""`Store`: what the server keeps for its clients (files, batches, responses), bounded in number and in bytes.
+"""`Store`: keeps files, batches and responses for clients, bounded in number and in bytes.
 
-Every entry is a JSON object that tells about it and a body of bytes; in memory, or in a folder, where it outlives the
-server. A disk that is full or fails costs the call and no entry: what is told here is what the folder holds (R-28). Ids
-are drawn here and looked up among those that exist, so nothing that a client sends ever becomes a path (S-21). An entry
-belongs to whoever made it (`engine.tenants`), and for others it is not there. Knows no HTTP and no API. Called by
+An entry is a JSON object of metadata and a body of bytes. It lives in memory, or in a folder, where it outlives the
+server. If the disk is full or fails, the call fails and no entry is lost: the store always agrees with the folder
+(R-28). Ids are random and looked up among the entries, so no text of a client becomes a path (S-21). An entry belongs
+to the tenant who made it (`engine.tenants`); other tenants can not see it. Knows no HTTP and no API. Called by
 `serve.apis.openai.files`, `serve.apis.openai.batches` and `serve.apis.openai.responses`.
 """
 
@@ -33,21 +33,21 @@ _OWNER = "_owner"
 
 
 class StoreFullError(HeadraceError):
-    """No room for what a client wants kept (HTTP 413)."""
+    """The store has no room for the entry (HTTP 413)."""
 
     status = 413
     code = "storage_full"
 
 
 class StorageError(HeadraceError):
-    """The disk is full or fails, and what was wanted is not done (HTTP 503): it may be later."""
+    """The disk is full or fails; nothing was changed, and a later call may succeed (HTTP 503)."""
 
     status = 503
     code = "storage_failed"
 
 
 class _Entry:
-    """`text` is the object, encoded; `body` is None where a folder has it; `size` counts both."""
+    """One entry. `text` is the encoded metadata, `body` is None if a folder has it, `size` is the bytes of both."""
 
     __slots__ = ("body", "owner", "size", "text")
 
@@ -59,14 +59,14 @@ class _Entry:
 
 
 class Store:
-    """Entries by id, oldest first.
+    """Keeps entries by id, oldest first.
 
     Args:
-        prefix: what ids begin with, its `-` or `_` included.
-        folder: where entries are kept as files of this user alone; None keeps them in memory. What is there already
-            is read in; what is no entry is left alone, and a symbolic link is none.
-        max_items, max_bytes: bounds on entries, and on bodies and objects together.
-        evict: let the oldest go when there is no room, instead of `StoreFullError`.
+        prefix: the prefix of ids, its `-` or `_` included.
+        folder: the folder of the entries' files, which only this user can read; None keeps entries in memory. Entries
+            in the folder are loaded; other files and symbolic links are left alone.
+        max_items, max_bytes: bounds on the number of entries, and on the bytes of metadata and bodies.
+        evict: delete the oldest entries when there is no room, instead of raising `StoreFullError`.
 
     Raises `HeadraceError` if the folder can not be used, or another server uses it.
     """
@@ -84,7 +84,7 @@ class Store:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._read_in(folder)
+                self._load(folder)
             except BlockingIOError as error:
                 self.close()
                 raise HeadraceError(f"{folder} is used by another server") from error
@@ -99,33 +99,33 @@ class Store:
         return iter([entry_id for entry_id, entry in self._entries.items() if tenants.may_see(entry.owner)])
 
     def __contains__(self, entry_id: object) -> bool:
-        return isinstance(entry_id, str) and self._seen(entry_id) is not None
+        return isinstance(entry_id, str) and self._visible(entry_id) is not None
 
     def close(self) -> None:
-        """Let another server have the folder. May be called twice."""
+        """Release the folder's lock. May be called twice."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def new_id(self) -> str:
-        """Fresh and unguessable."""
+        """Return a new random id that can not be guessed."""
         return self.prefix + secrets.token_hex(16)
 
     def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
-        """Keep an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
+        """Add an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
         changes."""
         known = self._entries.get(entry_id)
         owner = tenants.current().name if known is None else known.owner
         text = _encode(about, owner)
         self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
-        # In this order: a body alone is swept up by the next start.
+        # The body goes first: the next start deletes a body without metadata.
         self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
-        kept = bytearray(body) if self.folder is None else None
-        self._entries[entry_id] = _Entry(text, kept, len(text) + len(body), owner)
+        memory = bytearray(body) if self.folder is None else None
+        self._entries[entry_id] = _Entry(text, memory, len(text) + len(body), owner)
         self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
 
     def tell(self, entry_id: str, about: dict[str, Any]) -> None:
-        """Replace what is told about an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
+        """Replace the metadata of an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
         text = _encode(about, entry.owner)
         size = entry.size - len(entry.text) + len(text)
@@ -142,7 +142,7 @@ class Store:
             with _disk("written to"), open(self.folder / f"{entry_id}.bin", "r+b", buffering=0) as file:
                 end = entry.size - len(entry.text)
                 try:
-                    # At its place and not at the file's end, where a write that failed may have left a part.
+                    # Not at the file's end: a failed write may have left a part there.
                     _write_all(file.fileno(), data, end)
                 except OSError:
                     with contextlib.suppress(OSError):
@@ -154,26 +154,26 @@ class Store:
         self.num_bytes += len(data)
 
     def about(self, entry_id: str) -> dict[str, Any] | None:
-        """What is told about an entry: a copy; None if there is none."""
-        entry = self._seen(entry_id)
+        """Return a copy of an entry's metadata, or None if there is no entry."""
+        entry = self._visible(entry_id)
         if entry is None:
             return None
-        told = msgspec.json.decode(entry.text, type=dict[str, Any])
-        told.pop(_OWNER, None)
-        return told
+        metadata = msgspec.json.decode(entry.text, type=dict[str, Any])
+        metadata.pop(_OWNER, None)
+        return metadata
 
     def owner(self, entry_id: str) -> str:
-        """The name of the tenant whose entry it is. Raises KeyError."""
+        """Return the name of the tenant who owns an entry. Raises KeyError."""
         return self._entries[entry_id].owner
 
     def body_size(self, entry_id: str) -> int:
-        """Bytes of an entry's body. Raises KeyError."""
+        """Return the number of bytes of an entry's body. Raises KeyError."""
         entry = self._entries[entry_id]
         return entry.size - len(entry.text)
 
     def body(self, entry_id: str) -> bytes:
-        """Raises KeyError, FileNotFoundError if its file is gone, and `StorageError`."""
-        entry = self._seen(entry_id)
+        """Return an entry's body. Raises KeyError, FileNotFoundError if its file is missing, and `StorageError`."""
+        entry = self._visible(entry_id)
         if entry is None:
             raise KeyError(entry_id)
         if self.folder is None:
@@ -182,12 +182,12 @@ class Store:
             return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.size - len(entry.text)]
 
     def delete(self, entry_id: str) -> bool:
-        """Forget an entry. False if there is none. Raises `StorageError`; then it is still there."""
+        """Delete an entry. Returns False if there is none. Raises `StorageError`; then the entry stays."""
         if entry_id not in self._entries:
             return False
         if self.folder is not None:
             with _disk("written to"):
-                # What is told about it goes first: a body alone is swept up by the next start.
+                # The metadata goes first: the next start deletes a body without metadata.
                 (self.folder / f"{entry_id}.json").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 (self.folder / f"{entry_id}.bin").unlink(missing_ok=True)
@@ -195,18 +195,20 @@ class Store:
         return True
 
     def discard(self, entry_id: str) -> None:
-        """Know no more of an entry, even if the folder can not be rid of it. There need be none."""
+        """Delete an entry if there is one, even if its files can not be deleted."""
         try:
             self.delete(entry_id)
         except StorageError:
             self.num_bytes -= self._entries.pop(entry_id).size
 
-    def _seen(self, entry_id: str) -> _Entry | None:
-        """The entry, if there is one that the caller may know of."""
+    def _visible(self, entry_id: str) -> _Entry | None:
+        """Return the entry if it exists and the current tenant may see it."""
         entry = self._entries.get(entry_id)
         return entry if entry is not None and tenants.may_see(entry.owner) else None
 
     def _make_room(self, entry_id: str, size: int, before: int) -> None:
+        """Evict entries until one can grow from `before` to `size` bytes. Raises `StoreFullError`."""
+
         def over() -> bool:
             is_new = entry_id not in self._entries
             return self.num_bytes - before + size > self.max_bytes or len(self) + is_new > self.max_items
@@ -223,7 +225,7 @@ class Store:
             self.delete(oldest)
 
     def _write(self, files: dict[str, bytes]) -> None:
-        """All of them or none, if there is a folder."""
+        """Write all files by name, or none. Does nothing without a folder. Raises `StorageError`."""
         if self.folder is None:
             return
         parts: list[Path] = []
@@ -244,8 +246,9 @@ class Store:
                     part.unlink(missing_ok=True)
             raise
 
-    def _read_in(self, folder: Path) -> None:
-        found: list[tuple[float, str]] = []
+    def _load(self, folder: Path) -> None:
+        """Load the folder's entries, oldest first, and delete the remains of interrupted writes."""
+        ids_by_time: list[tuple[float, str]] = []
         for item in os.scandir(folder):
             if item.name.startswith(_TORN) and item.is_file(follow_symlinks=False):
                 os.unlink(item.path)
@@ -254,13 +257,14 @@ class Store:
             if not match or not match[1].startswith(self.prefix) or not item.is_file(follow_symlinks=False):
                 continue
             if match[2] == "json":
-                found.append((item.stat(follow_symlinks=False).st_mtime, match[1]))
+                ids_by_time.append((item.stat(follow_symlinks=False).st_mtime, match[1]))
             elif not (folder / f"{match[1]}.json").is_file():
                 os.unlink(item.path)
-        for _, entry_id in sorted(found):
+        for _, entry_id in sorted(ids_by_time):
             self._read_entry(folder, entry_id)
 
     def _read_entry(self, folder: Path, entry_id: str) -> None:
+        """Load one entry; log a warning if it is damaged."""
         try:
             status = os.lstat(folder / f"{entry_id}.bin")
             text = (folder / f"{entry_id}.json").read_bytes()
@@ -278,7 +282,7 @@ class Store:
 
 @contextlib.contextmanager
 def _disk(done: str) -> Iterator[None]:
-    """Tells an error of the disk in the log with its kind, and to the client without a path."""
+    """Log a disk error in full, and raise `StorageError` without a path for the client."""
     try:
         yield
     except FileNotFoundError:
@@ -289,7 +293,7 @@ def _disk(done: str) -> Iterator[None]:
 
 
 def _write_all(descriptor: int, data: bytes, begin: int) -> None:
-    """`data` from byte `begin` on, and the file's end behind it."""
+    """Write `data` from byte `begin` on, and end the file behind it."""
     view = memoryview(data)
     while view:
         view = view[os.pwrite(descriptor, view, begin + len(data) - len(view)) :]

@@ -150,11 +150,11 @@ class MessagesAnswer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield message_start, the blocks one after the other, message_delta, message_stop. Raises the engine's
         errors."""
-        begun = False
+        has_started = False
         index, kind = -1, ""
         async for _, parts in self._answer.parts():
-            if not begun:
-                begun = True
+            if not has_started:
+                has_started = True
                 yield event(MessageStart(message=self._message([], None)))
                 yield event(Ping())
             for part in parts:

@@ -118,7 +118,7 @@ class Ollama:
 
     async def embed(self, body: dict[str, Any], older: bool) -> reply.EmbedReply | reply.EmbeddingReply:
         """POST /api/embed: vectors of length 1. `older`: /api/embeddings, whose one vector has any length."""
-        begun = time.monotonic()
+        start_time = time.monotonic()
         request = convert(EmbedRequest, body, {"keep_alive": STAYS})
         self.model.check_model(self._name(request.model))
         if request.options:
@@ -143,7 +143,7 @@ class Ollama:
             model=request.model,
             embeddings=embedded.rows,
             prompt_eval_count=embedded.num_tokens,
-            total_duration=int((time.monotonic() - begun) * 1e9),
+            total_duration=int((time.monotonic() - start_time) * 1e9),
             load_duration=0,
             warnings=warnings,
         )

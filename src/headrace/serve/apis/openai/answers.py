@@ -80,7 +80,7 @@ class Reply(ABC):
         continuous = bool(options and options.include_usage and options.continuous_usage_stats)
         head, states = self._head, self.generation.states
         num_open = len(states)
-        begun: set[int] = set()
+        started_places: set[int] = set()
         warnings: WarningLines = self.answer.call.warnings.reply()
         async with self.generation:
             async for pieces in self.generation:
@@ -88,8 +88,8 @@ class Reply(ABC):
                     state = states[place]
                     if not piece.token_ids and state.finish is None:
                         continue
-                    choices = [] if place in begun else self._opening(place, state)
-                    begun.add(place)
+                    choices = [] if place in started_places else self._opening(place, state)
+                    started_places.add(place)
                     choices += self._pieces(place, state, piece)
                     num_open -= state.finish is not None
                     for number, choice in enumerate(choices, 1):
@@ -109,8 +109,8 @@ class Reply(ABC):
         self.answer.close()
 
     def _shows_tokens(self, piece: TextDelta) -> bool:
-        shown = self.generation.states[0].request.params.logprobs is not None or self.answer.call.return_token_ids
-        return bool(shown and piece.token_ids)
+        has_details = self.generation.states[0].request.params.logprobs is not None or self.answer.call.return_token_ids
+        return bool(has_details and piece.token_ids)
 
     def _ending(self, state: RequestState, token_ids: Sequence[int]) -> dict[str, Any]:
         """The fields that every choice has, whole or chunk."""

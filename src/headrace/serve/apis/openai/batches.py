@@ -1,9 +1,9 @@
-"""OpenAI's /v1/batches: files of requests, answered in the background by the same engine that serves everybody.
+"""OpenAI's /v1/batches: files of requests, answered in the background by the engine that serves all other requests.
 
-One batch at a time, oldest first, some lines at once, and no new line while other requests wait: whoever is there in
-person goes first. Every answer is on its way to the output file before it is counted, so a batch whose server ended
-goes on with the next one where there is a storage folder. One whose disk is full or fails waits for it. Knows files and
-lines; no HTTP but in `add_routes`.
+Batches run one at a time, oldest first, with several lines at once. No new line starts while other requests wait:
+interactive requests go first. An answer is written to the output file before it is counted, so with a storage folder
+the next server continues a batch that this one did not finish. A batch waits while the disk is full or fails. This
+module knows files and lines; only `add_routes` knows HTTP.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Batches:
                 await asyncio.sleep(DISK_AGAIN_S)
                 stuck.clear()
                 continue
-            # In the name of whoever sent it, as if the lines came in one by one.
+            # The lines count for the tenant who sent the batch, as single requests would.
             with acting_as(Tenant(self.store.owner(batch_id))):
                 task = asyncio.ensure_future(self._do(batch_id))
             self._running = batch_id, task

@@ -81,7 +81,7 @@ def text_call(request: CompletionRequest) -> TextCall:
 def chat_call(request: ChatCompletionRequest) -> ChatCall:
     """Return a chat as a call. Raises `RequestError`."""
     fields = call_fields(request, stream=bool(request.stream))
-    # 0 asks for nothing, and there are clients that always send it.
+    # 0 is the default, and some clients always send it.
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
     if request.logprobs:

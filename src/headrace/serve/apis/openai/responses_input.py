@@ -106,8 +106,8 @@ TOOL_FIELDS = ToolFields("name", "description", "strict", "parameters", "tool_ch
 
 def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
     """Return the request, and what came with it of a chat's parameters. Raises `RequestError`."""
-    own = frozenset(ResponsesRequest.__struct_fields__)
-    more = {name: value for name, value in body.items() if name in SHARED and name not in own}
+    own_names = frozenset(ResponsesRequest.__struct_fields__)
+    more = {name: value for name, value in body.items() if name in SHARED and name not in own_names}
     request = convert(ResponsesRequest, {name: value for name, value in body.items() if name not in more})
     for name in ("conversation", "prompt", "context_management"):
         if getattr(request, name) is not None:

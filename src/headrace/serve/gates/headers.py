@@ -1,8 +1,8 @@
-"""What a call must look like before anybody asks who sent it: its headers, the name it came under, the page it is from.
+"""`HeaderGate`, an ASGI middleware: checks the size, framing, Host and Origin of a call's headers.
 
-The outermost ASGI middleware. A web page that somebody on this machine looks at can send requests to a server on
-localhost, and can get a name of its own for 127.0.0.1 (DNS rebinding); the headers Host and Origin, which no page can
-choose, tell of both (S-33). Sizes and framing are S-19. Knows no keys and no routes.
+A web page in a browser on this machine can send requests to a server on localhost, and can point a host name of its own
+at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes and
+framing are S-19. Runs before `auth.ApiKeyGate`; knows no keys and no routes. Added by `serve.app`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 * 2**10
 MAX_TARGET_BYTES = 8 * 2**10
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-# Bodies that are no JSON.
+# Paths whose bodies are not JSON.
 FORM_PATHS = frozenset({"/v1/files"})
 METHODS = "GET, HEAD, POST, DELETE"
 EXPOSED = b"x-request-id, retry-after"
@@ -47,75 +47,76 @@ class TargetTooLongError(HeadraceError):
 
 
 class FramingError(HeadraceError):
-    """Where the body ends is told twice, and another server on the way may believe the other (HTTP 400)."""
+    """Two headers give the length of the body, and a proxy may follow the other one (HTTP 400)."""
 
     status = 400
     code = "bad_framing"
 
 
 class HostError(HeadraceError):
-    """The server does not go by this name (HTTP 421)."""
+    """The Host header is not a name of this server (HTTP 421)."""
 
     status = 421
     code = "host_not_allowed"
 
 
 class OriginError(HeadraceError):
-    """A web page that is not among those which may (HTTP 403)."""
+    """The web page that sent the call is not an allowed origin (HTTP 403)."""
 
     status = 403
     code = "origin_not_allowed"
 
 
-def listed(given: Sequence[str] | None) -> list[str]:
-    """Values of a flag that may be given more than once, or as vLLM has it, as a JSON list. Raises `RequestError`."""
-    made: list[str] = []
-    for text in given or ():
+def flag_values(texts: Sequence[str] | None) -> list[str]:
+    """Return the values of a flag that is repeated, or that holds a JSON list, as vLLM's do. Raises `RequestError`."""
+    values: list[str] = []
+    for text in texts or ():
         if text.startswith("["):
             try:
-                made += msgspec.json.decode(text, type=list[str])
+                values += msgspec.json.decode(text, type=list[str])
             except msgspec.DecodeError as error:
                 raise RequestError("allowed", text, "a value, or a JSON list of values") from error
         else:
-            made.append(text)
-    return made
+            values.append(text)
+    return values
 
 
-def allowed_hosts(host: str, given: Sequence[str] | None) -> frozenset[str] | None:
-    """The names that the server goes by beside addresses and localhost; None: any.
+def allowed_hosts(host: str, flags: Sequence[str] | None) -> frozenset[str] | None:
+    """Return the host names of the server beside IP addresses and localhost; None for any name.
 
-    Any name, if none is told and the server listens where other machines reach it: they reach it by any name, and what
-    keeps them out is a key.
+    Without flags any name is allowed if other machines reach the server: its names are not known then, and keys keep
+    strangers out.
     """
-    names = {name.lower() for name in listed(given)}
+    names = {name.lower() for name in flag_values(flags)}
     if "*" in names or (not names and not is_loopback(host)):
         return None
     return frozenset(names | {"localhost", host.lower(), socket.gethostname().lower()})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether `host` is reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
 
-def allowed_origins(given: Sequence[str] | None) -> frozenset[str]:
-    """Origins as browsers write them, or `*`. Raises `RequestError`."""
-    made = [origin.lower().rstrip("/") for origin in listed(given)]
-    for origin in made:
+def allowed_origins(flags: Sequence[str] | None) -> frozenset[str]:
+    """Return the origins as browsers write them, or `*`. Raises `RequestError`."""
+    origins = [origin.lower().rstrip("/") for origin in flag_values(flags)]
+    for origin in origins:
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise RequestError("allowed_origins", origin, "such as https://chat.example or http://localhost:3000, or *")
-    return frozenset(made)
+    return frozenset(origins)
 
 
-class Doors:
-    """Refuses what is malformed, too large, under a strange name, or from a strange page.
+class HeaderGate:
+    """Refuses calls whose headers are malformed or too large, or name a foreign host or origin.
 
     Args:
         hosts: see `allowed_hosts`.
         origins: see `allowed_origins`; the server's own is always allowed.
+        refusals: see `auth.Refusals`.
     """
 
     def __init__(
@@ -133,55 +134,56 @@ class Doors:
         headers: Headers = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value)
-        given = _text(headers, b"origin")
-        told = self._told(given, _text(headers, b"host"))
-        if told:
-            send = _adding(send, [(b"access-control-allow-origin", told.encode()), (b"vary", b"origin")])
+        origin = _text(headers, b"origin")
+        allow_origin = self._allow_origin(origin, _text(headers, b"host"))
+        if allow_origin:
+            send = _adding(send, [(b"access-control-allow-origin", allow_origin.encode()), (b"vary", b"origin")])
         try:
             _check_size(scope)
             _check_framing(headers)
             self._check_host(headers)
-            if scope["method"] == "OPTIONS" and given is not None and b"access-control-request-method" in headers:
-                await self._preflight(bool(told), headers)(scope, receive, send)
+            if scope["method"] == "OPTIONS" and origin is not None and b"access-control-request-method" in headers:
+                await self._preflight(bool(allow_origin), headers)(scope, receive, send)
                 return
             if scope["method"] not in SAFE_METHODS:
-                self._check_origin(scope["path"], headers, told)
+                self._check_origin(scope["path"], headers, bool(allow_origin))
         except HeadraceError as error:
             response = refusal(self._refusals, scope["path"], error)
-            # What follows on the connection may not be what it seems.
+            # After wrong framing, the next bytes may be part of this call's body.
             response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _told(self, origin: str | None, host: str | None) -> str:
-        """What a page of this origin is told that it may be; empty if it may not."""
+    def _allow_origin(self, origin: str | None, host: str | None) -> str:
+        """Return the value of Access-Control-Allow-Origin for an origin; empty if it is not allowed."""
         if origin is None:
             return ""
         if "*" in self._origins:
             return "*"
         scheme, _, place = origin.lower().partition("://")
         # Behind a proxy that ends TLS, the scheme here is not the page's.
-        own = scheme in ("http", "https") and place != "" and place == (host or "").lower()
-        return origin if own or origin.lower() in self._origins else ""
+        is_own = scheme in ("http", "https") and place != "" and place == (host or "").lower()
+        return origin if is_own or origin.lower() in self._origins else ""
 
     def _check_host(self, headers: Headers) -> None:
+        """Raises `HostError` unless the Host header is a name of this server."""
         hosts = headers.get(b"host", [])
         if not hosts or self._hosts is None:
-            return  # HTTP/1.0 has none, and browsers always have one
+            return  # HTTP/1.0 has no Host; browsers always send one
         match = _HOST.fullmatch(hosts[0].decode("latin-1"))
         name = match[1].strip("[]").rstrip(".").lower() if match else ""
         if len(hosts) == 1 and (name in self._hosts or name.endswith(".localhost") or _is_address(name)):
             return
         raise HostError("host: the server does not go by this name; see --allowed-hosts")
 
-    def _check_origin(self, path: str, headers: Headers, told: str) -> None:
-        """Raises `OriginError`, and `UnsupportedMediaError` for what a page may send without asking first."""
+    def _check_origin(self, path: str, headers: Headers, allowed: bool) -> None:
+        """Raises `OriginError`, and `UnsupportedMediaError` for bodies that a page may send without a preflight."""
         if b"origin" not in headers:
             if _text(headers, b"sec-fetch-site") in ("cross-site", "same-site"):
                 raise OriginError("origin: a page that does not tell where it is from may not call this server")
             return
-        if not told or len(headers[b"origin"]) > 1:
+        if not allowed or len(headers[b"origin"]) > 1:
             raise OriginError("origin: pages from there may not call this server; see --allowed-origins")
         kind = (_text(headers, b"content-type") or "").partition(";")[0].strip().lower()
         has_body = b"transfer-encoding" in headers or _text(headers, b"content-length") not in (None, "0")
@@ -189,17 +191,18 @@ class Doors:
             raise UnsupportedMediaError("content-type: a web page must send application/json")
 
     def _preflight(self, allowed: bool, headers: Headers) -> Response:
+        """Return the reply to a CORS preflight. Raises `OriginError`."""
         if not allowed:
             raise OriginError("origin: pages from there may not call this server; see --allowed-origins")
-        wanted = _text(headers, b"access-control-request-headers") or ""
-        told = {"access-control-allow-methods": METHODS, "access-control-max-age": str(PREFLIGHT_S)}
-        if _NAMES.fullmatch(wanted):
-            told["access-control-allow-headers"] = wanted
-        return Response(status_code=204, headers=told)
+        names = _text(headers, b"access-control-request-headers") or ""
+        reply_headers = {"access-control-allow-methods": METHODS, "access-control-max-age": str(PREFLIGHT_S)}
+        if _NAMES.fullmatch(names):
+            reply_headers["access-control-allow-headers"] = names
+        return Response(status_code=204, headers=reply_headers)
 
 
 def _text(headers: Headers, name: bytes) -> str | None:
-    """The first value of a header."""
+    """Return the first value of a header, or None."""
     return headers[name][0].decode("latin-1").strip() if name in headers else None
 
 
@@ -228,7 +231,7 @@ def _check_framing(headers: Headers) -> None:
 
 
 def _adding(send: Any, headers: list[tuple[bytes, bytes]]) -> Any:
-    """`send`, which puts headers to every reply."""
+    """Return a `send` that adds headers to every reply."""
 
     async def sending(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":

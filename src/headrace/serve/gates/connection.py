@@ -1,8 +1,8 @@
-"""The HTTP connection: uvicorn's, which here also bounds what comes before a request is whole (S-19).
+"""`Connection`: uvicorn's HTTP connection with limits on headers and on the number of connections (S-19).
 
-uvicorn waits for headers for as long as it takes, and answers all that is malformed with 400 and a text. Here headers
-must come within `HEADER_S`, headers that do not end are a 431, and as many connections are open as leave the process
-files for everything else. Called by `serve.app` only.
+uvicorn alone waits for headers without a limit, and answers all malformed requests with 400 and plain text. Here the
+headers must come within `HEADER_S`, headers that are too large get a 431, and the number of connections leaves the
+process enough files for the rest. Knows no routes. Passed to uvicorn by `serve.app`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headrace.engine.links import read_small
 HEADER_S = 10.0
 """Seconds from the connection's start, or from the first byte of a further request, to the end of the headers."""
 SPARE_FILES = 64
-"""Of the files that the process may have open: for the engine, the storage and the log."""
+"""Open files reserved for the engine, the storage and the log."""
 
-_TOLD = {
+_ERRORS = {
     400: ("bad_http", "this is no HTTP request"),
     408: ("headers_timeout", f"the headers did not come within {HEADER_S:g} seconds"),
     431: ("headers_too_large", "the headers are too large"),
@@ -33,7 +33,7 @@ _TOLD = {
 
 
 def max_connections() -> int:
-    """By the limit on open files."""
+    """Return how many connections may be open, by the limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
 
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         error = sys.exception()
         hint = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        self._refuse(hint if hint in _TOLD else 400)
+        self._refuse(hint if hint in _ERRORS else 400)
 
     def _disarm(self) -> None:
         if self._header_timer is not None:
@@ -82,11 +82,11 @@ class Connection(H11Protocol):
             self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Say why, and hang up. In the middle of a reply there is nothing to say."""
+        """Send the error and close the connection; close it without an error in the middle of a reply."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            code, message = _TOLD[status]
-            told = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-            body = msgspec.json.encode({"error": told})
+            code, message = _ERRORS[status]
+            error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+            body = msgspec.json.encode({"error": error})
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             headers.append((b"content-length", str(len(body)).encode()))
             reply = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
