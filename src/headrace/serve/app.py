@@ -1,8 +1,8 @@
 """The HTTP server: routes, health, metrics, and `serve`, which puts tokenizer, engine client and uvicorn together.
 
 This is a composition root. `gates.limits` reads every POST body, `errors` shapes every error, and `gates.streams` ends
-the requests of clients that hang up. The engine runs in another process; nothing here imports torch. Called by
-`cli.serve`.
+the requests of clients that hang up. The engine runs in another process; nothing here imports torch. Called by the
+commands `serve` and `run-batch`.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
 
-# Whose clients look for errors in another shape than OpenAI's.
+# The functions that shape errors for APIs other than OpenAI's, by the prefix of the path.
 REFUSALS = {"/v1/messages": anthropic_errors.refuse, "/api/": ollama_errors.refuse}
 REFUSALS |= dict.fromkeys(llama_errors.UNDER, llama_errors.refuse)
-# What a client gets to read the error that ends its stream when the time for draining is over.
+# Seconds that a client has to read the last event of its stream after draining ends.
 LAST_WORDS_S = 5.0
 
 
 class RouteError(HeadraceError):
-    """No such route, or not with this method."""
+    """There is no such route, or it does not have this method."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -93,14 +93,14 @@ def create_app(
     audits: Sequence[dict[str, Any]] = (),
     exporter: Any = None,
 ) -> Starlette:
-    """The application. Starts `client` when it starts and closes it when it stops.
+    """Return the application, which starts `client` at startup and closes it at shutdown.
 
     Args:
-        model: the name that is served.
-        defaults: sampling parameters for what a request does not give.
-        seed: makes the seeds of requests that bring none repeatable, in their order of arrival.
-        audits: what `insight.audit.find` found beside the weights.
-        exporter: takes the spans of answers, an OpenTelemetry `SpanExporter`; none are made without one.
+        model: the served model's name.
+        defaults: sampling parameters for fields that a request leaves out.
+        seed: seeds the generator of seeds for requests without one, which get them in order of arrival.
+        audits: the reports of `insight.audit.find` on the weights.
+        exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
     """
     metrics = ServerMetrics(client, model)
     tracer = None if exporter is None else Tracer(exporter, model, metrics)
@@ -112,7 +112,7 @@ def create_app(
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
     life = Life(client, server.log_stats_interval, served.warm_up, storage, tracer)
     app = Starlette(lifespan=life.run)
-    # A redirect would go to the host that the client names, without the proxy's scheme.
+    # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
     app.state.life = life
     app.state.client = client
@@ -155,14 +155,14 @@ def served_model(
     defaults: Mapping[str, Any] | None = None,
     seed: int | None = None,
 ) -> ServedModel:
-    """Return what answers calls; for the arguments see `create_app`."""
+    """Return the model that answers calls; for the arguments see `create_app`."""
     parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
     dialect = Dialect.of(template, front.tokenizer, *parsers)
     return ServedModel(front, model, template, defaults, seed_source(seed), dialect)
 
 
 def _methods(app: Starlette, path: str) -> list[str]:
-    """What may be done with a path, of all the routes that it fits."""
+    """Return the methods of all routes that match a path."""
     fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
     return sorted({method for route in fit for method in route.methods or ()})
 
@@ -235,7 +235,7 @@ def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics
 
 
 class Life:
-    """The application's life: loading, ready, restarting, dead, draining."""
+    """The application's lifespan and its state: loading, ready, restarting, stalled, dead or draining."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Life:
         self._interval = log_stats_interval
 
     def status(self) -> str:
-        """One word for probes; all but "ready" mean that requests are better sent elsewhere."""
+        """Return the state in one word, for probes; only "ready" means that requests should be sent here."""
         client = self.client
         if self.draining:
             return "draining"
@@ -268,7 +268,7 @@ class Life:
         return "stalled" if client.watchdog.is_stalled else "ready"
 
     def drain(self, seconds: float) -> None:
-        """Take nothing new; let what is open go on for so long, and then tell it that it ends here."""
+        """Refuse new requests, and end the open ones with an error after `seconds`."""
         self.draining = True
         self.client.is_draining = True
         error = EngineDeadError("the server is shutting down and could wait no longer")
@@ -340,7 +340,7 @@ class Life:
 
 
 def advised_params(engine: EngineConfig) -> dict[str, Any]:
-    """Sampling parameters from the model's generation_config.json, as `vllm serve` applies them."""
+    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them."""
     path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
     if not path.is_file():
         return {}
@@ -354,7 +354,7 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, but a SIGTERM that was obeyed is a success: it would raise it again after the drain."""
+    """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain."""
 
     def __init__(self, config: uvicorn.Config, life: Life, drain_seconds: float) -> None:
         super().__init__(config)
@@ -369,14 +369,15 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     def _on_signal(self) -> None:
-        # A second one means: now.
+        # A second signal ends the server without a drain.
         self.force_exit = self.should_exit
         self.should_exit = True
         self._life.drain(self._drain_seconds)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """The model's tokenizer and chat template, where it has them. Raises `ModelNotFoundError`, `CheckpointError`."""
+    """Load the model's tokenizer and chat template, None for each it lacks. Raises `ModelNotFoundError` and
+    `CheckpointError`."""
     if engine.skip_tokenizer_init:
         return None, None
     path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
@@ -389,7 +390,7 @@ def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | N
 
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
-    """Figures of quality that lie beside the weights and fit them. A file that can not be read is logged."""
+    """Load the quality reports stored with the weights. A file that can not be read is logged."""
     try:
         return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
     except (CheckpointError, OSError) as error:
@@ -408,7 +409,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     except HeadraceError as error:
         if server.log_format != "json":
             raise
-        # The command would print a line that is no object.
+        # The command would print a line that is not JSON.
         logger.critical("%s", error)
         sys.exit(2 if isinstance(error, RequestError) else 1)
 
@@ -441,8 +442,8 @@ def run(app: Starlette, server: ServerConfig) -> int:
         timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + LAST_WORDS_S),
     )
     life = app.state.life
-    # Modules, routes and the tokenizer live as long as this process: the collector would walk them all for a tenth of a
-    # second now and then, and everybody who calls meanwhile waits for it.
+    # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
+    # delay every call by a tenth of a second.
     gc.collect()
     gc.freeze()
     return asyncio.run(_run(_Uvicorn(config, life, server.shutdown_timeout), life))

@@ -1,8 +1,8 @@
-"""Errors in the shape of OpenAI's API, {"error": {message, type, param, code}}, with the right status.
+"""Turns exceptions into replies in the shape of OpenAI's API, {"error": {message, type, param, code}}.
 
-The one place where an exception becomes a reply; the other APIs give `error_response` a shape of their own. An
-unexpected exception is logged with its traceback, and the client gets an internal error without a path or a name
-(S-22). Every status that the server sends is a row of `STATUSES`.
+All replies to exceptions are made here; the other APIs pass `error_response` a shape of their own. An unexpected
+exception is logged with its traceback, and the client gets an internal error without a path or a name (S-22). Every
+status that the server sends is a row of `STATUSES`. Knows no routes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("headrace.server")
 
 
 class Status(NamedTuple):
-    """`kind` is the `type` of an error; `why` is for the OpenAPI document."""
+    """One HTTP status. `kind` is the `type` of its errors; `why` describes it in the OpenAPI document."""
 
     kind: str
     why: str
@@ -66,7 +66,7 @@ class Error(msgspec.Struct, kw_only=True):
 
 
 Shape = Callable[[BaseException], tuple[int, msgspec.Struct]]
-"""Returns status and body for any exception."""
+"""A function that returns the status and body for any exception."""
 
 
 def error_body(error: BaseException) -> tuple[int, Error]:
@@ -95,5 +95,5 @@ def error_response(
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return msgspec's JSON: always strictly parsable, for it has no NaN and no Infinity (R-16)."""
+    """Return a reply with `body` as JSON. msgspec never writes NaN or Infinity, so any parser can read it (R-16)."""
     return Response(msgspec.json.encode(body), status, dict(headers or {}), media_type="application/json")

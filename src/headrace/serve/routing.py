@@ -1,7 +1,7 @@
-"""How an API's functions become routes: bodies are read within limits, errors and answers sent in the API's own shape.
+"""Adds an API's functions to the application as routes, and sends their answers and errors.
 
-Each API is a module with a function that adds its routes through `get`, `post` and `add`; `serve.app` calls them.
-The structs of a route's bodies are kept beside it for the OpenAPI document. Knows no API.
+Each API is a module with a function that adds its routes through `get`, `post` and `add`; `serve.app` calls that
+function. `operations` keeps the structs of a route's bodies for the OpenAPI document. Knows no API.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Refusal = Callable[[BaseException], Response]
 class Operation(NamedTuple):
     """One method of one path, for the OpenAPI document.
 
-    `takes` is the struct of the body (None: it has none), `gives` the struct of the reply (None: a JSON object, or
-    not JSON at all), `streams` the media type of the reply under "stream": true and `chunks` what one event or line
-    of it may be, `query` the names of parameters in the URL; `unserved`: the route only replies that this is not done.
+    `takes` is the struct of the body (None: no body), `gives` the struct of the reply (None: a JSON object without a
+    struct, or not JSON), `streams` the media type of the reply under "stream": true, `chunks` the structs of its events
+    or lines, and `query` the names of the URL's parameters. A route that is `unserved` only replies with a 501.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Version(msgspec.Struct, kw_only=True):
 
 
 class Readable(Protocol):
-    """An answer: read by `whole`, which returns a struct, or by `events`, once. `close` aborts what still runs."""
+    """An answer, read once: by `whole`, which returns a struct, or by `events`. `close` aborts its requests."""
 
     @property
     def id(self) -> str: ...
@@ -68,12 +68,12 @@ class Readable(Protocol):
 
 
 def get(app: Starlette, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
-    """GET and HEAD. `about` are fields of `Operation`."""
+    """Add a route for GET and HEAD. `about` are fields of `Operation`."""
     add(app, path, endpoint, ("GET", "HEAD"), refuse, **about)
 
 
 def post(app: Starlette, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
-    """POST. `about` are fields of `Operation`."""
+    """Add a route for POST. `about` are fields of `Operation`."""
     add(app, path, endpoint, ("POST",), refuse, **about)
 
 
@@ -85,7 +85,7 @@ def add(
     refuse: Refusal = error_response,
     **about: Any,
 ) -> None:
-    """A route of any methods. `refuse` turns what `endpoint` raises into a reply."""
+    """Add a route for `methods`. `refuse` returns the reply for an error of `endpoint`."""
     app.add_route(path, guarded(endpoint, refuse), list(methods))
     summary = about.pop("summary", (endpoint.__doc__ or "").strip().partition("\n")[0])
     operations(app).extend(Operation(path, method, summary, refuse, **about) for method in methods if method != "HEAD")
@@ -124,7 +124,7 @@ async def deliver(
     failure: Callable[[BaseException], bytes] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Send `answer`, whole or streamed, while watching that the client is there; close it however that ends.
+    """Send `answer`, whole or streamed, and abort it if the client hangs up or an error is raised.
 
     `failure` returns the last event of a broken stream; by default OpenAI's.
     """
@@ -139,8 +139,9 @@ async def deliver(
 
 
 def id_header(answer_id: str) -> dict[str, str]:
-    """Return X-Request-Id: the caller's own, for its logs, else the reply's id if that can stand in a header (S-22).
-    Where there is neither, `gates.calls` adds the id that the log has."""
+    """Return the header X-Request-Id with the reply's id if that is valid in a header (S-22).
+
+    Otherwise, and if the caller sent an id of its own, return no header; `gates.calls` then adds the call's id."""
     if context.current().is_callers or not context.REQUEST_ID.fullmatch(answer_id):
         return {}
     return {"x-request-id": answer_id}

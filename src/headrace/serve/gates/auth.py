@@ -36,6 +36,8 @@ _INFER_UNDER = ("/v1/", "/v2/", "/api/")
 
 
 class UnauthorizedError(HeadraceError):
+    """The API key is missing or wrong (HTTP 401)."""
+
     status = 401
     code = "invalid_api_key"
 

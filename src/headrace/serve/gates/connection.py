@@ -39,7 +39,7 @@ def max_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """One client's connection."""
+    """One client's HTTP connection."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

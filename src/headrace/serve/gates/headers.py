@@ -37,11 +37,15 @@ Headers = dict[bytes, list[bytes]]
 
 
 class HeadersTooLargeError(HeadraceError):
+    """The headers are too many or too large (HTTP 431)."""
+
     status = 431
     code = "headers_too_large"
 
 
 class TargetTooLongError(HeadraceError):
+    """The path and query are too long (HTTP 414)."""
+
     status = 414
     code = "uri_too_long"
 

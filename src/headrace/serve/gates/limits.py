@@ -1,7 +1,7 @@
 """Reads bodies within limits: on size, time, JSON and nesting (S-12, S-19, S-20).
 
 These limits hold for a body as a whole; the bounds of single fields are in `headrace.protocol.bounds`. All bodies are
-read through this module. Knows no routes and no fields. Called by `serve.routing` and the file uploads.
+read through this module. Knows no routes and no fields. Called by `serve.routing`, the storage and the file uploads.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class BodyTooLargeError(HeadraceError):
+    """The body has more bytes than allowed (HTTP 413)."""
+
     status = 413
     code = "body_too_large"
 
@@ -36,6 +38,8 @@ class BodyTooLargeError(HeadraceError):
 
 
 class BodyTimeoutError(HeadraceError):
+    """The body comes too slowly (HTTP 408)."""
+
     status = 408
     code = "body_timeout"
 
@@ -44,6 +48,8 @@ class BodyTimeoutError(HeadraceError):
 
 
 class UnsupportedMediaError(HeadraceError):
+    """The body is compressed, or a web page's body is not JSON (HTTP 415)."""
+
     status = 415
     code = "unsupported_media_type"
 
