@@ -144,9 +144,9 @@ def main() -> int:
     client = EngineClient(ProcessLink(engine, fake.command(float(delay))), max_restarts=3)
     client.admission.max_reqs = int(max_queued)
     logs.set_up("warning")
-    app: Any = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
-    app.add_middleware(Watched, leak=int(leak))
-    return app.run(app, server)
+    application: Any = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    application.add_middleware(Watched, leak=int(leak))
+    return app.run(application, server)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,8 @@ def test_a_window_bounds_what_is_kept(kind: str) -> None:
 def test_rejection_sampling_gets_the_chances_of_what_was_drawn(kind: str) -> None:
     guide = Greedy(rejects=True)
     drafter = drafter_of(kind, guide=guide)
-    for play, draft in zip(plays := plays_for(drafter), step(drafter, plays), strict=True):
+    # Also where the step would have room for a tree, as near the end of an answer.
+    for play, draft in zip(plays := plays_for(drafter), step(drafter, plays, num_drafts=2, num_nodes=8), strict=True):
         assert play.known > 0
         assert not draft.parents
         probs = guide.take_probs(play.seq_id)

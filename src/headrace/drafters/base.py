@@ -102,6 +102,11 @@ class Guide(Protocol):
         it. Never called under rejection sampling, which verifies chains."""
         ...
 
+    @property
+    def rejects(self) -> bool:
+        """Whether drafts are verified by rejection sampling: drafters with logits then draft chains, never trees."""
+        ...
+
     def take_probs(self, seq_id: int) -> F32 | None:
         """Return and forget the distributions [n, V] that `choose` drew a sequence's tokens from, in their order; None
         if it did not draw."""

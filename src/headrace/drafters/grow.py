@@ -75,7 +75,7 @@ class Grower:
             return drafts
         lengths = [len(lines[i].tokens) for i in sound]
         first = first.subset(sound) if len(sound) < len(contexts) else first
-        trees = any(contexts[i].num_nodes > contexts[i].num_drafts for i in sound)
+        trees = not self._guide.rejects and any(contexts[i].num_nodes > contexts[i].num_drafts for i in sound)
         grow = self._trees if trees else self._chains
         grown = grow([contexts[i] for i in sound], [lines[i] for i in sound], first)
         for i, length, draft in zip(sound, lengths, grown, strict=True):

@@ -32,6 +32,10 @@ class SamplerGuide:
         # By the parameters' id, which is theirs alone as long as they are held here.
         self._params: dict[int, tuple[SamplingParams, SamplingParams]] = {}
 
+    @property
+    def rejects(self) -> bool:
+        return self._rejects
+
     def choose(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         rows = self._rows(contexts, tails)
         if self._rejects:

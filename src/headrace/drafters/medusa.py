@@ -85,7 +85,7 @@ class MedusaDrafter:
         if not ready:
             return drafts
         states = np.stack([self._states[contexts[i].seq_id][1] for i in ready])
-        trees = any(contexts[i].num_nodes > contexts[i].num_drafts for i in ready)
+        trees = not self._guide.rejects and any(contexts[i].num_nodes > contexts[i].num_drafts for i in ready)
         chains: list[list[int]] = [[] for _ in ready]
         ranked: list[list[tuple[list[int], list[float]]]] = [[] for _ in ready]
         alive = list(range(len(ready)))
