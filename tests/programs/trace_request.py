@@ -22,35 +22,40 @@ from headrace.serve.app import create_app, load_text
 
 PACKAGE = str(Path(headrace.__file__).parent) + "/"
 BODY = {"messages": [{"role": "user", "content": "Tell me a story."}], "seed": 7, "max_tokens": 8, "stream": True}
+NUM_REQUESTS = 4
 
 
 class Trace:
-    """The files whose functions are called while `is_on`."""
+    """The files whose functions are called, from one `start` to the next."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
-        self.is_on = False
+
+    def start(self) -> None:
+        self.files = set()
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        if self.is_on and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
 
 
-async def run(trace: Trace) -> None:
-    """Send two requests, and trace the second, for which everything is loaded."""
+async def run(trace: Trace) -> set[str]:
+    """Return the files that each of several requests passes; what is loaded once in the background is in one alone."""
     engine, server = EngineConfig(model="builtin"), ServerConfig()
     app = create_app(InprocClient(lambda: build_engine(engine)), *load_text(engine, server), server, "builtin")
+    traces: list[set[str]] = []
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client,
     ):
         while (await client.get("/health/ready")).status_code != 200:
             await asyncio.sleep(0.01)
-        for is_on in (False, True):
-            trace.is_on = is_on
+        for _ in range(NUM_REQUESTS):
+            trace.start()
             reply = await client.post("/v1/chat/completions", json=BODY)
-            trace.is_on = False
+            traces.append(trace.files)
             reply.raise_for_status()
+    return set.intersection(*traces)
 
 
 def main() -> None:
@@ -58,10 +63,10 @@ def main() -> None:
     threading.setprofile(trace)
     sys.setprofile(trace)
     try:
-        asyncio.run(run(trace))
+        files = asyncio.run(run(trace))
     finally:
         sys.setprofile(None)
-    print("\n".join(sorted(trace.files)))
+    print("\n".join(sorted(files)))
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def test_docs_control_what_calls_out_is_noticed_and_text_is_escaped(document: di
 
 def items(reply: str) -> list[dict[str, Any]]:
     """The events or lines of a stream that are JSON objects."""
-    return [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if re.match(r"(data: )?{", line)]
+    return [json.loads(line.removeprefix("data: ")) for line in reply.split("\n") if re.match(r"(data: )?{", line)]
 
 
 def item_misfits(document: dict[str, Any], path: str, events: list[dict[str, Any]]) -> list[str]:
