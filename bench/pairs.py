@@ -153,8 +153,11 @@ class Bench:
 
 
 def environment() -> dict[str, str]:
+    """Return the variables of every process. Bytecode is kept on both sides, or one would compile at each start."""
     threads = str(THREADS)
-    return dict(os.environ) | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    variables = dict(os.environ) | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
 
 
 def output_of(side: Side, words: Sequence[str]) -> str:
