@@ -1,0 +1,130 @@
+"""Triton's interpreter, mended: bfloat16 and fp8 round as on the GPU, and programs run in any order.
+
+As released (3.6 to 3.9), the interpreter multiplies the bit patterns of bfloat16 as integers, truncates where the GPU
+rounds, and flushes fp8's subnormal numbers. Here conversions are torch's, and `tl.dot` widens its operands first.
+Arithmetic on bfloat16 stays wrong, so kernels widen after every load; inline assembly never runs. Called by `launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+E4M3_MOST = 448.0
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+STORED = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32, "fp8e4nv": np.uint8, "fp8e5": np.uint8}
+"""What the interpreter's arrays hold for each type."""
+
+_convert_float = interpreter._convert_float
+
+
+def interpret(
+    jit: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], order: Callable[[int], list[int]] | None = None
+) -> None:
+    """Run the kernel `jit` over `grid` on the CPU, whatever TRITON_INTERPRET says.
+
+    `order` gives the order in which the programs run, from their number; the default is ascending. Not for use by two
+    threads at once.
+    """
+    with mended(), _program_order(grid, order):
+        interpreter.InterpretedFunction(jit.fn)[grid](**arguments)
+
+
+@contextlib.contextmanager
+def mended() -> Iterator[None]:
+    """Mend the interpreter while the context lasts. The compiler is left alone, so one process may do both."""
+    patched = [
+        (interpreter, "_convert_float", convert_float),
+        (interpreter.InterpreterBuilder, "create_dot", dot),
+        (JITFunction, "__call__", _call),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in patched]
+    index = interpreter._patch_lang_tensor
+    try:
+        for owner, name, value in patched:
+            setattr(owner, name, value)
+        interpreter._patch_lang_tensor = _with_index(index)
+        yield
+    finally:
+        for (owner, name, _), value in zip(patched, before, strict=True):
+            setattr(owner, name, value)
+        interpreter._patch_lang_tensor = index
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a function that a kernel calls. What is patched for it is restored, or a later compilation would fail."""
+    scope = interpreter._patch_lang(self.fn)
+    try:
+        return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
+    finally:
+        scope.restore()
+
+
+def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Convert stored numbers as the GPU does: to the nearest, ties to even; to fp8 e4m3 within its largest number."""
+    if source.name not in DTYPES or target.name not in DTYPES or rounding == interpreter._ir.ROUNDING_MODE.RTZ:
+        return _convert_float(data, source, target, rounding)
+    numbers = widened(data, source.name)
+    if target.name == "fp8e4nv":
+        numbers = np.clip(numbers, -E4M3_MOST, E4M3_MOST)
+    rounded = torch.from_numpy(np.ascontiguousarray(numbers)).to(DTYPES[target.name])
+    bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[rounded.element_size()]
+    return rounded.view(bits).numpy().reshape(data.shape)
+
+
+def dot(self: Any, a: Any, b: Any, c: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """`tl.dot`: products of widened numbers, summed in the accumulator's type."""
+    left, right = (widened(x.data, x.dtype.scalar.name) for x in (a, b))
+    return interpreter.TensorHandle(np.matmul(left, right, dtype=c.data.dtype) + c.data, c.dtype.scalar)
+
+
+def widened(data: Any, name: str) -> Any:
+    """Return stored numbers of the floating type `name` as float32; arrays of other types as they are."""
+    if name not in DTYPES:
+        return data
+    if name in ("fp16", "fp32"):
+        return np.ascontiguousarray(data).view(STORED[name]).astype(np.float32)
+    stored = np.ascontiguousarray(data).view(STORED[name])
+    return torch.from_numpy(stored.copy()).view(DTYPES[name]).float().numpy().reshape(data.shape)
+
+
+def _with_index(patch: Callable[..., Any]) -> Callable[..., Any]:
+    """numpy 2.4 refuses int() of an array of one element, which loops with bounds from memory need."""
+
+    def patch_tensor(tensor: Any, *rest: Any) -> Any:
+        result = patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+        return result
+
+    return patch_tensor
+
+
+@contextlib.contextmanager
+def _program_order(grid: tuple[int, ...], order: Callable[[int], list[int]] | None) -> Iterator[None]:
+    if order is None:
+        yield
+        return
+    places = list(itertools.product(*(range(size) for size in (*grid, 1, 1)[:3])))
+    turns = iter([places[i] for i in order(len(places))])
+    builder = interpreter.InterpreterBuilder
+    set_place = builder.set_grid_idx
+    builder.set_grid_idx = lambda self, x, y, z: set_place(self, *next(turns))
+    try:
+        yield
+    finally:
+        builder.set_grid_idx = set_place

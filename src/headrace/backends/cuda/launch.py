@@ -1,0 +1,85 @@
+"""How a kernel runs: as its twin in plain torch, in Triton's interpreter, or on the GPU.
+
+A `Launch` is a kernel, a grid and fixed arguments: addresses, widths, constants. What changes from step to step lies in
+device memory, so a launch can be captured in a CUDA graph and replayed. Knows no operators and no models. Called by
+`tape` and by the checks of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Argument: TypeAlias = "Tensor | int | float | bool | str | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile sizes and launch options of a kernel: they change its speed, and never a bit of its results.
+
+    tiles: the values of the kernel's tuned constants.
+    num_warps, num_stages: warps of a program, and loads in flight in its loops.
+    """
+
+    tiles: Mapping[str, int] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 1
+
+    @property
+    def name(self) -> str:
+        """For tables: the tiles, then w(arps) and s(tages)."""
+        tiles = " ".join(f"{key}={value}" for key, value in self.tiles.items())
+        return f"{tiles} w{self.num_warps} s{self.num_stages}".strip()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A Triton kernel with its twin.
+
+    jit: the function under `triton.jit`. All its arguments are named; those in capitals are constants.
+    twin: the same operation in plain torch on the same arguments, the tuned constants left out. It writes where the
+        kernel writes, and a row's bits depend on that row alone.
+    configs: what may be tuned, the default first. Each gives the same bits.
+    fuse: whether a multiplication and an addition may become one rounding; off where bits must equal the CPU's.
+    """
+
+    jit: Any
+    twin: Callable[..., None]
+    configs: tuple[Config, ...] = (Config(),)
+    fuse: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.jit.__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One call of a kernel, ready to run. `arguments` has each argument by name but the tuned constants."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Argument]
+    config: Config
+
+    def run_twin(self) -> None:
+        self.kernel.twin(**self.arguments)
+
+    def run_interpreted(self, order: Callable[[int], list[int]] | None = None) -> None:
+        """Run in the interpreter, on the CPU. `order`: the order of the programs, from their number."""
+        from headrace.backends.cuda.interpreter import interpret
+
+        interpret(self.kernel.jit, self.grid, dict(self.arguments) | dict(self.config.tiles), order)
+
+    def run_gpu(self) -> None:
+        self.kernel.jit[self.grid](
+            **self.arguments,
+            **self.config.tiles,
+            num_warps=self.config.num_warps,
+            num_stages=self.config.num_stages,
+            enable_fp_fusion=self.kernel.fuse,
+        )

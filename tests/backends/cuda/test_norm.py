@@ -1,0 +1,71 @@
+"""The norm kernel: against its twin, against float64, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.backends.cuda.kernels.norm import norm
+from headrace.backends.cuda.launch import Launch
+from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, poisoned, written
+
+
+def problem(dtype: torch.dtype, width: int, num_rows: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(width)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "x": random(num_rows, width + 12)[:, :width],
+        "add": random(num_rows, width),
+        "weight": random(width),
+        "bias": random(width),
+    }
+
+
+def sizes(num_rows: int) -> Tensor:
+    return torch.tensor([num_rows, 0, 0, 0], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("width", [64, 100, 576])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, width: int, centred: bool) -> None:
+    given = problem(dtype, width)
+    bias = given["bias"] if centred else None
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        return [
+            norm(
+                given["x"], given["weight"], out["out"], sizes(4), 0, 8, eps=1e-5, offset=1.0, bias=bias,
+                centred=centred, add=given["add"], total=out["total"],
+            )
+        ]  # fmt: skip
+
+    outputs = {name: poisoned(5, width, dtype=dtype) for name in ("out", "total")}
+    assert_twin_agrees(make, outputs)
+    results = written(make, outputs, "interpreted")
+    assert results["out"][4].isnan().all(), "a row beyond the step's rows was written"
+    total = (given["x"] + given["add"])[:4].double()
+    middle = total - total.mean(-1, keepdim=True) if centred else total
+    exact = middle / (middle.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (given["weight"].double() + 1)
+    assert_close(results["out"][:4], exact if bias is None else exact + bias.double())
+
+
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+def test_a_row_has_the_same_bits_alone_and_among_others(mode: str) -> None:
+    given = problem(torch.bfloat16, 576)
+
+    def run(first: int, last: int) -> Tensor:
+        def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+            return [norm(given["x"][first:last], given["weight"], out["out"], sizes(last - first), 0, 8, eps=1e-5)]
+
+        return written(make, {"out": poisoned(last - first, 576, dtype=torch.bfloat16)}, mode)["out"]
+
+    together = run(0, 5)
+    for row in range(5):
+        assert torch.equal(run(row, row + 1)[0], together[row])
