@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, poisoned, written
 from torch import Tensor
 
 from headrace.backends.cuda.kernels.norm import norm
 from headrace.backends.cuda.launch import Launch
-from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, poisoned, written
 
 
 def problem(dtype: torch.dtype, width: int, num_rows: int = 5) -> dict[str, Tensor]:

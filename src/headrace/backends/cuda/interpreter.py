@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
