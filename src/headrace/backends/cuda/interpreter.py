@@ -19,6 +19,9 @@ from triton.runtime.jit import JITFunction
 
 E4M3_MOST = 448.0
 
+DEPTH = 16
+"""Products that a tensor core sums before it rounds."""
+
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -87,9 +90,20 @@ def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def dot(self: Any, a: Any, b: Any, c: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    """`tl.dot`: products of widened numbers, summed in the accumulator's type."""
+    """`tl.dot`: products of widened numbers, DEPTH of them added to the accumulator before each rounding.
+
+    So tiles of other sizes give the same bits, as they are believed to do on the GPU (MMA-Sim, arXiv 2511.10909).
+    """
     left, right = (widened(x.data, x.dtype.scalar.name) for x in (a, b))
-    return interpreter.TensorHandle(np.matmul(left, right, dtype=c.data.dtype) + c.data, c.dtype.scalar)
+    total = c.data
+    if total.dtype != np.float32 or left.shape[-1] % DEPTH:
+        return interpreter.TensorHandle(np.matmul(left, right, dtype=total.dtype) + total, c.dtype.scalar)
+    for first in range(0, left.shape[-1], DEPTH):
+        piece = slice(first, first + DEPTH)
+        # Products are exact in float64, and so in effect is their sum, whatever its order.
+        sums = np.matmul(left[..., piece], right[..., piece, :], dtype=np.float64)
+        total = (total + sums).astype(np.float32)
+    return interpreter.TensorHandle(total, c.dtype.scalar)
 
 
 def widened(data: Any, name: str) -> Any:

@@ -23,11 +23,13 @@ class Config:
 
     tiles: the values of the kernel's tuned constants.
     num_warps, num_stages: warps of a program, and loads in flight in its loops.
+    capabilities: the GPUs that it suits, 80 for sm_80; none for all.
     """
 
     tiles: Mapping[str, int] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 1
+    capabilities: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
