@@ -1,0 +1,45 @@
+"""The likeliest token of a row: the lowest of equals, and what is not finite is reported."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.backends.cuda.kernels.best import KERNEL, best
+from headrace.backends.cuda.launch import Config
+
+WIDTH = 2500
+
+
+def logits() -> Tensor:
+    x = torch.randn(8, WIDTH + 28, generator=torch.Generator().manual_seed(1))[:, :WIDTH]
+    x[1] = -torch.inf
+    x[2, [40, 1100, 2400]] = 9.0
+    x[3, 7] = torch.nan
+    x[4, 2499] = torch.inf
+    x[5, :2499] = -torch.inf
+    return x
+
+
+def run(x: Tensor, mode: str, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.full((8,), -7, dtype=torch.int32)
+    values, finite = torch.full((8,), -7.0), torch.full((8,), -7, dtype=torch.int32)
+    sizes = torch.tensor([0, 0, 7], dtype=torch.int32)
+    launch = best(x, ids, values, finite, sizes, 2, config)
+    launch.run_twin() if mode == "twin" else launch.run_interpreted()
+    return ids, values, finite
+
+
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+@pytest.mark.parametrize("config", KERNEL.configs, ids=lambda config: config.name)
+def test_the_lowest_of_the_greatest_wins(config: Config, mode: str) -> None:
+    x = logits()
+    ids, values, finite = run(x, mode, config)
+    fit = [0, 2, 5, 6]
+    assert ids[fit].tolist() == np.argmax(x[fit].numpy(), 1).tolist()
+    assert torch.equal(values[fit], x[fit].amax(-1))
+    assert values[1] == -torch.inf
+    assert finite.tolist() == [1, 1, 1, 0, 0, 1, 1, -7], "row 7 is not one of the step's"
+    assert ids[7] == -7
