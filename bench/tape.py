@@ -33,7 +33,7 @@ def fill(program: TapedProgram, rows: int, prompt: int, context: int) -> list[in
         each = -(-(context + 1) // size)
         tables = [[(s * each + i) % program.num_blocks for i in range(each)] for s in range(rows)]
         chunks = Chunks([context] * rows, [[7]] * rows, tables)
-    num_rows = program.fill(chunks)
+    num_rows = program.inputs.fill(chunks)
     num_logits = len(chunks.starts)
     program.logit_rows[:num_logits] = program.inputs.row_begin[1 : num_logits + 1] - 1
     return [num_rows, num_logits, num_logits]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.backends.cpu.arena import Block, Spans, place
+from headrace.backends.arena import Block, Spans, place
 
 Placement = tuple[list[int], int]
 

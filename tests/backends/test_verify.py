@@ -15,11 +15,11 @@ from tests.support.harness import load, random_ids, save_random, scattered_table
 
 from headrace import models
 from headrace.backends.base import Chunks
-from headrace.backends.cpu.graph import Node
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import REFERENCE, Difference, verify
+from headrace.backends.graph import Node
 from headrace.backends.native import require_native
 
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def step(program: TapedProgram) -> list[int]:
     tokens = [random_ids(n, program.vocab_size, i) for i, n in enumerate(lengths)]
     tables = scattered_tables(lengths, program.block_size, program.num_blocks, 3)
     program.forward(Chunks([0, 0], [tokens[0][:70], tokens[1][:29]], tables[:2]), [])
-    num_rows = program.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables))
+    num_rows = program.inputs.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables))
     program.logit_rows[:3] = [0, 11, num_rows - 1]
     return [num_rows, 3, 3]
 

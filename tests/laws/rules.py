@@ -31,6 +31,9 @@ HALL = (
     "models",
     "backends",
     "backends.base",
+    "backends.graph",
+    "backends.arena",
+    "backends.step",
     "backends.cpu",
 )
 SPLIT = ("backends", "serve.apis")

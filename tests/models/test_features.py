@@ -14,7 +14,7 @@ from tests.support.harness import BACKENDS, load, random_ids, save_random, scatt
 
 from headrace import models
 from headrace.backends.base import Chunks
-from headrace.backends.cpu.graph import Graph
+from headrace.backends.graph import Graph
 
 LENGTHS = [71, 5]
 

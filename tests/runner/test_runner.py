@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.backends import make_backend
 from headrace.backends.base import Chunks, Logits
-from headrace.backends.cpu.graph import LOGITS
+from headrace.backends.graph import LOGITS
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import StepResult

@@ -8,16 +8,17 @@ models; must not know them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
-from headrace.backends.cpu.graph import FREE, LOGITS, Graph, Quantised, Value
+from headrace.backends.cpu.codes import Quantised, new_codes, quantised
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix
 from headrace.backends.cpu.memory import Pool
+from headrace.backends.graph import FREE, LOGITS, Graph, Value
+from headrace.backends.step import StepRows
 
 if TYPE_CHECKING:
     from headrace.backends.cpu.cache import LayerCache
@@ -29,23 +30,8 @@ NO_Q: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_
 
 F32 = NDArray[np.float32]
 
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """A step's ints: arrays that the program fills before each run."""
-
-    token_ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    row_begin: NDArray[np.int32]
-    start: NDArray[np.int32]
-    table_begin: NDArray[np.int32]
-    blocks: NDArray[np.int32]
-    copy_begin: NDArray[np.int32]
-    copy_slots: NDArray[np.int32]
-    block_size: int
-    max_rows: int
-    features: Value | None = None
+ITEM_BYTES = 4
+"""Values between operators are float32."""
 
 
 class CpuOps:
@@ -53,14 +39,13 @@ class CpuOps:
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
-        self.graph = Graph()
-        self.values: list[Value] = []
+        self.graph = Graph(ITEM_BYTES)
         self.weight_bytes = 0
         self.matrices: list[CpuMatrix | CpuStack] = []
         self.pool = Pool()
 
     def begin(self) -> None:
-        self.graph, self.values = Graph(), []
+        self.graph = Graph(ITEM_BYTES)
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
         matrix = make_matrix(source, bias, self.pool)
@@ -83,25 +68,25 @@ class CpuOps:
         return matrix
 
     def embedding(self, ids: NDArray[np.int32], table: Table, scale: float = 1.0) -> Value:
-        out = self._value(table.width, 0)
+        out = self.graph.value(table.width, 0)
         fields = {"ids": ids, "table": table.data, "type": table.type_code, "width": table.width}
         fields |= {"scale": rounded(scale, self.dtype), "out": out.buffer, "ld_out": out.ld}
         self.graph.put("embedding", out.dim, out, fields)
         return out
 
     def select(self, x: Value, rows: NDArray[np.int32]) -> Value:
-        out = self._value(x.width, LOGITS)
+        out = self.graph.value(x.width, LOGITS)
         self.graph.put("select_rows", LOGITS, out, {"rows": rows} | self._in_out(x, out))
         return out
 
     def rms_norm(self, x: Value, weight: F32, eps: float, offset: float = 0.0) -> Value:
-        out = self._value(x.width, x.dim)
+        out = self.graph.value(x.width, x.dim)
         fields = {"weight": weight, "eps": eps, "offset": offset, "heads": 1}
         self.graph.put("rms_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
         return out
 
     def layer_norm(self, x: Value, weight: F32, bias: F32, eps: float) -> Value:
-        out = self._value(x.width, x.dim)
+        out = self.graph.value(x.width, x.dim)
         fields = {"weight": weight, "bias": bias, "eps": eps}
         self.graph.put("layer_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
         return out
@@ -111,15 +96,15 @@ class CpuOps:
         buffer = self.graph.read(x)
         fields = {"x": buffer, "ld_x": x.ld, "width": x.width, "cap": cap, "out": buffer, "ld_out": x.ld}
         node = self.graph.put("softcap", x.dim, None, fields)
-        return Value(self.graph, x.buffer, x.width, node, num_uses=1)
+        return Value(self.graph, x.buffer, x.width, x.item_bytes, node, num_uses=1)
 
     def activation(self, x: Value, kind: Activation) -> Value:
-        out = self._value(x.width, x.dim)
+        out = self.graph.value(x.width, x.dim)
         self.graph.put("activation", x.dim, out, self._in_out(x, out) | {"kind": KINDS[kind]} | NO_Q)
         return out
 
     def gated(self, x: Value, kind: Activation) -> Value:
-        out = self._value(x.width // 2, x.dim)
+        out = self.graph.value(x.width // 2, x.dim)
         fields = self._in_out(x, out) | {"width": x.width // 2, "kind": KINDS[kind]}
         self.graph.put("gated", x.dim, out, fields | NO_Q)
         return out
@@ -127,12 +112,12 @@ class CpuOps:
     def linear(self, x: Value, matrix: Matrix) -> Value:
         weights = cpu_matrix(matrix)
         if weights.outliers is None:
-            codes = self.graph.quantised(x, weights.act_group) if weights.kind != "f" else None
+            codes = quantised(x, weights.act_group) if weights.kind != "f" else None
             return self._linear(x, codes, weights)
         # Outliers are multiplied in float; in what is quantised they are exactly zero.
         outliers = self._linear(x, None, weights.outliers.pick)
         rest = x + self._linear(outliers, None, weights.outliers.back)
-        product = self._linear(rest, self.graph.quantised(rest, weights.act_group), weights)
+        product = self._linear(rest, quantised(rest, weights.act_group), weights)
         return product + self._linear(outliers, None, weights.outliers.kept)
 
     def rope_store(
@@ -166,7 +151,7 @@ class CpuOps:
             "k_mean": cache.key_mean,
         }
         node = self.graph.put("rope_store", qkv.dim, None, fields | cache.fields())
-        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, node)
+        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node)
 
     def attention(
         self,
@@ -178,7 +163,7 @@ class CpuOps:
         window: int | None = None,
         softcap: float = 0.0,
     ) -> Value:
-        out = self._value(heads.num_heads * heads.head_dim, query.dim)
+        out = self.graph.value(heads.num_heads * heads.head_dim, query.dim)
         fields = self._in_out(query, out) | {
             "heads": heads.num_heads,
             "kv_heads": heads.num_kv_heads,
@@ -208,7 +193,7 @@ class CpuOps:
         graph, num_experts = self.graph, router.num_out
         first = cpu_matrix(gate_up[0])
         split = any(cpu_matrix(matrix).outliers is not None for matrix in gate_up)
-        source = graph.quantised(x, first.act_group) if first.kind != "f" and not split else None
+        source = quantised(x, first.act_group) if first.kind != "f" and not split else None
         logits = self.linear(x, router)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
         fields: dict[str, Any] = {"x": graph.read(logits), "ld_x": logits.ld, "num_experts": num_experts}
@@ -218,7 +203,7 @@ class CpuOps:
         fields = {"ids": graph.touch(ids), "weights": graph.touch(weights), "top_k": top_k, "num_experts": num_experts}
         fields |= {"lists": lists, "list_weights": list_weights, "ld_list": ("capacity", x.dim), "first_dim": FREE}
         graph.put("moe_group", x.dim, None, fields)
-        out = self._value(x.width, x.dim)
+        out = self.graph.value(x.width, x.dim)
         graph.put("zero", x.dim, out, {"out": out.buffer, "ld_out": out.ld, "width": x.width})
         for expert_id in range(num_experts):
             rows = ("row_of", lists, expert_id)
@@ -243,24 +228,22 @@ class CpuOps:
         graph = self.graph
         nothing: dict[str, Any] = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None}
         del nothing["group"]
-        gathered = self._value(x.width, dim)
+        gathered = self.graph.value(x.width, dim)
         if source is None:
             fields = nothing | {"list": rows, "x": graph.read(x), "ld_x": x.ld, "width": x.width}
             graph.put("moe_gather", dim, gathered, fields | {"out": gathered.buffer, "ld_out": gathered.ld})
             codes = None
         else:
-            sizes = (source.ld_q, 4 * source.ld_s, 4 * source.ld_s)
-            parts = [graph.buffer(size, dim) for size in sizes]
-            codes = Quantised(parts[0], parts[1], parts[2], source.group)
+            codes = new_codes(graph, dim, source.ld_q, source.ld_s, source.group)
             fields = nothing | source.fields() | {"list": rows, "x": None, "ld_x": 0, "width": x.width}
-            fields |= {"out": None, "ld_out": 0, "to_q": parts[0], "to_scales": parts[1], "to_sums": parts[2]}
+            fields |= {"out": None, "ld_out": 0, "to_q": codes.q, "to_scales": codes.scales, "to_sums": codes.sums}
             del fields["group"]
-            for part in (source.q, source.scales, source.sums):
+            for part in source.buffers():
                 graph.touch(part)
             graph.put("moe_gather", dim, None, fields)
-            for part in parts:
+            for part in codes.buffers():
                 graph.touch(part)
-            gathered.quantised[source.group] = codes
+            gathered.codes[source.group] = codes
             graph.drop(gathered.buffer)
         inner = self.linear(gathered, gate_up) if codes is None else self._linear(gathered, codes, gate_up)
         y = self.linear(self.gated(inner, kind), down)
@@ -273,21 +256,21 @@ class CpuOps:
         fields |= {"width": x.width, "out": graph.touch(out.buffer), "ld_out": out.ld}
         graph.put("moe_scatter", dim, None, fields)
 
-    def _linear(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix | CpuStack) -> Value:
-        out = self._value(matrix.num_out, x.dim)
+    def _linear(self, x: Value, codes: Quantised | None, matrix: CpuMatrix | CpuStack) -> Value:
+        out = self.graph.value(matrix.num_out, x.dim)
         if isinstance(matrix, CpuMatrix):
-            self._product(x, quantised, matrix, out, out.buffer)
+            self._product(x, codes, matrix, out, out.buffer)
             return out
         column = 0
         for part in matrix.parts:
-            for buffer in (out.buffer, *(quantised.buffers() if quantised is not None else ())):
+            for buffer in (out.buffer, *(codes.buffers() if codes is not None else ())):
                 self.graph.touch(buffer)
-            self._product(x, quantised, part, out, ("column", out.buffer, column))
+            self._product(x, codes, part, out, ("column", out.buffer, column))
             column += part.num_out
         out.node = None  # no node makes all of it, so none can add a residual
         return out
 
-    def _product(self, x: Value, quantised: Quantised | None, matrix: CpuMatrix, out: Value, at: Any) -> None:
+    def _product(self, x: Value, codes: Quantised | None, matrix: CpuMatrix, out: Value, at: Any) -> None:
         fields: dict[str, Any] = {
             "weights": matrix.data,
             "num_in": matrix.num_in,
@@ -298,10 +281,10 @@ class CpuOps:
             "out": at,
             "ld_out": out.ld,
         }
-        if quantised is None:
+        if codes is None:
             fields |= {"x": self.graph.read(x), "ld_x": x.ld, "type": matrix.flag}
         else:
-            fields |= quantised.fields() | {"weight_group" if matrix.kind == "i8" else "form": matrix.flag}
+            fields |= codes.fields() | {"weight_group" if matrix.kind == "i8" else "form": matrix.flag}
         self.graph.put(
             f"linear_{matrix.kind}",
             x.dim,
@@ -311,11 +294,6 @@ class CpuOps:
             read_bytes=matrix.data.nbytes,
             row_ops=2 * matrix.num_in * matrix.num_out,
         )
-
-    def _value(self, width: int, dim: int) -> Value:
-        value = self.graph.value(width, dim)
-        self.values.append(value)
-        return value
 
     def _in_out(self, x: Value, out: Value) -> dict[str, Any]:
         return {

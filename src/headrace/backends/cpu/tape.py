@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backends.cpu.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node
 from headrace.backends.cpu.memory import aligned
+from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node
 from headrace.backends.native import record, require_native
 
 DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}

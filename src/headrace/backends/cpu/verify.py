@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headrace.backends.base import Chunks, HeadNorm, Heads, RopeTable
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
-from headrace.backends.cpu.graph import Node
 from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.ops import KINDS
 from headrace.backends.cpu.tape import Tape
+from headrace.backends.graph import Node
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.quant.base import QWeight, source_of

@@ -1,0 +1,206 @@
+"""A model's forward pass as a graph: values, the buffers that hold them, and the nodes that fill the buffers.
+
+`Graph` owns the order of nodes and, when it is finished, where every buffer lies: buffers whose lives do not overlap
+share memory. Two additions become part of a neighbouring node: a residual, and the codes of a value. Knows operators by
+their fields, and sizes by row; must not know models, arrays or devices. Filled by a backend's `Ops`, read by its tape.
+
+Fields with a meaning here: `residual` and `ld_res` (an operator that can add a residual has them, None and 0 until it
+does), `q` (an operator that can write codes has it, None until it does), `out` (None where only the codes are read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from headrace.backends.arena import Block, place
+
+ROWS, SEQS, LOGITS, FREE = 0, 1, 2, 3
+"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them; experts count from FREE on."""
+
+ALIGN = 64
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """`row_bytes` for each row of dimension `dim`. `first` and `last` are the nodes that first and last touch it."""
+
+    row_bytes: int
+    dim: int
+    first: int
+    last: int
+    offset: int = -1
+
+
+class Codes(Protocol):
+    """The rows of a value once more, as codes with scales, in a form of the backend's own."""
+
+    def buffers(self) -> Iterable[Buffer]: ...
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a node that writes or reads the codes; one of them is `q`."""
+        ...
+
+
+AnyCodes = TypeVar("AnyCodes", bound=Codes)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One operator call. Values of `fields` are ints, floats, None, arrays of the backend (kept alive), Buffers, or
+    tuples that the backend's tape resolves.
+
+    `read_bytes`: of weights, which every call reads once. `row_ops`: multiplications and additions for each row.
+    """
+
+    op: str
+    dim: int
+    fields: dict[str, Any]
+    index: int
+    note: str = ""
+    read_bytes: int = 0
+    row_ops: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """Rows of `width` floats of `item_bytes` bytes in the first columns of `buffer`. Models may add two values, no
+    more. `codes` are its codes in each form in which a node reads them."""
+
+    graph: Graph
+    buffer: Buffer
+    width: int
+    item_bytes: int
+    node: Node | None = None
+    num_uses: int = 0
+    codes: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def dim(self) -> int:
+        return self.buffer.dim
+
+    @property
+    def ld(self) -> int:
+        """Items from one row to the next."""
+        return self.buffer.row_bytes // self.item_bytes
+
+    def __add__(self, other: Value) -> Value:
+        return self.graph.add(self, other)
+
+
+class Graph:
+    """Nodes in the order in which they run. Values have `item_bytes` bytes a number unless they say otherwise.
+
+    `buffer`, `touch` and `read` keep the lives of buffers: every buffer of a node must pass through them before `put`.
+    """
+
+    def __init__(self, item_bytes: int) -> None:
+        self.item_bytes = item_bytes
+        self.nodes: list[Node] = []
+        self.buffers: dict[Buffer, None] = {}
+        self.values: list[Value] = []
+
+    def buffer(self, row_bytes: int, dim: int) -> Buffer:
+        """Return a new buffer that the next node fills."""
+        at = len(self.nodes)
+        buffer = Buffer(-(-row_bytes // ALIGN) * ALIGN, dim, at, at)
+        self.buffers[buffer] = None
+        return buffer
+
+    def value(self, width: int, dim: int, item_bytes: int = 0) -> Value:
+        """Return a new value that the next node fills. `item_bytes` 0: those of the graph."""
+        item_bytes = item_bytes or self.item_bytes
+        value = Value(self, self.buffer(item_bytes * width, dim), width, item_bytes)
+        self.values.append(value)
+        return value
+
+    def outside(self, width: int, dim: int, row_bytes: int = 0) -> Value:
+        """Return a value that lies outside the arena, and that something else than a node fills (see `keep_outside`).
+        `row_bytes` 0: those of a new buffer."""
+        row_bytes = row_bytes or -(-self.item_bytes * width // ALIGN) * ALIGN
+        return Value(self, Buffer(row_bytes, dim, 0, 0), width, self.item_bytes)
+
+    def touch(self, buffer: Buffer) -> Buffer:
+        """Return `buffer`, which the next node reads."""
+        buffer.last = len(self.nodes)
+        return buffer
+
+    def read(self, value: Value) -> Buffer:
+        """Return the floats of `value`, which the next node reads."""
+        value.num_uses += 1
+        return self.touch(value.buffer)
+
+    def put(self, op: str, dim: int, out: Value | None, fields: dict[str, Any], **facts: Any) -> Node:
+        """Append a node. `out` is the value that it makes."""
+        node = Node(op, dim, fields, len(self.nodes), **facts)
+        if out is not None:
+            out.node = node
+        self.nodes.append(node)
+        return node
+
+    def add(self, x: Value, y: Value) -> Value:
+        """Return x + y. If y is unread and made by the last node, and that can add a residual, it adds x."""
+        if self._adds_residual(y) and x.buffer is not y.buffer and x.item_bytes == y.item_bytes:
+            x.num_uses += 1
+            x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
+            self.nodes[-1].fields |= {"residual": x.buffer, "ld_res": x.ld}
+            return y
+        out = self.value(x.width, x.dim, max(x.item_bytes, y.item_bytes))
+        fields = {"x": self.read(x), "ld_x": x.ld, "y": self.read(y), "ld_y": y.ld, "width": x.width}
+        self.put("add", x.dim, out, fields | {"out": out.buffer, "ld_out": out.ld})
+        return out
+
+    def _adds_residual(self, y: Value) -> bool:
+        node = y.node
+        if node is None or node is not self.nodes[-1] or y.num_uses or y.codes:
+            return False
+        return "residual" in node.fields and node.fields["residual"] is None
+
+    def codes(self, x: Value, form: Hashable, make: Callable[[], AnyCodes]) -> AnyCodes:
+        """Return the codes of `x` in a form: written by the node that makes x if it can, else by a node `quantize`.
+
+        `make` makes the buffers of codes that do not exist yet.
+        """
+        codes: AnyCodes | None = x.codes.get(form)
+        if codes is None:
+            codes = x.codes[form] = make()
+            node = x.node
+            if node is not None and "q" in node.fields and node.fields["q"] is None:
+                for buffer in codes.buffers():
+                    buffer.first = node.index
+                node.fields |= codes.fields()
+            else:
+                fields = {"x": self.read(x), "ld_x": x.ld, "width": x.width} | codes.fields()
+                self.put("quantize", x.dim, None, fields)
+        for buffer in codes.buffers():
+            self.touch(buffer)
+        return codes
+
+    def drop(self, buffer: Buffer) -> None:
+        """Leave `buffer` out of the arena: nothing is kept in it, or it lies elsewhere."""
+        self.buffers.pop(buffer, None)
+        buffer.offset = 0
+
+    def drop_unread(self) -> None:
+        """Drop the floats of values of which only the codes are read."""
+        for value in self.values:
+            if value.codes and value.num_uses == 0 and value.node is not None:
+                value.node.fields["out"] = None
+                self.drop(value.buffer)
+
+    def keep_outside(self, buffer: Buffer, array: Any) -> None:
+        """Keep `buffer` in `array`, outside the arena: fields of all nodes so far then hold the array."""
+        self.drop(buffer)
+        for node in self.nodes:
+            for name, value in node.fields.items():
+                if value is buffer:
+                    node.fields[name] = array
+
+    def plan(self, most: dict[int, int]) -> int:
+        """Give every buffer a place in one arena and return its bytes; `most` holds each dimension's largest size."""
+        blocks = [Block(b.row_bytes * most.get(b.dim, most[ROWS]), b.first, b.last) for b in self.buffers]
+        offsets, total = place(blocks)
+        for buffer, offset in zip(self.buffers, offsets, strict=True):
+            buffer.offset = offset
+        return total

@@ -1,0 +1,108 @@
+"""`StepRows`: the ints of a step, in arrays that keep their place and size from step to step.
+
+A recorded program reads its inputs where they always lie; `fill` writes those of the next step there. Knows chunks and
+block tables; must not know models, operators or devices. Made and filled by the programs of recording backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.backends.base import Array, Chunks
+
+MAX_DEPTH = 64
+"""Draft tokens on a path of a tree; what several paths share is copied to the blocks of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """int32 arrays of R rows in C chunks, one behind the other; a program has room for max_rows and max_chunks.
+
+    token_ids, positions, slots [R]: slots are where keys and values go, block * block_size + place in the block.
+    row_begin [C + 1]: first row of each chunk. start [C]: position of that row.
+    table_begin [C + 1], blocks: the block table of chunk c is blocks[table_begin[c]: table_begin[c + 1]].
+    copy_begin [R + 1], copy_slots: further slots of row r are copy_slots[copy_begin[r]: copy_begin[r + 1]].
+    features: the rows' floats beside their tokens, as the backend's operators take them, or None.
+    """
+
+    token_ids: Array
+    positions: Array
+    slots: Array
+    row_begin: Array
+    start: Array
+    table_begin: Array
+    blocks: Array
+    copy_begin: Array
+    copy_slots: Array
+    block_size: int
+    max_rows: int
+    features: Array = None
+
+    def fill(self, chunks: Chunks) -> int:
+        """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; what lies behind the
+        step's own ints is left from earlier steps."""
+        size = self.block_size
+        at = blocks_at = 0
+        for i, (start, token_ids, table) in enumerate(zip(chunks.starts, chunks.token_ids, chunks.tables, strict=True)):
+            length = len(token_ids)
+            stop = at + length
+            needed = (start + length + size - 1) // size
+            self.row_begin[i] = at
+            self.start[i] = start
+            self.table_begin[i] = blocks_at
+            self.blocks[blocks_at : blocks_at + needed] = table[:needed]
+            if length == 1:
+                self.token_ids[at] = token_ids[0]
+                self.positions[at] = start
+                self.slots[at] = table[start // size] * size + start % size
+            else:
+                self.token_ids[at:stop] = token_ids
+                positions = np.arange(start, start + length, dtype=np.int32)
+                self.positions[at:stop] = positions
+                block_ids = self.blocks[blocks_at : blocks_at + needed]
+                self.slots[at:stop] = block_ids[positions // size] * size + positions % size
+            at = stop
+            blocks_at += needed
+        self.row_begin[len(chunks.starts)] = at
+        self.table_begin[len(chunks.starts)] = blocks_at
+        self._fill_copies(chunks, at)
+        return at
+
+    def _fill_copies(self, chunks: Chunks, num_rows: int) -> None:
+        begin, copies = self.copy_begin, chunks.copies
+        if copies:
+            rows = np.array([row for row, _ in copies])
+            begin[: num_rows + 1] = np.searchsorted(rows, np.arange(num_rows + 1))
+            begin[num_rows + 1 :] = len(copies)
+            self.copy_slots[: len(copies)] = [slot for _, slot in copies]
+        elif begin[-1]:
+            begin[:] = 0
+
+
+def make_step_rows(
+    zeros: Callable[[int], Array],
+    block_size: int,
+    max_rows: int,
+    max_chunks: int,
+    max_blocks: int,
+    features: Array = None,
+) -> StepRows:
+    """Return the arrays for `max_rows` rows of `max_chunks` chunks, whose tables have `max_blocks` entries together.
+    `zeros(n)` allocates n int32."""
+    return StepRows(
+        token_ids=zeros(max_rows),
+        positions=zeros(max_rows),
+        slots=zeros(max_rows),
+        row_begin=zeros(max_chunks + 1),
+        start=zeros(max_chunks),
+        table_begin=zeros(max_chunks + 1),
+        blocks=zeros(max_blocks),
+        copy_begin=zeros(max_rows + 1),
+        copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),
+        block_size=block_size,
+        max_rows=max_rows,
+        features=features,
+    )
