@@ -36,3 +36,11 @@ def test_control_a_method_that_only_raises_is_noticed() -> None:
     source = 'class A:\n    def f(self):\n        """F."""\n        raise NotImplementedError\n'
     source += "    def g(self):\n        return 1\n"
     assert only_raise(source) == ["f"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "torch_ref"])
+def test_the_kv_cache_takes_a_part_of_the_free_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = make_backend(name, "cpu", "float32")
+    for available, budget in ((4003, 1000), (2**40, 4 * 2**30)):
+        monkeypatch.setattr(type(backend), "available_memory", lambda self, num=available: num)
+        assert backend.kv_budget(None, 1, 1, 16) == budget

@@ -334,3 +334,14 @@ class Backend(Protocol):
     def available_memory(self) -> int:
         """Return the bytes that could be allocated on the device now."""
         ...
+
+    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        """Return the bytes that the KV cache of `model`, whose weights are loaded, may take where no size is set. The
+        other numbers are those of the program to come, which needs memory of its own."""
+        ...
+
+
+def part_of_memory(available: int) -> int:
+    """Return the bytes of a KV cache on a machine that other programs use too: a quarter of what is free, at most
+    4 GiB."""
+    return min(available // 4, 4 * 2**30)

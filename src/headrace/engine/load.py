@@ -16,7 +16,7 @@ import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
-from headrace.backends.base import Backend, KVShape
+from headrace.backends.base import Backend
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
 from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
@@ -37,9 +37,7 @@ from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler
 
-MAX_AUTO_KV_BYTES = 4 * 2**30
 MANY_PIECES = 128
-AUTO_KV_SHARE = 0.25
 MIN_AUTO_MODEL_LEN = 1024
 
 logger = logging.getLogger(__name__)
@@ -73,13 +71,14 @@ def build_runner(
         guide = SamplerGuide(sampler, rejects=spec.mode == "rejection")
         target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
         drafter = make_drafter(spec, target)
-    num_blocks = choose_num_blocks(config, model.kv_shape, max_model_len, backend, kv_dtype)
+    max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
+    num_blocks = choose_num_blocks(config, model, max_model_len, backend, kv_dtype, max_pieces)
     program = backend.program(
         model,
         num_blocks=num_blocks,
         block_size=config.block_size,
         kv_dtype=kv_dtype,
-        max_num_seqs=config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes),
+        max_num_seqs=max_pieces,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
         num_threads=config.num_threads,
@@ -243,21 +242,23 @@ def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> in
     return requested or most
 
 
-def choose_num_blocks(config: EngineConfig, shape: KVShape, max_model_len: int, backend: Backend, kv_dtype: str) -> int:
-    """Blocks of the KV cache: the override, or what the given or measured memory holds.
+def choose_num_blocks(
+    config: EngineConfig, model: models.Model, max_model_len: int, backend: Backend, kv_dtype: str, max_pieces: int
+) -> int:
+    """Blocks of the KV cache: the override, or what the given memory or the backend's budget holds.
 
-    Measured means the least of a quarter of the memory that is free now, 4 GiB, and what max_num_seqs sequences of
-    max_model_len fill. If not even one such sequence fits, and nobody asked for that length, the context is narrowed
-    to the cache, down to 1024 tokens. Raises `RequestError` otherwise.
+    Of the budget no more is used than max_num_seqs sequences of max_model_len fill. If not even one such sequence fits,
+    and nobody asked for that length, the context is narrowed to the cache, down to 1024 tokens. Raises `RequestError`
+    otherwise.
     """
-    block_bytes = backend.block_bytes(shape, config.block_size, kv_dtype)
+    block_bytes = backend.block_bytes(model.kv_shape, config.block_size, kv_dtype)
     least = -(-max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         field, num_blocks = "num_gpu_blocks_override", config.num_gpu_blocks_override
     elif config.kv_cache_memory_bytes is not None:
         field, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
     else:
-        budget = min(int(AUTO_KV_SHARE * backend.available_memory()), MAX_AUTO_KV_BYTES)
+        budget = backend.kv_budget(model, max_pieces, config.max_num_batched_tokens, max_model_len)
         field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)
     if num_blocks >= least:
         return num_blocks

@@ -14,7 +14,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import Chunks, KVShape
+from headrace.backends.base import Chunks, KVShape, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
@@ -125,6 +125,9 @@ class Cpu:
 
     def available_memory(self) -> int:
         return int(psutil.virtual_memory().available)
+
+    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        return part_of_memory(self.available_memory())
 
 
 def make(device: str, dtype: str) -> Cpu:

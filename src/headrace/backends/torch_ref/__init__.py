@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import ITEM_BYTES, KVShape
+from headrace.backends.base import ITEM_BYTES, KVShape, part_of_memory
 from headrace.backends.torch_ref import rounded
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
@@ -77,6 +77,9 @@ class TorchRef:
         if self.ops.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.ops.device)[0])
         return int(psutil.virtual_memory().available)
+
+    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        return part_of_memory(self.available_memory())
 
     def num_threads(self, weight_bytes: int) -> int:
         """Return the number of threads for a model of that size; bits do not depend on it."""
