@@ -1,0 +1,277 @@
+"""Rotary embedding (Su et al. 2021) of queries and keys, and the store of keys and values in the cache, in one launch.
+
+One program for HEADS heads of one row: of its queries, keys or values. A head lies in registers as its left numbers
+[PAIRS], which turn with the right ones [PAIRS], and the rest that does not turn, so that each thread reads and writes
+the same places. Keys and values become codes as `torch_ref.rounded.as_stored` defines them, to the bit: divisions are
+exact, and fp8 is rounded by integers, since the GPUs' conversions saturate where the definition does not, and sm_80 has
+none.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.backends.base import HeadNorm, Heads, RopeTable
+from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.torch_ref.rowwise import row_sums
+
+MOST = {"int8": 127.0, "fp8_e4m3": 448.0}
+"""The largest code of the types with scales."""
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+TO_INTEGER = tl.constexpr(12582912.0)
+"""1.5 * 2^23: a float32 sum with it is rounded to an integer, ties to even."""
+
+
+@triton.jit
+def _load(x, inside, left, rest, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Load the three parts of heads whose first numbers are at `x` [HEADS, 1]."""
+    pair = inside & (left < PAIRS)
+    a = tl.load(x + left, mask=pair, other=0.0).to(tl.float32)
+    b = tl.load(x + PAIRS + left, mask=pair, other=0.0).to(tl.float32)
+    c = tl.load(x + rest, mask=inside & (rest < HEAD_DIM), other=0.0).to(tl.float32)
+    return a, b, c
+
+
+@triton.jit
+def _store(x, a, b, c, inside, left, rest, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    pair = inside & (left < PAIRS)
+    tl.store(x + left, a.to(x.dtype.element_ty), mask=pair)
+    tl.store(x + PAIRS + left, b.to(x.dtype.element_ty), mask=pair)
+    tl.store(x + rest, c.to(x.dtype.element_ty), mask=inside & (rest < HEAD_DIM))
+
+
+@triton.jit
+def _turned(
+    a, b, c, weight, eps, offset, cos, sin, position, left, rest, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Norm the heads where there is a weight, and rotate them where there are angles."""
+    if weight is not None:
+        mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)) / HEAD_DIM
+        scale = tl.rsqrt(mean + eps)[:, None]
+        u, v, w = _load(weight, True, left, rest, PAIRS, HEAD_DIM)
+        a, b, c = a * scale * (u + offset), b * scale * (v + offset), c * scale * (w + offset)
+    if cos is not None:
+        x = tl.load(cos + position * PAIRS + left, mask=left < PAIRS, other=0.0)
+        y = tl.load(sin + position * PAIRS + left, mask=left < PAIRS, other=0.0)
+        a, b = a * x - b * y, b * x + a * y
+    return a, b, c
+
+
+@triton.jit
+def _bits(x):
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fp8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Round to fp8 with MANTISSA bits of fraction, ties to even, and return the code without the sign.
+
+    A sum with a number whose last place is the smallest fp8 number rounds those below the normal ones.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    bits = _bits(x)
+    normal = bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)
+    normal = (normal >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    LEAST: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
+    small = _bits(tl.abs(x) + LEAST) - ((151 - MANTISSA - BIAS) << 23)
+    return tl.where(bits < ((128 - BIAS) << 23), small, normal)
+
+
+@triton.jit
+def _code(x, inverse, KIND: tl.constexpr, MOST: tl.constexpr):
+    if MOST is not None:
+        x = tl.minimum(tl.maximum(x * inverse, -MOST), MOST)
+    if KIND == "int8":
+        x = ((x + TO_INTEGER) - TO_INTEGER).to(tl.int8)
+    if KIND == "fp8_e4m3":
+        x = (_fp8(x, 3, 7) | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
+    if KIND == "fp8_e5m2":
+        code = tl.where(_bits(x) > INFINITY_BITS, 0x7F, tl.minimum(_fp8(x, 2, 15), 0x7C))
+        x = (code | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
+    return x
+
+
+@triton.jit
+def _keep(
+    cache, scales, a, b, c, head, inside, left, rest, row, slots, copy_begin, copy_slots,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KIND: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Write keys or values to the row's slot and to its further ones, as codes with their scale."""
+    inverse = 1.0
+    scale = 1.0
+    if MOST is not None:
+        # The largest of the bit patterns is the largest number, and NaN where there is one.
+        most = tl.maximum(tl.maximum(tl.max(_bits(a), 1), tl.max(_bits(b), 1)), tl.max(_bits(c), 1))
+        most = most.to(tl.float32, bitcast=True)[:, None]
+        inverse = tl.where(most > 0, tl.div_rn(tl.full(most.shape, MOST, tl.float32), tl.where(most > 0, most, 1.0)), 0)
+        scale = tl.div_rn(most, tl.full(most.shape, MOST, tl.float32))
+    a, b, c = _code(a, inverse, KIND, MOST), _code(b, inverse, KIND, MOST), _code(c, inverse, KIND, MOST)
+    begin = 0
+    end = 0
+    if copy_begin is not None:
+        begin = tl.load(copy_begin + row)
+        end = tl.load(copy_begin + row + 1)
+    for i in range(begin - 1, end):
+        if i < begin:
+            slot = tl.load(slots + row).to(tl.int64)
+        else:
+            slot = tl.load(copy_slots + i).to(tl.int64)
+        place = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        _store(cache + place * HEAD_DIM, a, b, c, inside, left, rest, PAIRS, HEAD_DIM)
+        if MOST is not None:
+            tl.store(scales + place, scale, mask=inside)
+
+
+@triton.jit
+def _rope_store(
+    qkv, ld, slots, positions, copy_begin, copy_slots, cos, sin, q_weight, q_eps, q_offset, k_weight, k_eps, k_offset,
+    keys, values, key_scales, value_scales, sizes,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
+    MOST: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(sizes):
+        return
+    QUERIES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    KEYS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    group = tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int64)
+    left = tl.arange(0, BLOCK_PAIRS)[None, :]
+    rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
+    member = tl.arange(0, HEADS)[:, None]
+    if group < QUERIES:
+        head = group * HEADS + member
+        inside = head < NUM_HEADS
+        x = qkv + row * ld + head * HEAD_DIM
+        a, b, c = _load(x, inside, left, rest, PAIRS, HEAD_DIM)
+        a, b, c = _turned(a, b, c, q_weight, q_eps, q_offset, cos, sin, position, left, rest, PAIRS, HEAD_DIM)
+        _store(x, a, b, c, inside, left, rest, PAIRS, HEAD_DIM)
+    elif group < QUERIES + KEYS:
+        head = (group - QUERIES) * HEADS + member
+        inside = head < KV_HEADS
+        x = qkv + row * ld + (NUM_HEADS + head) * HEAD_DIM
+        a, b, c = _load(x, inside, left, rest, PAIRS, HEAD_DIM)
+        a, b, c = _turned(a, b, c, k_weight, k_eps, k_offset, cos, sin, position, left, rest, PAIRS, HEAD_DIM)
+        _keep(
+            keys, key_scales, a, b, c, head, inside, left, rest, row, slots, copy_begin, copy_slots,
+            KV_HEADS, HEAD_DIM, PAIRS, BLOCK_SIZE, KIND, MOST,
+        )  # fmt: skip
+    else:
+        head = (group - QUERIES - KEYS) * HEADS + member
+        inside = head < KV_HEADS
+        x = qkv + row * ld + (NUM_HEADS + KV_HEADS + head) * HEAD_DIM
+        a, b, c = _load(x, inside, left, rest, PAIRS, HEAD_DIM)
+        _keep(
+            values, value_scales, a, b, c, head, inside, left, rest, row, slots, copy_begin, copy_slots,
+            KV_HEADS, HEAD_DIM, PAIRS, BLOCK_SIZE, KIND, MOST,
+        )  # fmt: skip
+
+
+def _twin(
+    qkv: Tensor, ld: int, slots: Tensor, positions: Tensor, copy_begin: Tensor | None, copy_slots: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, q_weight: Tensor | None, q_eps: float, q_offset: float,
+    k_weight: Tensor | None, k_eps: float, k_offset: float, keys: Tensor, values: Tensor, key_scales: Tensor | None,
+    value_scales: Tensor | None, sizes: Tensor, NUM_HEADS: int, KV_HEADS: int, HEAD_DIM: int, PAIRS: int,
+    BLOCK_PAIRS: int, BLOCK_REST: int, BLOCK_SIZE: int, KIND: str, MOST: float | None,
+) -> None:  # fmt: skip
+    rows = int(sizes[0])
+    heads = qkv[:rows, : (NUM_HEADS + 2 * KV_HEADS) * HEAD_DIM].float().view(rows, -1, HEAD_DIM)
+    query, key, value = heads.split([NUM_HEADS, KV_HEADS, KV_HEADS], 1)
+    query, key = _normed(query, q_weight, q_eps, q_offset), _normed(key, k_weight, k_eps, k_offset)
+    if cos is not None and sin is not None:
+        places = positions[:rows].long()
+        angles = cos[places].unsqueeze(1), sin[places].unsqueeze(1)
+        query, key = _rotated(query, *angles), _rotated(key, *angles)
+    qkv[:rows, : NUM_HEADS * HEAD_DIM] = query.reshape(rows, -1)
+    row_ids, all_slots = torch.arange(rows, device=qkv.device), slots[:rows]
+    if copy_begin is not None and copy_slots is not None:
+        counts = copy_begin[1 : rows + 1] - copy_begin[:rows]
+        row_ids = torch.cat([row_ids, torch.repeat_interleave(row_ids, counts)])
+        all_slots = torch.cat([all_slots, copy_slots[copy_begin[0] : copy_begin[rows]]])
+    blocks, offsets = (all_slots // BLOCK_SIZE).long(), (all_slots % BLOCK_SIZE).long()
+    for numbers, cache, scales in ((key, keys, key_scales), (value, values, value_scales)):
+        codes, scale = coded(numbers, KIND)
+        cache[blocks, :, offsets] = codes[row_ids].view(cache.dtype) if cache.itemsize == 1 else codes[row_ids]
+        if scales is not None and scale is not None:
+            scales[blocks, :, offsets] = scale[row_ids]
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    if weight is None:
+        return x
+    return x * torch.rsqrt(row_sums(x * x) / x.shape[-1] + eps) * (weight.float() + offset)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.shape[-1]
+    left, right = x[..., :pairs], x[..., pairs : 2 * pairs]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin, x[..., 2 * pairs :]], -1)
+
+
+def coded(x: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Return x [..., D] float32 in the cache's type `kind`, and for types with scales one for each head."""
+    if kind not in MOST:
+        return x.to({"fp8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(
+            kind, torch.float32)), None  # fmt: skip
+    most = MOST[kind]
+    amax = x.abs().amax(-1, keepdim=True)
+    numbers = (x * torch.where(amax > 0, most / amax, 0)).clamp(-most, most)
+    codes = torch.round(numbers).to(torch.int8) if kind == "int8" else numbers.to(torch.float8_e4m3fn)
+    return codes, (amax / most).squeeze(-1)
+
+
+# One configuration: the sums of a norm follow from the layout of its tile.
+KERNEL = Kernel(_rope_store, _twin, (Config({"HEADS": 8}, 2),), fuse=False)
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: Heads,
+    cache: LayerCache,
+    slots: Tensor,
+    positions: Tensor,
+    sizes: Tensor,
+    num_rows: int,
+    *,
+    rope_table: RopeTable | None = None,
+    q_norm: HeadNorm | None = None,
+    k_norm: HeadNorm | None = None,
+    copies: tuple[Tensor, Tensor] | None = None,
+) -> Launch:
+    """Turn queries and keys of qkv [R, heads]; queries stay in their columns, keys and values go to the cache.
+
+    sizes: int32, numbers of rows in device memory; sizes[0] counts here, at most `num_rows`.
+    slots, positions: int32 [R]; a slot is block * block_size + offset.
+    copies: int32 begin [R + 1] and slots; row r is also written to slots[begin[r] : begin[r + 1]].
+    Between the norm and the rotation, and before the codes, numbers are float32.
+    """
+    head_dim = heads.head_dim
+    pairs = head_dim // 2 if rope_table is None else rope_table.cos.shape[1]
+    cos, sin = (None, None) if rope_table is None else rope_table
+    of_query, of_key = q_norm or HeadNorm(None, 0.0, 0.0), k_norm or HeadNorm(None, 0.0, 0.0)
+    copy_begin, copy_slots = copies or (None, None)
+    keys, values = cache.keys, cache.values
+    if cache.dtype.startswith("fp8"):
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    arguments = {
+        "qkv": qkv, "ld": qkv.stride(0), "slots": slots, "positions": positions, "copy_begin": copy_begin,
+        "copy_slots": copy_slots, "cos": cos, "sin": sin,
+        "q_weight": of_query.weight, "q_eps": of_query.eps, "q_offset": of_query.offset,
+        "k_weight": of_key.weight, "k_eps": of_key.eps, "k_offset": of_key.offset,
+        "keys": keys, "values": values, "key_scales": cache.key_scales, "value_scales": cache.value_scales,
+        "sizes": sizes, "NUM_HEADS": heads.num_heads, "KV_HEADS": heads.num_kv_heads, "HEAD_DIM": head_dim,
+        "PAIRS": pairs, "BLOCK_PAIRS": triton.next_power_of_2(pairs),
+        "BLOCK_REST": triton.next_power_of_2(max(head_dim - 2 * pairs, 1)), "BLOCK_SIZE": cache.block_size,
+        "KIND": cache.dtype, "MOST": MOST.get(cache.dtype),
+    }  # fmt: skip
+    config = KERNEL.configs[0]
+    per_tile = config.tiles["HEADS"]
+    groups = triton.cdiv(heads.num_heads, per_tile) + 2 * triton.cdiv(heads.num_kv_heads, per_tile)
+    return Launch(KERNEL, (num_rows, groups), arguments, config)
