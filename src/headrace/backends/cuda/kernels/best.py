@@ -50,7 +50,7 @@ def _twin(
     ids[:rows] = torch.where(numbers == values[:rows, None], columns, width).amin(-1)
 
 
-KERNEL = Kernel(_best, _twin, (Config({"BLOCK": 8192}, 16), Config({"BLOCK": 4096}, 8), Config({"BLOCK": 1024}, 4)))
+KERNEL = Kernel(_best, _twin, (Config({"BLOCK": 4096}, 8), Config({"BLOCK": 1024}, 4)))
 
 
 def best(
