@@ -1,0 +1,349 @@
+"""Linear layers: out [R, N] = x [R, K] times weights [N, K], with bias, gate, residual and norm's scale after it.
+
+For few rows the weights are the first operand of the instruction and the rows are padded to 16; for many it is the
+usual way round. Programs stay and take one tile after the other. K is summed in spans, whose ends are set by the
+matrix's shape alone, and the spans' sums are added in order: by one program, or, where that gives too few programs,
+by the last of several to arrive (split K; Osama et al. 2023, Stream-K, is the general case).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.backends.base import Activation
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.torch_ref.ops import ACTIVATIONS
+from headrace.backends.torch_ref.rowwise import elementwise, padded, products
+
+
+@triton.jit
+def activated(v, KIND: tl.constexpr):
+    """An activation of float32 numbers (`backends.base.Activation`)."""
+    if KIND == "silu":
+        return v / (1.0 + tl.exp(-v))
+    elif KIND == "gelu":
+        return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)).
+        return v / (1.0 + tl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
+    elif KIND == "relu":
+        return tl.maximum(v, 0.0)
+    else:
+        return v
+
+
+@triton.jit
+def place(tile, row_tiles, col_tiles, BAND: tl.constexpr):
+    """Row and column of a tile: BAND rows of tiles are done column by column, so that both operands stay in L2."""
+    band = tile // (BAND * col_tiles)
+    within = tile % (BAND * col_tiles)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def _sum(x, x_at, w, w_at, v, first, last, acc, acc_up, GATED: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+         WHOLE: tl.constexpr):  # fmt: skip
+    """Add the products of columns first ... last - 1 of K, in ascending order."""
+    k = tl.arange(0, BK)[None, :]
+    for at in tl.range(first, last, BK):
+        if WHOLE:
+            a = tl.load(x + at + x_at)
+            b = tl.load(w + at + w_at)
+            if GATED:
+                c = tl.load(v + at + w_at)
+        else:
+            inside = at + k < last
+            a = tl.load(x + at + x_at, mask=inside, other=0.0)
+            b = tl.load(w + at + w_at, mask=inside, other=0.0)
+            if GATED:
+                c = tl.load(v + at + w_at, mask=inside, other=0.0)
+        if SWAP:
+            acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
+            if GATED:
+                acc_up = tl.dot(c, tl.trans(a), acc_up, input_precision="ieee")
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            if GATED:
+                acc_up = tl.dot(a, tl.trans(c), acc_up, input_precision="ieee")
+    return acc, acc_up
+
+
+@triton.jit
+def finish(acc, acc_up, row, col, rows, inside, N, scale, bias, residual, ld_residual, out, ld_out,
+           ACT: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """Scale, add, activate and store a tile of sums [rows, columns]."""
+    if scale is not None:
+        factor = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
+        acc *= factor
+        if GATED:
+            acc_up *= factor
+    if bias is not None:
+        acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(bias + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    v = activated(acc, ACT)
+    if GATED:
+        v *= acc_up
+    at = row.to(tl.int64)[:, None]
+    if residual is not None:
+        v += tl.load(residual + at * ld_residual + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at * ld_out + col[None, :], v.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def in_order(acc, acc_up, partial, arrived, item, SPANS: tl.constexpr, GATED: tl.constexpr,
+             ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Leave a span's sums in memory; the last program of a tile adds all of them in order. -> sums, whether last."""
+    NUMBERS: tl.constexpr = ROWS * COLS * (2 if GATED else 1)
+    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    own = partial + item.to(tl.int64) * NUMBERS
+    tl.store(own + at, acc)
+    if GATED:
+        tl.store(own + ROWS * COLS + at, acc_up)
+    tl.debug_barrier()
+    tile = item // SPANS
+    last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPANS - 1
+    if last:
+        tl.store(arrived + tile, 0)
+        acc = tl.zeros_like(acc)
+        acc_up = tl.zeros_like(acc_up)
+        start = partial + tile.to(tl.int64) * SPANS * NUMBERS
+        for span in range(SPANS):
+            acc += tl.load(start + span * NUMBERS + at, cache_modifier=".cg")
+            if GATED:
+                acc_up += tl.load(start + span * NUMBERS + ROWS * COLS + at, cache_modifier=".cg")
+    return acc, acc_up, last
+
+
+@triton.jit
+def _linear(
+    x, ld_x, weight, ld_weight, scale, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived, K, N, SPAN,
+    DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr,
+    BAND: tl.constexpr,
+):  # fmt: skip
+    COLS: tl.constexpr = BN // 2 if GATED else BN
+    SHARES: tl.constexpr = SPANS if APART else 1
+    rows = tl.load(sizes + DIM)
+    row_tiles = tl.cdiv(rows, BR)
+    col_tiles = tl.cdiv(N, COLS)
+    k = tl.arange(0, BK)[None, :]
+    program = tl.program_id(0)
+    for turn in range(0, row_tiles * col_tiles * SHARES - program, tl.num_programs(0)):
+        item = program + turn
+        row_tile, col_tile = place(item // SHARES, row_tiles, col_tiles, BAND)
+        row = row_tile * BR + tl.arange(0, BR)
+        col = col_tile * COLS + tl.arange(0, COLS)
+        # Rows and columns beyond the end repeat the last one: nothing is read behind it, and loads have no mask.
+        x_at = tl.minimum(row, rows - 1)[:, None] * ld_x + k
+        first = col_tile.to(tl.int64) * COLS
+        w_at = tl.minimum(tl.arange(0, COLS), N - 1 - col_tile * COLS)[:, None] * ld_weight + k
+        w = weight + first * ld_weight
+        v = w
+        if GATED:
+            v = w + N.to(tl.int64) * ld_weight
+        acc = tl.zeros([COLS, BR] if SWAP else [BR, COLS], tl.float32)
+        acc_up = acc
+        if SHARES > 1 or SPANS == 1:
+            begin = (item % SHARES) * SPAN
+            end = tl.minimum(begin + SPAN, K)
+            acc, acc_up = _sum(x, x_at, w, w_at, v, begin, end, acc, acc_up, GATED, BK, SWAP, WHOLE)
+        else:
+            none = acc
+            for span in range(SPANS):
+                begin = span * SPAN
+                end = tl.minimum(begin + SPAN, K)
+                one, one_up = _sum(x, x_at, w, w_at, v, begin, end, none, none, GATED, BK, SWAP, WHOLE)
+                acc += one
+                acc_up += one_up
+        if SWAP:
+            acc = tl.trans(acc)
+            acc_up = tl.trans(acc_up)
+        inside = (row < rows)[:, None] & (col < N)[None, :]
+        if SHARES > 1:
+            acc, acc_up, last = in_order(acc, acc_up, partial, arrived, item, SPANS, GATED, BR, COLS)
+            inside &= last
+        finish(acc, acc_up, row, col, rows, inside, N, scale, bias, residual, ld_residual, out, ld_out, ACT, GATED)
+
+
+def _twin(
+    x: Tensor, ld_x: int, weight: Tensor, ld_weight: int, scale: Tensor | None, bias: Tensor | None,
+    residual: Tensor | None, ld_residual: int, out: Tensor, ld_out: int, sizes: Tensor, partial: Tensor | None,
+    arrived: Tensor | None, K: int, N: int, SPAN: int, DIM: int, SPANS: int, ACT: str, GATED: bool, WHOLE: bool,
+) -> None:  # fmt: skip
+    rows = int(sizes[DIM])
+    spans = [(first, min(first + SPAN, K)) for first in range(0, K, SPAN)]
+    v = sum_of_spans([(x[:rows, first:last].float(), weight[:, first:last].float()) for first, last in spans])
+    out[:rows, :N] = finished(v, scale, bias, residual, N, ACT, GATED)
+
+
+def sum_of_spans(spans: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Products x [R, K'] times weights [N, K'] of each span, added in order."""
+    total = torch.zeros(())
+    for a, b in spans:
+        extra = (0, padded(a.shape[1]) - a.shape[1])
+        wide = F.pad(b, (*extra, 0, padded(b.shape[0]) - b.shape[0])).t().contiguous()
+        total = total.to(a.device) + products(F.pad(a, extra)[:, None], wide.expand(a.shape[0], -1, -1))[:, 0]
+    return total[:, : spans[0][1].shape[0]]
+
+
+def finished(
+    v: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None, N: int, ACT: str, GATED: bool
+) -> Tensor:
+    """What the kernel does to the sums before it stores them."""
+    rows = v.shape[0]
+    if scale is not None:
+        v = v * scale[:rows, None]
+    if bias is not None:
+        v = v + bias.float()
+    up = v[:, N:]
+    v = v[:, :N]
+    if ACT:
+        v = elementwise(ACTIVATIONS[ACT], v)
+    if GATED:
+        v = v * up
+    return v if residual is None else v + residual[:rows, :N].float()
+
+
+class Scratch(NamedTuple):
+    """Memory that launches share: sums of spans (float32), and programs arrived (int32, 0 between launches)."""
+
+    partial: Tensor
+    arrived: Tensor
+
+
+def holds(scratch: Scratch, needed: tuple[int, int]) -> bool:
+    return scratch.partial.numel() >= needed[0] and scratch.arrived.numel() >= needed[1]
+
+
+def _few(rows: int, columns: int, depth: int, warps: int, stages: int, *capabilities: int) -> Config:
+    tiles = {"BR": rows, "BN": columns, "BK": depth, "SWAP": 1, "APART": 1, "BAND": 1}
+    return Config(tiles, warps, stages, capabilities)
+
+
+def _many(rows: int, columns: int, depth: int, warps: int, stages: int, *capabilities: int) -> Config:
+    tiles = {"BR": rows, "BN": columns, "BK": depth, "SWAP": 0, "APART": 0, "BAND": 8}
+    return Config(tiles, warps, stages, capabilities)
+
+
+KERNEL = Kernel(
+    _linear,
+    _twin,
+    (
+        _few(16, 64, 128, 4, 4),
+        _few(16, 128, 64, 4, 4),
+        _few(16, 128, 128, 4, 4, 80, 90, 100),
+        _few(32, 64, 128, 4, 3),
+        _few(32, 128, 64, 4, 4),
+        _few(64, 128, 64, 4, 3),
+        _few(64, 128, 64, 4, 4, 80, 90, 100),
+        _many(64, 128, 64, 4, 3),
+        _many(128, 128, 64, 8, 3),
+        _many(128, 128, 64, 8, 4, 80, 90, 100),
+        _many(128, 256, 64, 8, 3, 90, 100),
+        _many(128, 256, 64, 8, 4, 90, 100),
+    ),
+)
+
+FULL = Config({"BR": 16, "BN": 32, "BK": 32, "SWAP": 0, "APART": 1, "BAND": 1}, 4, 2)
+"""For float32, which has no tensor cores here: correct, and slow."""
+
+SPAN_STEP = 256
+"""Ends of spans are multiples of it, hence of every BK."""
+SPAN_LEAST = 512
+PROGRAMS = 256
+"""Tiles of 64 columns times spans, at least: enough for two programs on each multiprocessor of an H100 or H200."""
+
+
+def span_of(num_out: int, num_in: int) -> int:
+    """Inputs that are summed before they are added to the others. A function of the matrix: it is part of the bits."""
+    spans = max(min(PROGRAMS // -(-num_out // 64), num_in // SPAN_LEAST), 1)
+    return -(-num_in // (spans * SPAN_STEP)) * SPAN_STEP
+
+
+def suits(config: Config, weight: Tensor) -> bool:
+    """Whether the sums of a span and of all fit the registers."""
+    tiles = config.tiles
+    nested = not tiles["APART"] and span_of(*weight.shape) < weight.shape[1]
+    sums = tiles["BR"] * tiles["BN"] * (1 + nested) / (32 * config.num_warps)
+    return (config is FULL) == (weight.dtype == torch.float32) and sums <= 128
+
+
+def default(weight: Tensor, num_rows: int, gated: bool = False) -> Config:
+    """The configuration where none was measured. Both halves of a gated tile have the 64 columns of an instruction."""
+    if weight.dtype == torch.float32:
+        return FULL
+    rows = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
+    columns = 128 if gated else 64
+    suited = [config for config in KERNEL.configs if not config.capabilities and suits(config, weight)]
+    return next(config for config in suited if config.tiles["BR"] == rows and config.tiles["BN"] >= columns)
+
+
+def scratch_numbers(weight: Tensor, num_rows: int, gated: bool, config: Config) -> tuple[int, int]:
+    """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
+    tiles = _tiles(weight, num_rows, gated, config)
+    spans = -(-weight.shape[1] // span_of(*weight.shape))
+    if spans == 1 or not config.tiles["APART"]:
+        return 0, 0
+    return tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles
+
+
+def _tiles(weight: Tensor, num_rows: int, gated: bool, config: Config) -> int:
+    return -(-num_rows // config.tiles["BR"]) * -(-weight.shape[0] // config.tiles["BN"])
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    sizes: Tensor,
+    dim: int,
+    num_rows: int,
+    *,
+    num_programs: int,
+    scratch: Scratch | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: Activation | None = None,
+    gated: bool = False,
+    config: Config | None = None,
+) -> Launch:
+    """act(x [R, K] weight [N, K]^T * scale [R] + bias [N]) + residual [R, N] -> out [R, N], sums in float32.
+
+    gated: weight [2 N, K], and out = act(first half) * second half. out may be the residual, and float32. sizes: int32
+    in device memory; `sizes[dim]` rows count, at most `num_rows`. num_programs: multiprocessors of the GPU.
+    scratch: at least `scratch_numbers`, where these are not 0.
+    """
+    config = config or default(weight, num_rows, gated)
+    needed = scratch_numbers(weight, num_rows, gated, config)
+    if any(needed) and (scratch is None or not holds(scratch, needed)):
+        raise ValueError(f"scratch is too small: {needed} numbers are needed")
+    num_out, num_in = weight.shape
+    span = span_of(num_out, num_in)
+    tiles = config.tiles
+    spans = -(-num_in // span)
+    items = _tiles(weight, num_rows, gated, config) * (spans if tiles["APART"] else 1)
+    partial, arrived = (None, None) if scratch is None else scratch
+    arguments: dict[str, Argument] = {
+        "x": x, "ld_x": x.stride(0), "weight": weight, "ld_weight": weight.stride(0), "scale": scale, "bias": bias,
+        "residual": residual, "ld_residual": 0 if residual is None else residual.stride(0),
+        "out": out, "ld_out": out.stride(0), "sizes": sizes, "partial": partial, "arrived": arrived,
+        "K": num_in, "N": num_out // 2 if gated else num_out, "SPAN": span, "DIM": dim, "SPANS": spans,
+        "ACT": activation or "", "GATED": gated, "WHOLE": num_in % tiles["BK"] == 0,
+    }  # fmt: skip
+    return Launch(KERNEL, (min(items, num_programs * _resident(config, weight.element_size())),), arguments, config)
+
+
+def _resident(config: Config, item_bytes: int) -> int:
+    """Programs that a multiprocessor of an H200 holds at once, if each thread has 128 registers."""
+    tiles = config.tiles
+    shared = (tiles["BR"] + tiles["BN"]) * tiles["BK"] * item_bytes * config.num_stages
+    return max(min(232_448 // shared, 16 // config.num_warps), 1)
