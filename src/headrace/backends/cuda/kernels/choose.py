@@ -112,6 +112,12 @@ def _key(x):
 
 
 @triton.jit
+def _same_head(key, cut, shift: tl.constexpr):
+    """Whether the bits above the digit at `shift` are the same."""
+    return (key.to(tl.uint64) >> (shift + 8)) == (cut.to(tl.uint64) >> (shift + 8))
+
+
+@triton.jit
 def _before(key, cut, num, seen):
     """Whether a token lies before a cut: its key is above `cut`, or it is one of the first `num` that equal it. `seen`
     counts those of earlier blocks. -> mask, how many are equal."""
@@ -153,7 +159,7 @@ def _choose(
         x = _load(logits, masks, start + lane, width, masked)
         lanes_most = tl.maximum(lanes_most, x)
     greatest_logit = tl.max(lanes_most, 0)
-    greatest = greatest_logit.to(tl.float64)
+    greatest = tl.maximum(greatest_logit, -3e38).to(tl.float64)  # -inf where no token is allowed
 
     # Without top_k every token lies before the first cut.
     cut_k = tl.zeros([], tl.uint32)
@@ -190,7 +196,7 @@ def _choose(
                 seen += num
                 scaled = _scaled(x, greatest, temperature)
                 kept &= (scaled > float("-inf")) & (scaled >= floor) & (start + lane < width)
-                kept &= (key.to(tl.uint64) >> (shift + 8)) == (cut_p.to(tl.uint64) >> (shift + 8))
+                kept &= _same_head(key, cut_p, shift)
                 mass = tl.where(kept, _weights(scaled), 0)
                 tl.atomic_add(scratch + ((key >> shift) & 255).to(tl.int32), mass, mask=kept, sem="relaxed")
             tl.debug_barrier()
