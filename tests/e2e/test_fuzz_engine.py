@@ -20,7 +20,7 @@ import pytest
 from tests.support.harness import make_batch, save_random
 
 from headrace import models
-from headrace.backends.base import Chunks, Logits
+from headrace.backends.base import Chunks, HostLogits
 from headrace.core import prefix
 from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables
@@ -177,11 +177,11 @@ def run_mixed(rng: random.Random, core: EngineCore, requests: list[Request], pla
     right_forward = program.forward
     program.max_rows = min(program.max_rows, rng.choice([1000, 1000, 3, 17]))
 
-    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], HostLogits]:
         # A lone chunk always fits, so no request may fail.
         if len(chunks.starts) > 1 and rng.random() < hostile / 2:
             raise MemoryError
-        done: tuple[list[bool], Logits] = right_forward(chunks, rows)
+        done: tuple[list[bool], HostLogits] = right_forward(chunks, rows)
         if len(chunks.starts) > 1 and rng.random() < hostile / 4:
             raise MemoryError
         return done

@@ -21,10 +21,10 @@ from tests.support.harness import (
 )
 
 from headrace import models
-from headrace.backends.base import Chunks, Logits
-from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.base import Chunks, HostLogits
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
+from headrace.backends.step import StepRows
 from headrace.protocol.params import SamplingParams
 from headrace.runner.runner import Runner
 from headrace.sampling.sampler import F32
@@ -126,10 +126,10 @@ def test_control_a_logit_that_leans_on_the_batch_is_noticed(runner: Runner, monk
     (whole,) = logits_of(runner, [40], [[40]], 7, blocks=1)
     real, num_chunks = program.forward, 1
 
-    def leaning(logits: Logits) -> Logits:
+    def leaning(logits: HostLogits) -> HostLogits:
         return logits._replace(rows=logits.rows * np.float32(1 + 1e-6 * num_chunks))
 
-    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], HostLogits]:
         nonlocal num_chunks
         num_chunks = len(chunks.starts)
         finite, logits = real(chunks, rows)
@@ -208,15 +208,15 @@ def test_control_a_row_that_is_placed_by_its_chunk_is_noticed(
 ) -> None:
     """Attention from one position too few where a chunk goes on; rotary angles that begin elsewhere among others, which
     changes nothing but the last bits."""
-    right = TapedProgram.fill
+    right = StepRows.fill
 
-    def fill(program: TapedProgram, chunks: Chunks) -> int:
-        num_rows = right(program, chunks)
+    def fill(inputs: StepRows, chunks: Chunks) -> int:
+        num_rows = right(inputs, chunks)
         if part == "positions" and len(chunks.starts) > 1:
-            program.inputs.positions[:num_rows] += 1
+            inputs.positions[:num_rows] += 1
         for i, start in enumerate(chunks.starts if part == "start" else []):
-            program.inputs.start[i] -= start > 0
+            inputs.start[i] -= start > 0
         return num_rows
 
-    monkeypatch.setattr(TapedProgram, "fill", fill)
+    monkeypatch.setattr(StepRows, "fill", fill)
     assert company_differs(quantised)

@@ -54,7 +54,7 @@ def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, 
             chunks = Chunks([begin, 0], [tokens[0][begin:end], tokens[1]], tables)
         rows = list(range(sum(map(len, chunks.token_ids))))
         _, found = program.forward(chunks, rows[-1:])
-        logits.append(found.rows.copy())
+        logits.append(found.fetch().copy())
         features.append(program.features(rows))
     return np.concatenate(features), np.concatenate(logits)[-1:]
 

@@ -15,7 +15,7 @@ from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.backends.base import Chunks, Logits
+from headrace.backends.base import Chunks, HostLogits
 from headrace.backends.graph import LOGITS
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.protocol.params import SamplingParams
@@ -182,7 +182,7 @@ def test_R_17_in_the_logits_of_a_prompt_row_alone(runner: Runner, monkeypatch: p
     """Hidden states and the sampled row are sound: the chunk fails all the same, and leaves no token behind."""
     right = runner.program.logits
 
-    def logits(rows: list[int]) -> Logits:
+    def logits(rows: list[int]) -> HostLogits:
         made = right(rows)
         return made._replace(finite=[row != 3 for row in rows])
 

@@ -87,7 +87,7 @@ def all_logits(runner: Runner, batch: ScheduledBatch) -> Tensor:
     assert all(finite)
     most = min(program.max_logits, stops[-1])
     pieces = [list(range(i, min(i + most, stops[-1]))) for i in range(0, stops[-1], most)]
-    return torch.cat([torch.from_numpy(program.logits(rows).rows.copy()) for rows in pieces])
+    return torch.cat([torch.from_numpy(program.logits(rows).fetch().copy()) for rows in pieces])
 
 
 def follow(runner: Runner, token_ids: list[int], sizes: list[int], seed: int = 0) -> Tensor:

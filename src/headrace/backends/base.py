@@ -195,15 +195,44 @@ class Chunks(NamedTuple):
     copies: Sequence[tuple[int, int]] = ()
 
 
-class Logits(NamedTuple):
-    """Logits of the chosen rows on the host: rows [S, V] float32, valid until the next call.
+class Logits(Protocol):
+    """Logits of the chosen rows [S], valid until the next call of the program. The numbers of a row may lie on a device
+    until they are fetched."""
 
-    finite[i]: no NaN and no +inf in row i, and not -inf alone. best[i]: the likeliest token id, the lowest of equals.
-    """
+    @property
+    def finite(self) -> list[bool]:
+        """finite[i]: no NaN and no +inf in row i, and not -inf alone."""
+        ...
+
+    @property
+    def best(self) -> list[int]:
+        """best[i]: the likeliest token id, the lowest of equals."""
+        ...
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `fetch` of rows that follow each other costs nothing, so that all may be fetched."""
+        ...
+
+    def fetch(self, indices: list[int] | None = None) -> NDArray[np.float32]:
+        """Return rows of logits [n, V] in host memory, for reading; all of them without `indices`."""
+        ...
+
+
+class HostLogits(NamedTuple):
+    """`Logits` that lie in host memory: rows [S, V] float32."""
 
     rows: NDArray[np.float32]
     finite: list[bool]
     best: list[int]
+    on_host: bool = True
+
+    def fetch(self, indices: list[int] | None = None) -> NDArray[np.float32]:
+        if indices is None:
+            return self.rows
+        first = indices[0] if indices else 0
+        stop = first + len(indices)
+        return self.rows[first:stop] if indices == list(range(first, stop)) else self.rows[indices]
 
 
 class Program(Protocol):

@@ -220,7 +220,7 @@ class PrivateContext:
             broken = {i for i, right in zip(ended, logits.finite, strict=True) if not right}
             finite = [right and i not in broken for right, (i, _, _) in zip(finite, portion, strict=True)]
         row_features = self.program.features(rows) if keep_features else None
-        wide = self._widened(logits.rows)
+        wide = self._widened(logits.fetch())
         return (wide if is_lent else wide.copy()), row_features, finite, [i for i, _, _ in portion]
 
     def _widened(self, logits: F32) -> F32:

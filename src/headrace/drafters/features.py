@@ -78,7 +78,8 @@ class RowProgram:
         for i in range(0, len(features), MAX_LINES):
             part = features[i : i + MAX_LINES]
             _, logits = self._program.forward(Chunks([0], [[0] * len(part)], [[0]]), list(range(len(part))), part)
-            parts.append(logits.rows if len(features) <= MAX_LINES else logits.rows.copy())
+            rows = logits.fetch()
+            parts.append(rows if len(features) <= MAX_LINES else rows.copy())
             finite += logits.finite
         return parts[0] if len(parts) == 1 else np.concatenate(parts), finite
 

@@ -329,7 +329,7 @@ class Runner:
             if not all(logits.finite):
                 result.errors[i] = NOT_FINITE
                 return []
-            entries += self.sampler.prompt_logprobs(logits.rows, token_ids, batch.params[i].prompt_logprobs or 0)
+            entries += self.sampler.prompt_logprobs(logits.fetch(), token_ids, batch.params[i].prompt_logprobs or 0)
         return entries
 
     def _token_after(self, batch: ScheduledBatch, piece: Piece) -> int:

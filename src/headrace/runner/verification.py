@@ -168,12 +168,13 @@ class Rounds:
             self._row(batch, each, logits.best[place], masks.get(each.chunk_id))
             for each, place in zip(verifications, places, strict=True)
         ]
-        num = len(places)
-        numbers = logits.rows[:num] if places == list(range(num)) else logits.rows[places]
-        samples = self.sampler.sample_rows(numbers, rows)
+        if logits.on_host:
+            samples = self.sampler.sample_rows(logits.fetch(places), rows)
+        else:
+            samples = self.sampler.sample_fetched(lambda some: logits.fetch([places[k] for k in some]), rows)
         for k, (each, row) in enumerate(zip(verifications, rows, strict=True)):
             if not each.is_coupled and rejects(row) and each.children():
-                samples[k] = draw_rejecting(self.sampler, numbers[k : k + 1], row, each)
+                samples[k] = draw_rejecting(self.sampler, logits.fetch([places[k]]), row, each)
         return samples
 
     def _further_masks(

@@ -10,6 +10,7 @@ depend on the batch. Knows no sequences and no requests; called by the runner.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -115,6 +116,30 @@ class Sampler:
         for start in range(0, len(rows), SPAN):
             samples += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
         return samples
+
+    def sample_fetched(self, fetch: Callable[[list[int]], F32], rows: list[Row]) -> list[Drawn | ValueError]:
+        """As `sample_rows`, for rows of logits that lie on a device: `fetch` brings those rows whose numbers are needed
+        to the host."""
+        needed = [i for i, row in enumerate(rows) if not self.is_best(row)]
+        samples: list[Drawn | ValueError] = [Drawn(row.best or 0, state=row.state) for row in rows]
+        if needed:
+            for i, sample in zip(needed, self.sample_rows(fetch(needed), [rows[i] for i in needed]), strict=True):
+                samples[i] = sample
+        return samples
+
+    def is_best(self, row: Row) -> bool:
+        """Whether the token of a row is known without its numbers: `row.best`, with nothing that changes or reports
+        them."""
+        params = row.params
+        if not params.greedy or row.best is None or row.mask is not None or params.logprobs is not None:
+            return False
+        history = np.array(row.history, np.int64)
+        return (
+            not self._plan(params).edits
+            and edits.replayed(params, row.position - row.num_prompt) is None
+            and edits.forced(params, history) is None
+            and not edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
+        )
 
     def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.backends.base import Chunks, Logits
+from headrace.backends.base import Chunks, HostLogits
 from headrace.cli.bench.divergence import LayerError, Tally, distance, layer_errors, lockstep, score
 from headrace.cli.bench.quality import held_bits
 from headrace.insight import audit
@@ -81,18 +81,18 @@ class Counting:
         self.known: dict[int, int] = {}
         self.lent = np.empty((max_logits, self.vocab_size), np.float32)
 
-    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
+    def forward(self, chunks: Chunks, rows: list[int]) -> tuple[list[bool], HostLogits]:
         [start], [token_ids], [blocks] = chunks[:3]
         assert len(token_ids) <= self.max_rows
         assert len(blocks) * self.block_size >= start + len(token_ids)
         self.rows = token_ids
         return [True], self.logits(rows)
 
-    def logits(self, rows: list[int]) -> Logits:
+    def logits(self, rows: list[int]) -> HostLogits:
         assert len(rows) <= self.max_logits
         out = self.lent[: len(rows)]
         out[:] = self.table[[self.rows[row] for row in rows]]
-        return Logits(out, [True] * len(rows), out.argmax(1).tolist())
+        return HostLogits(out, [True] * len(rows), out.argmax(1).tolist())
 
 
 @pytest.mark.parametrize(("max_rows", "max_logits"), [(1000, 1000), (7, 3), (5, 100), (1, 1)])

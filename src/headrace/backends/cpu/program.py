@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks, Logits
+from headrace.backends.base import Chunks, HostLogits
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
@@ -102,7 +102,7 @@ class TapedProgram:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.cache.copy_blocks(pairs)
 
-    def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], Logits]:
+    def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], HostLogits]:
         num_rows = self.inputs.fill(chunks)
         if features is not None:
             self._features[:num_rows, : self.model.feature_size] = features
@@ -125,7 +125,7 @@ class TapedProgram:
         for difference in verify(self.tape, dims):
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
-    def logits(self, rows: list[int]) -> Logits:
+    def logits(self, rows: list[int]) -> HostLogits:
         self.logit_rows[: len(rows)] = rows
         dims = [0, 0, len(rows)]
         self.tape.run_range(self._num_forward, len(self.tape.nodes), dims, self.num_threads)
@@ -167,6 +167,8 @@ class TapedProgram:
             self._final = None
         self.cache.layers = []
 
-    def _take(self, num_rows: int) -> Logits:
+    def _take(self, num_rows: int) -> HostLogits:
         finite = self._finite_logits[:num_rows].astype(bool) & (self._best_values[:num_rows] > -np.inf)
-        return Logits(self._logits[:num_rows, : self.vocab_size], finite.tolist(), self._best_ids[:num_rows].tolist())
+        return HostLogits(
+            self._logits[:num_rows, : self.vocab_size], finite.tolist(), self._best_ids[:num_rows].tolist()
+        )

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, Logits
+from headrace.backends.base import Chunks, HostLogits
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
@@ -67,7 +67,7 @@ class EagerProgram:
     @torch.inference_mode()
     def forward(
         self, chunks: Chunks, rows: list[int], features: NDArray[np.float32] | None = None
-    ) -> tuple[list[bool], Logits]:
+    ) -> tuple[list[bool], HostLogits]:
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
         try:
@@ -84,7 +84,7 @@ class EagerProgram:
             torch.set_num_threads(before)  # a library must not change the process's setting
 
     @torch.inference_mode()
-    def logits(self, rows: list[int]) -> Logits:
+    def logits(self, rows: list[int]) -> HostLogits:
         return self._logits(rows)
 
     @torch.inference_mode()
@@ -106,12 +106,12 @@ class EagerProgram:
     def close(self) -> None:
         self.kv, self._caches, self._hidden, self._streams = self.kv.new_empty(0), [], None, []
 
-    def _logits(self, rows: list[int]) -> Logits:
+    def _logits(self, rows: list[int]) -> HostLogits:
         if not rows or self._hidden is None:
-            return Logits(np.empty((0, self.vocab_size), np.float32), [], [])
+            return HostLogits(np.empty((0, self.vocab_size), np.float32), [], [])
         row_ids = torch.tensor(rows, device=self._hidden.device)
         logits = self.model.logits(self._hidden, row_ids).float()
         # -inf forbids a token; a row of -inf alone is not finite.
         best, ids = logits.max(dim=-1)
         finite = (torch.isfinite(best) & ~torch.isnan(logits).any(dim=-1)).tolist()
-        return Logits(logits.cpu().numpy(), finite, ids.tolist())
+        return HostLogits(logits.cpu().numpy(), finite, ids.tolist())

@@ -125,7 +125,7 @@ def lockstep(programs: Sequence[Program], token_ids: Sequence[int]) -> Iterator[
                 raise HeadraceError("the model's hidden states are not finite")
         for first in range(0, len(piece), most):
             rows = list(range(first, min(first + most, len(piece))))
-            yield start + first, [program.logits(rows).rows for program in programs]
+            yield start + first, [program.logits(rows).fetch() for program in programs]
 
 
 def score(program: Program, reference: Program | None, windows: Sequence[Sequence[int]], tally: Tally) -> Iterator[int]:
