@@ -27,18 +27,21 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def launches(device: str = "meta") -> list[Launch]:
-    """Every kernel of the file, in every configuration, at the shapes of Llama-3.1-8B and of a small model."""
+    """Every kernel of the file at the shapes of Llama-3.1-8B, in every configuration, and of a small model."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     made: list[Launch] = []
     sizes, ids = empty(4, dtype=torch.int32), empty(256, dtype=torch.int32)
-    for hidden, inner, vocab, dtype in ((4096, 14336, 128256, torch.bfloat16), (576, 1536, 49152, torch.float16)):
+    for hidden, inner, vocab, dtype, configs in (
+        (4096, 14336, 128256, torch.bfloat16, rows.CONFIGS),
+        (576, 1536, 49152, torch.float16, rows.CONFIGS[:1]),
+    ):
         x, out = empty(256, hidden, dtype=dtype), empty(256, hidden, dtype=dtype)
         table, wide, narrow = (empty(*s, dtype=dtype) for s in ((vocab, hidden), (256, 2 * inner), (256, inner)))
         logits = empty(256, vocab, dtype=torch.float32)
-        for config in rows.CONFIGS:
+        for config in configs:
             given: dict[str, Any] = {"sizes": sizes, "num_rows": 256, "config": config}
             made += [
                 rows.embedding(ids, table, out, scale=2.0, **given),
@@ -189,7 +192,7 @@ def test_a_block_takes_the_bytes_that_it_is_said_to_take(dtype: str) -> None:
 
 
 def test_the_order_of_the_pairs_shows() -> None:
-    """The negative control of the copies: with two pairs in turn, the target is another than with the pairs reversed."""
+    """The negative control of copies in turn: with the pairs reversed, other blocks are written."""
     cache = KVCache(KVShape(1, 1, 8), 3, 8, "float32", torch.device("cpu"))
     cache.data[:] = torch.arange(3.0).view(1, 1, 3, 1, 1, 1)
     pairs = torch.tensor([[1, 2], [0, 1]], dtype=torch.int32)

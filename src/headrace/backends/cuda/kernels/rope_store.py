@@ -87,7 +87,7 @@ def _code(x, inverse, KIND: tl.constexpr, MOST: tl.constexpr):
     if MOST is not None:
         x = tl.minimum(tl.maximum(x * inverse, -MOST), MOST)
     if KIND == "int8":
-        x = ((x + TO_INTEGER) - TO_INTEGER).to(tl.int8)
+        x = tl.where(x == x, (x + TO_INTEGER) - TO_INTEGER, 0.0).to(tl.int8)
     if KIND == "fp8_e4m3":
         x = (_fp8(x, 3, 7) | tl.where(x < 0, 0x80, 0)).to(tl.uint8)
     if KIND == "fp8_e5m2":
@@ -109,8 +109,9 @@ def _keep(
         # The largest of the bit patterns is the largest number, and NaN where there is one.
         most = tl.maximum(tl.maximum(tl.max(_bits(a), 1), tl.max(_bits(b), 1)), tl.max(_bits(c), 1))
         most = most.to(tl.float32, bitcast=True)[:, None]
-        inverse = tl.where(most > 0, tl.div_rn(tl.full(most.shape, MOST, tl.float32), tl.where(most > 0, most, 1.0)), 0)
-        scale = tl.div_rn(most, tl.full(most.shape, MOST, tl.float32))
+        # torch divides a number by a tensor as the product with the reciprocal.
+        inverse = tl.where(most > 0, tl.div_rn(1.0, tl.where(most > 0, most, 1.0)) * MOST, 0.0)
+        scale = tl.div_rn(most, MOST)
     a, b, c = _code(a, inverse, KIND, MOST), _code(b, inverse, KIND, MOST), _code(c, inverse, KIND, MOST)
     begin = 0
     end = 0
