@@ -1,0 +1,333 @@
+"""Causal attention over the paged cache, with an online softmax in base 2 (FlashAttention-2, Dao 2023; FlashDecoding).
+
+A row's keys are summed in spans of SPAN positions counted from position 0, a span in tiles of TILE keys, and the spans
+are merged in ascending order. Programs walk through a work list (`spans.work_list`). An item is a tile of rows of one
+sequence with all its spans, or with one: then the partial sums go to the scratch, and the last program to arrive merges
+them by the same formula. A tile or span that a row does not see leaves the row's sums exactly as they were, so a row has
+the same bits in any tile, split or not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.kernels.spans import ITEM, SPAN, TILE, Scratch, group_rows
+from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
+
+LOG2_E = math.log2(math.e)
+NOTHING = tl.constexpr(float("-inf"))
+"""The largest score of no scores."""
+_SPAN, _TILE, _ITEM, _SUMS = tl.constexpr(SPAN), tl.constexpr(TILE), tl.constexpr(ITEM), tl.constexpr(8)
+
+
+@triton.jit
+def _merged(top, total, o, span_top, span_total, span_o):
+    """Add a span's sums to those of the spans before it."""
+    most = tl.maximum(top, span_top)
+    base = tl.where(most == NOTHING, 0.0, most)
+    before, now = tl.exp2(top - base), tl.exp2(span_top - base)
+    total = tl.fma(total, before, span_total * now)
+    return most, total, tl.fma(o, before[:, None], span_o * now[:, None])
+
+
+@triton.jit
+def _add_tiles(
+    q, top, total, o, first, stop, end, position,
+    keys, values, key_scales, value_scales, table, head, inner, outer,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the key tiles from position `first` to `stop`. No key at `end` or behind it is read. Without MASKED every row
+    sees every key. `total` [rows, SUMS] has equal columns: a product with ones sums in the same order in any layout of
+    threads, which `tl.sum` does not."""
+    column = tl.arange(0, WIDTH)
+    ones = tl.full([_TILE, _SUMS], 1.0, tl.float32).to(q.dtype)
+    for n in tl.range(first, stop, _TILE):
+        at = n + tl.arange(0, _TILE)
+        if MASKED:
+            block = tl.load(table + at // BLOCK, mask=at < end, other=0)
+        else:
+            block = tl.load(table + at // BLOCK)
+        slot = (block * KV_HEADS + head) * BLOCK + at % BLOCK
+        place = slot.to(tl.int64)[:, None] * DIM + column[None, :]
+        if MASKED:
+            inside = (at < end)[:, None] & (column < DIM)[None, :]
+            k = tl.load(keys + place, mask=inside, other=0.0)
+            v = tl.load(values + place, mask=inside, other=0.0)
+        elif WIDTH == DIM:
+            k, v = tl.load(keys + place), tl.load(values + place)
+        else:
+            inside = tl.broadcast_to((column < DIM)[None, :], (_TILE, WIDTH))
+            k = tl.load(keys + place, mask=inside, other=0.0)
+            v = tl.load(values + place, mask=inside, other=0.0)
+        if k.dtype != q.dtype:
+            k = k.to(tl.float32).to(q.dtype)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if key_scales is not None:
+            s *= tl.load(key_scales + slot, mask=at < end, other=0.0)[None, :]
+        if SOFTCAP:
+            # The hyperbolic tangent, which is 1 from here on. A comparison lets NaN pass, where a minimum would not.
+            power = s * inner
+            s = 1.0 - 2.0 / (tl.exp2(tl.where(power > 64.0, 64.0, power)) + 1.0)
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOW:
+                seen &= at[None, :] > position[:, None] - WINDOW
+            s = tl.where(seen, s, NOTHING)
+        most = tl.maximum(top, tl.max(s, 1) * outer)
+        base = tl.where(most == NOTHING, 0.0, most)
+        before = tl.exp2(top - base)
+        p = tl.exp2(tl.fma(s, outer, -base[:, None]))
+        weights = p.to(q.dtype)
+        total = tl.dot(weights, ones, total * before[:, None], input_precision="ieee")
+        if value_scales is not None:
+            weights = (p * tl.load(value_scales + slot, mask=at < end, other=0.0)[None, :]).to(q.dtype)
+        if v.dtype != q.dtype:
+            v = v.to(tl.float32).to(q.dtype)
+        o = tl.dot(weights, v, o * before[:, None], input_precision="ieee")
+        top = most
+    return top, total, o
+
+
+@triton.jit
+def _attention(
+    query, ld_query, out, ld_out, keys, values, key_scales, value_scales, blocks, items,
+    sums, totals, arrived, inner, outer,
+    KIND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    if KIND == 0:
+        first_item = 1
+    else:
+        first_item = tl.load(items) + 1
+    i, column = tl.arange(0, BM), tl.arange(0, WIDTH)
+    for work in tl.range(tl.program_id(0), tl.load(items + KIND) * KV_HEADS, tl.num_programs(0)):
+        item = items + (first_item + work // KV_HEADS) * _ITEM
+        head = work % KV_HEADS
+        row, num_rows, start = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        table = blocks + tl.load(item + 3)
+        first_span, end_span = tl.load(item + 4), tl.load(item + 5)
+        real = (i // GROUP_ROWS < num_rows) & (i % GROUP_ROWS < GROUP)
+        position = tl.where(real, start + i // GROUP_ROWS, -1)
+        query_head = head * GROUP + i % GROUP_ROWS
+        full = real[:, None] & (column < DIM)[None, :]
+        at = (row + i // GROUP_ROWS).to(tl.int64)
+        q = tl.load(query + (at * ld_query + query_head * DIM)[:, None] + column[None, :], mask=full, other=0.0)
+        if WIDE:
+            q = q.to(tl.float32)
+        end = start + num_rows
+        low = 0
+        if WINDOW:
+            low = tl.maximum(start - WINDOW + 1, 0) // _TILE * _TILE
+        top = tl.full([BM], NOTHING, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        o = tl.zeros([BM, WIDTH], tl.float32)
+        low_span = low // _SPAN
+        for span in tl.range(tl.maximum(first_span, low_span), end_span):
+            m, t = tl.full([BM], NOTHING, tl.float32), tl.zeros([BM, _SUMS], tl.float32)
+            s = tl.zeros([BM, WIDTH], tl.float32)
+            n, stop = tl.maximum(span * _SPAN, low), tl.minimum(span * _SPAN + _SPAN, end)
+            if KIND == 1 and WINDOW == 0:
+                clear = tl.maximum(tl.minimum(stop, (start + 1) // _TILE * _TILE), n)
+                m, t, s = _add_tiles(
+                    q, m, t, s, n, clear, end, position, keys, values, key_scales, value_scales, table, head,
+                    inner, outer, KV_HEADS, DIM, WIDTH, BLOCK, WINDOW, SOFTCAP, False,
+                )  # fmt: skip
+                n = clear
+            m, t, s = _add_tiles(
+                q, m, t, s, n, stop, end, position, keys, values, key_scales, value_scales, table, head,
+                inner, outer, KV_HEADS, DIM, WIDTH, BLOCK, WINDOW, SOFTCAP, True,
+            )  # fmt: skip
+            top, total, o = _merged(top, total, o, m, tl.max(t, 1), s)
+        last = end_span > low_span
+        if KIND == 0:
+            slot = tl.load(item + 6)
+            if (slot >= 0) & last:
+                # One span of several: the last program to arrive merges all.
+                parts = (end - 1) // _SPAN + 1 - low_span
+                place = (slot + i // GROUP_ROWS) * HEADS + query_head
+                mine = place + (first_span - low_span) * num_rows * HEADS
+                tl.store(sums + mine.to(tl.int64)[:, None] * DIM + column[None, :], o, mask=full)
+                tl.store(totals + mine * 2, top, mask=real)
+                tl.store(totals + mine * 2 + 1, total, mask=real)
+                # All threads' stores come before the count of one thread, and its count before all threads' loads.
+                tl.debug_barrier()
+                counter = arrived + slot * KV_HEADS + head
+                last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+                if last:
+                    tl.store(counter, 0)
+                    top = tl.full([BM], NOTHING, tl.float32)
+                    total = tl.zeros([BM], tl.float32)
+                    o = tl.zeros([BM, WIDTH], tl.float32)
+                    for _ in tl.range(0, parts):
+                        m = tl.load(totals + place * 2, mask=real, other=NOTHING, cache_modifier=".cg")
+                        t = tl.load(totals + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+                        part = sums + place.to(tl.int64)[:, None] * DIM + column[None, :]
+                        s = tl.load(part, mask=full, other=0.0, cache_modifier=".cg")
+                        top, total, o = _merged(top, total, o, m, t, s)
+                        place += num_rows * HEADS
+        # A sum that underflowed is -0 or +0 depending on keys that the row does not see.
+        o = o / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
+        to = out + (at * ld_out + query_head * DIM)[:, None] + column[None, :]
+        tl.store(to, o.to(out.dtype.element_ty), mask=full & last)
+
+
+def _twin(
+    query: Tensor, ld_query: int, out: Tensor, ld_out: int, keys: Tensor, values: Tensor, key_scales: Tensor | None,
+    value_scales: Tensor | None, blocks: Tensor, items: Tensor, sums: Tensor, totals: Tensor, arrived: Tensor,
+    inner: float, outer: float, KIND: int, KV_HEADS: int, GROUP: int, GROUP_ROWS: int, DIM: int, WIDTH: int, BLOCK: int,
+    WINDOW: int, SOFTCAP: bool, WIDE: bool,
+) -> None:  # fmt: skip
+    few, many = items[0, :2].tolist()
+    width = KV_HEADS * GROUP * DIM
+    for row, num_rows, start, table, first, end_span, slot, _ in items[1:][few * KIND :][: many if KIND else few].tolist():
+        rows, end = slice(row, row + num_rows), start + num_rows
+        low = max(start - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
+        q = query[rows, :width].view(num_rows, KV_HEADS, GROUP, DIM).transpose(0, 1).float()
+        parts = []
+        for span in range(max(first, low // SPAN), end_span):
+            at = torch.arange(max(span * SPAN, low), min(span * SPAN + SPAN, end), device=q.device)
+            block = blocks[table + at // BLOCK]
+            gathered = [_tiles(x, block, at % BLOCK) for x in (keys, values, key_scales, value_scales)]
+            at = at[0] + torch.arange(-(-len(at) // TILE) * TILE, device=q.device)
+            position = torch.arange(start, end, device=q.device)[:, None]
+            seen = at <= position
+            if WINDOW:
+                seen &= at > position - WINDOW
+            seen = seen.view(num_rows, -1, TILE).transpose(0, 1)[:, None, :, None]
+            parts.append(_span(q, gathered, seen, inner, outer, SOFTCAP, torch.float32 if WIDE else query.dtype))
+        if slot >= 0 and parts:
+            count = (end - 1) // SPAN + 1 - low // SPAN
+            places = [slice(slot + i * num_rows, slot + (i + 1) * num_rows) for i in range(count)]
+            mine = places[first - low // SPAN]
+            top, total, o = (x.transpose(0, 1).flatten(1, 2) for x in parts[0])
+            sums[mine], totals[mine] = o, torch.cat([top, total], -1)
+            arrived[slot] += 1
+            if arrived[slot, 0] < count:
+                continue
+            arrived[slot] = 0
+            parts = []
+            for place in places:
+                stored = (totals[place][..., :1], totals[place][..., 1:], sums[place])
+                top, total, o = (x.view(num_rows, KV_HEADS, GROUP, -1).transpose(0, 1) for x in stored)
+                parts.append((top, total, o))
+        if parts:
+            out[rows, :width] = _quotient(parts).transpose(0, 1).reshape(num_rows, width)
+
+
+def _quotient(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Merge the spans' largest scores, sums of weights and weighted values, in their order."""
+    top, total, o = torch.full_like(parts[0][0], -torch.inf), torch.zeros_like(parts[0][1]), torch.zeros_like(parts[0][2])
+    for span_top, span_total, span_o in parts:
+        most = torch.maximum(top, span_top)
+        base = most.masked_fill(most == -torch.inf, 0.0)
+        before, now = elementwise(torch.exp2, top - base), elementwise(torch.exp2, span_top - base)
+        top, total, o = most, total * before + span_total * now, o * before + span_o * now
+    return o / total + 0.0
+
+
+def _span(
+    q: Tensor, gathered: list[Tensor | None], seen: Tensor, inner: float, outer: float, softcap: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum one span for q [kv_heads, R, GROUP, D]: returns [kv_heads, R, GROUP, 1], the same, and the shape of q."""
+    keys, values, key_scales, value_scales = gathered
+    assert keys is not None and values is not None
+    head_dim = q.shape[-1]
+    s = _products(F.pad(q, (0, keys.shape[-1] - head_dim)).expand(len(keys), *q.shape[:-1], -1), keys.mT)
+    if key_scales is not None:
+        s = s * key_scales.mT[:, :, None]
+    if softcap:
+        s = 1.0 - 2.0 / (elementwise(torch.exp2, s * inner) + 1.0)
+    s = s.masked_fill(~seen, -torch.inf)
+    most = (s.amax(-1, keepdim=True) * outer).cummax(0)[0]
+    base = most.masked_fill(most == -torch.inf, 0.0)
+    before = elementwise(torch.exp2, torch.cat([torch.full_like(most[:1], -torch.inf), most[:-1]]) - base)
+    p = elementwise(torch.exp2, s * outer - base)
+    sums = row_sums(p.to(dtype).float())
+    if value_scales is not None:
+        p = p * value_scales.mT[:, :, None]
+    weighted = _products(p.to(dtype).float(), values)[..., :head_dim]
+    total, o = torch.zeros_like(sums[0]), torch.zeros_like(weighted[0])
+    for tile in range(len(s)):
+        total, o = total * before[tile] + sums[tile], o * before[tile] + weighted[tile]
+    return most[-1], total, o
+
+
+def _tiles(x: Tensor | None, block: Tensor, offset: Tensor) -> Tensor | None:
+    """Gather a span of the cache, padded by zeros: float32 [tiles, kv_heads, TILE, D], of scales D = 1."""
+    if x is None:
+        return None
+    x = x[..., None] if x.ndim == 3 else x
+    numbers = (x.view(torch.uint8) if x.element_size() == 1 else x)[block, :, offset].view(x.dtype).float()
+    extra = padded(x.shape[-1]) - x.shape[-1] if x.shape[-1] > 1 else 0
+    numbers = F.pad(numbers, (0, extra, 0, 0, 0, -len(block) % TILE))
+    return numbers.view(-1, TILE, *numbers.shape[1:]).transpose(1, 2).contiguous()
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """a [tiles, kv_heads, R, GROUP, K] times b [tiles, kv_heads, K, N], each row of R by itself."""
+    out = torch.empty(*a.shape[:-1], b.shape[-1], device=a.device)
+    for tile in range(len(b)):
+        for head in range(b.shape[1]):
+            out[tile, head] = products(a[tile, head], b[tile, head].expand(a.shape[2], *b.shape[2:]))
+    return out
+
+
+def _config(rows: int, warps: int, stages: int, *capabilities: int) -> Config:
+    return Config({"BM": rows}, warps, stages, capabilities)
+
+
+FEW = Kernel(_attention, _twin, tuple(_config(16, w, s) for w in (4, 2, 1) for s in (3, 2)), fuse=False)
+"""For small tiles: decode and short chunks."""
+
+MANY = Kernel(_attention, _twin, (_config(64, 4, 2), _config(128, 8, 2), _config(64, 4, 3)), fuse=False)
+"""For large tiles: prefill."""
+
+
+def attention(
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    blocks: Tensor,
+    items: Tensor,
+    scratch: Scratch,
+    *,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+    programs: int,
+    configs: tuple[Config, Config] | None = None,
+) -> list[Launch]:
+    """Attention of queries [R, heads * D] over the cache -> out [R, heads * D]: launches for small and large tiles.
+
+    blocks: int32, the block ids of all chunks. items: int32, `work_list` of the step, with the tile rows that
+    `tile_rows` gives. programs: how many run at once, a multiple of the GPU's multiprocessors.
+    """
+    head_dim = cache.keys.shape[-1]
+    wide = query.dtype == torch.float32 or (cache.keys.element_size() > 1 and cache.keys.dtype != query.dtype)
+    arguments = {
+        "query": query, "ld_query": query.stride(0), "out": out, "ld_out": out.stride(0), "keys": cache.keys,
+        "values": cache.values, "key_scales": cache.key_scales, "value_scales": cache.value_scales, "blocks": blocks,
+        "items": items, "sums": scratch.sums, "totals": scratch.totals, "arrived": scratch.arrived,
+        "inner": 2 * LOG2_E * scale / softcap if softcap else 0.0, "outer": LOG2_E * (softcap or scale),
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "GROUP_ROWS": group_rows(heads, kv_heads), "DIM": head_dim,
+        "WIDTH": max(16, triton.next_power_of_2(head_dim)), "BLOCK": cache.block_size, "WINDOW": window or 0,
+        "SOFTCAP": bool(softcap), "WIDE": wide,
+    }  # fmt: skip
+    few, many = configs or (FEW.configs[0], MANY.configs[0])
+    return [
+        Launch(FEW, (programs,), arguments | {"KIND": 0}, few),
+        Launch(MANY, (programs,), arguments | {"KIND": 1}, many),
+    ]
