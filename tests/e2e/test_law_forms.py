@@ -35,6 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "cache of fp8": {"kv_cache_dtype": "fp8"},
     "cache of fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "torch_ref": {"backend": "torch_ref"},
+    "cuda": {"backend": "cuda", "device": "cpu"},
 }
 
 

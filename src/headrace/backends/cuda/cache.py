@@ -6,6 +6,7 @@ Owns the memory of all layers. Knows blocks and slots; must not know sequences. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,17 @@ class KVCache:
         if self.scales is None:
             return LayerCache(self.dtype, keys, values)
         return LayerCache(self.dtype, keys, values, *self.scales[index])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target), one pair after the other."""
+        for source, target in pairs:
+            for part in (self.data, self.scales):
+                if part is not None:
+                    part[:, :, target] = part[:, :, source]
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.data, self.scales = self.data.new_empty(0), None
 
 
 def block_bytes(shape: KVShape, block_size: int, dtype: str) -> int:

@@ -183,7 +183,7 @@ def _twin(
     BLOCK_PAIRS: int, BLOCK_REST: int, BLOCK_SIZE: int, KIND: str, MOST: float | None,
 ) -> None:  # fmt: skip
     rows = int(sizes[0])
-    heads = qkv[:rows, : (NUM_HEADS + 2 * KV_HEADS) * HEAD_DIM].float().view(rows, -1, HEAD_DIM)
+    heads = qkv[:rows, : (NUM_HEADS + 2 * KV_HEADS) * HEAD_DIM].to(torch.float32, copy=True).view(rows, -1, HEAD_DIM)
     query, key, value = heads.split([NUM_HEADS, KV_HEADS, KV_HEADS], 1)
     query, key = _normed(query, q_weight, q_eps, q_offset), _normed(key, k_weight, k_eps, k_offset)
     if cos is not None and sin is not None:

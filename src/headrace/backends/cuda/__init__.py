@@ -1,0 +1,99 @@
+"""The GPU backend: Triton kernels on a tape, replayed by CUDA graphs. Also runs on a CPU, for tests: each kernel has a
+twin in plain torch.
+
+Values between operators have the model's dtype, sums are float32. Weights are kept in the model's dtype or as codes,
+the cache as `kv_cache_dtype` says. Needs torch and triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from headrace.backends.base import KVShape, part_of_memory
+from headrace.backends.cuda import cache
+from headrace.backends.cuda.cache import KVCache
+from headrace.backends.cuda.matrix import SCHEMES
+from headrace.backends.cuda.ops import CudaOps
+from headrace.backends.cuda.program import MAX_ROWS, CudaProgram
+from headrace.protocol.errors import RequestError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Cuda:
+    """Memory and operators of the GPU backend."""
+
+    name = "cuda"
+    kv_dtypes = tuple(cache.STORED)
+    block_tables = ()
+    schemes = SCHEMES
+
+    def __init__(self, device: str, dtype: str) -> None:
+        self.device, self.dtype = device, dtype
+        self.ops = CudaOps(torch.device(device), DTYPES[dtype])
+
+    def constant(self, values: Any) -> Tensor:
+        """Return a norm or bias in the model's dtype; a rope table (numpy) stays float32."""
+        if not isinstance(values, Tensor):
+            return torch.from_numpy(values).to(self.ops.device)
+        return values.to(self.ops.device, self.ops.dtype, copy=True).contiguous()
+
+    table = constant
+
+    def layouts(self) -> dict[str, str]:
+        return {}
+
+    def chooser(self, width: int, num_threads: int) -> None:
+        return None
+
+    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
+        return cache.block_bytes(shape, block_size, kv_dtype)
+
+    def program(
+        self,
+        model: Any,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks_per_seq: int,
+        num_threads: int,
+        feature_layers: Sequence[int] = (),
+    ) -> CudaProgram:
+        """Raises `RequestError` for blocks of a size that the kernels do not have."""
+        if block_size & (block_size - 1):
+            raise RequestError("block_size", block_size, "a power of two for backend cuda")
+        max_rows = min(MAX_ROWS, max_num_batched_tokens)
+        max_chunks = min(max_num_seqs, max_rows)
+        return CudaProgram(
+            model,
+            self.ops,
+            KVCache(model.kv_shape, num_blocks, block_size, kv_dtype, self.ops.device),
+            max_rows=max_rows,
+            max_chunks=max_chunks,
+            max_blocks=max_chunks * max_blocks_per_seq,
+            max_len=max_blocks_per_seq * block_size,
+            layers=feature_layers,
+        )
+
+    def available_memory(self) -> int:
+        if self.ops.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.ops.device)[0])
+        return int(psutil.virtual_memory().available)
+
+    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        return part_of_memory(self.available_memory())
+
+
+def make(device: str, dtype: str) -> Cuda:
+    """Raises `RequestError` if triton is missing."""
+    if importlib.util.find_spec("triton") is None:
+        raise RequestError("backend", "cuda", "another one, or install triton: pip install 'headrace[cuda]'")
+    return Cuda(device, dtype)

@@ -1,0 +1,162 @@
+"""`Ops` that record instead of computing: one call of a model's forward pass becomes a `Graph`.
+
+Each method puts the node of one operator, under the name of its binder in `tape`. Additions to the residual and gated
+activations become part of the linear layer before them. Called by models; must not know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
+from headrace.backends.cuda.kernels.experts import stacked
+from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
+from headrace.backends.graph import LOGITS, ROWS, Graph, Value
+from headrace.backends.step import StepRows
+
+if TYPE_CHECKING:
+    from headrace.backends.cuda.cache import LayerCache
+    from headrace.quant.base import MatrixSource
+
+
+class CudaOps:
+    """Writes to `graph`; `begin` starts a new one."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.weight_bytes = 0
+        self.matrices: list[CudaMatrix] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.graph = Graph(self.dtype.itemsize)
+
+    def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> CudaMatrix:
+        matrix = make_matrix(source, bias, self.device, self.dtype)
+        self.matrices.append(matrix)
+        self.weight_bytes += matrix.num_bytes
+        return matrix
+
+    def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Value:
+        # The factor is rounded to the model's dtype, as in training.
+        factor = float(torch.tensor(scale, dtype=self.dtype))
+        return self._put("embedding", table.shape[1], ROWS, ids=ids, table=table, scale=factor)
+
+    def select(self, x: Value, rows: Tensor) -> Value:
+        return self._put("select", x.width, LOGITS, x=x, rows=rows)
+
+    def rms_norm(self, x: Value, weight: Tensor, eps: float, offset: float = 0.0) -> Value:
+        return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=offset, bias=None, centred=False)
+
+    def layer_norm(self, x: Value, weight: Tensor, bias: Tensor, eps: float) -> Value:
+        return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=0.0, bias=bias, centred=True)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        return self._put("softcap", x.width, x.dim, item_bytes=4, x=x, cap=cap)
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        return self._put("activation", x.width, x.dim, x=x, kind=kind)
+
+    def gated(self, x: Value, kind: Activation) -> Value:
+        node = x.node
+        if node is None or node is not self.graph.nodes[-1] or x.num_uses or node.fields.get("gate", "") is not None:
+            return self._put("gated", x.width // 2, x.dim, x=x, kind=kind)
+        # The linear layer's kernel computes both halves and writes their product alone.
+        self.graph.drop(x.buffer)
+        out = self.graph.value(x.width // 2, x.dim)
+        out.buffer.first = out.buffer.last = node.index
+        out.node = node
+        del node.fields["residual"]
+        node.fields |= {"gate": kind, "out": out}
+        return out
+
+    def linear(self, x: Value, matrix: Matrix) -> Value:
+        weights = cuda_matrix(matrix)
+        # Logits are float32: rounded to 16 bits, many of them would be equal.
+        item_bytes = 4 if x.dim == LOGITS else 0
+        out = self._put("linear", weights.num_out, x.dim, item_bytes, x=x, matrix=weights, residual=None, gate=None)
+        if out.node is not None:
+            out.node.note, out.node.read_bytes = weights.name, weights.num_bytes
+            out.node.row_ops = 2 * weights.num_in * weights.num_out
+        return out
+
+    def rope_store(
+        self,
+        qkv: Value,
+        heads: Heads,
+        rows: StepRows,
+        cache: LayerCache,
+        rope_table: RopeTable | None = None,
+        q_norm: HeadNorm | None = None,
+        k_norm: HeadNorm | None = None,
+    ) -> Value:
+        fields = {"x": self._read(qkv), "heads": heads, "rows": rows, "cache": cache, "rope_table": rope_table}
+        node = self.graph.put("rope_store", qkv.dim, None, fields | {"q_norm": q_norm, "k_norm": k_norm})
+        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node)
+
+    def attention(
+        self,
+        query: Value,
+        heads: Heads,
+        rows: StepRows,
+        cache: LayerCache,
+        scale: float,
+        window: int | None = None,
+        softcap: float = 0.0,
+    ) -> Value:
+        width = heads.num_heads * heads.head_dim
+        return self._put(
+            "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scale=scale,
+            window=window or 0, softcap=softcap,
+        )  # fmt: skip
+
+    def experts(
+        self,
+        x: Value,
+        router: Matrix,
+        top_k: int,
+        gate_up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        kind: Activation,
+    ) -> Value:
+        logits = self.linear(x, router)
+        stacks = {"gate_up": self._stacked(gate_up), "down": self._stacked(down)}
+        return self._put("experts", x.width, x.dim, x=x, logits=logits, top_k=top_k, kind=kind, **stacks)
+
+    def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
+        """Return the weights of all experts [E, out, in]. They are copied side by side the first time."""
+        parts = [cuda_matrix(matrix) for matrix in matrices]
+        stack = stacked([part.data for part in parts])
+        for part, data in zip(parts, stack, strict=True):
+            part.data = data
+        return stack
+
+    def finite(self, x: Value, flags: Tensor) -> None:
+        """Write for each row of x whether all its numbers are finite."""
+        self.graph.put("finite", x.dim, None, {"x": self._read(x), "flags": flags})
+
+    def best(self, logits: Value, ids: Tensor, finite: Tensor, values: Tensor) -> None:
+        """Write the likeliest token of each row of logits, and whether the row is finite."""
+        fields = {"x": self._read(logits), "ids": ids, "finite": finite, "values": values}
+        self.graph.put("best", logits.dim, None, fields)
+
+    def _put(self, op: str, width: int, dim: int, item_bytes: int = 0, **fields: Any) -> Value:
+        """Put a node that makes a new value. Values among the fields are read by it."""
+        out = self.graph.value(width, dim, item_bytes)
+        fields = {name: self._read(value) if isinstance(value, Value) else value for name, value in fields.items()}
+        self.graph.put(op, dim, out, fields | {"out": out})
+        return out
+
+    def _read(self, value: Value) -> Value:
+        self.graph.read(value)
+        return value
+
+
+def cuda_matrix(matrix: Matrix) -> CudaMatrix:
+    if not isinstance(matrix, CudaMatrix):
+        raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
+    return matrix

@@ -1,0 +1,222 @@
+"""A model on the tape of the cuda backend: bound once for each bucket of rows, then every step is a replay.
+
+Owns the step's inputs (small int arrays, copied to the device at once), the logits, the cache, the tape, and a CUDA
+graph for each bucket where there is a GPU. Knows chunks and block tables; must not know requests. Called by
+`runner.runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.backends.base import Chunks
+from headrace.backends.cuda.cache import KVCache
+from headrace.backends.cuda.kernels import attention, spans
+from headrace.backends.cuda.launch import Launch
+from headrace.backends.cuda.ops import CudaOps
+from headrace.backends.cuda.replay import Replay
+from headrace.backends.cuda.staging import Staging
+from headrace.backends.cuda.tape import StepTensors, Tape
+from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
+from headrace.backends.step import StepRows, make_step_rows
+
+MAX_ROWS = 8192
+"""Rows of one step; a longer one is computed in portions."""
+
+F32 = NDArray[np.float32]
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Return the numbers of rows that launches are bound for: 1, 2, 4, 8, then in steps of about an eighth, and `most`.
+
+    A step runs in the smallest that holds it: padding rows cost a little time and change no bit.
+    """
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(8, 2 ** (sizes[-1].bit_length() - 4)))
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLogits:
+    """`backends.base.Logits` whose rows [S, V] float32 lie on the device until they are fetched."""
+
+    rows: Tensor
+    finite: list[bool]
+    best: list[int]
+    on_host: bool
+
+    def fetch(self, indices: list[int] | None = None) -> F32:
+        rows = self.rows if indices is None else self.rows[indices]
+        numbers: F32 = rows.cpu().numpy()
+        return numbers
+
+
+class CudaProgram:
+    """`Program` of the cuda backend.
+
+    Args:
+        max_chunks: pieces of sequences in one call, and rows of logits.
+        max_blocks: entries of all block tables of one call together.
+        max_len: positions of a sequence at most.
+        layers: those whose residual streams `features` gives.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ops: CudaOps,
+        cache: KVCache,
+        max_rows: int,
+        max_chunks: int,
+        max_blocks: int,
+        max_len: int,
+        layers: Sequence[int] = (),
+    ) -> None:
+        self.model, self.cache = model, cache
+        self.vocab_size: int = model.vocab_size
+        self.num_blocks, self.block_size = cache.data.shape[2], cache.data.shape[4]
+        self.max_rows, self.max_logits = max_rows, max_chunks
+        self._device = device = ops.device
+        self._tile_rows = (1, 8)
+        self._partials = spans.num_partials(max_rows, max_len)
+        ops.begin()
+        graph = ops.graph
+        features = graph.outside(model.feature_size, ROWS) if model.feature_size else None
+        image = self._stage(max_blocks, max_len, features)
+        self._features = torch.zeros(max_rows, features.ld if features else 0, dtype=ops.dtype, device=device)
+        self._finite_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        # Ids and flags lie together: one copy brings them to the host.
+        self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
+        self._best_values = torch.zeros(max_chunks, device=device)
+        streams: list[Value] = []
+        layer_caches = [cache.layer(i) for i in range(len(cache.data))]
+        hidden: Value = model.forward(image, layer_caches, streams if layers else None)
+        self._streams = [streams[layer] for layer in layers]
+        ops.finite(hidden, self._finite_rows)
+        self._num_forward = len(graph.nodes)
+        logits: Value = model.logits(hidden, self._logit_rows_image)
+        ops.best(logits, *self._best, self._best_values)
+        # Hidden states and streams stay until the next step, for `logits` and `features` of other rows.
+        for value in (hidden, *self._streams):
+            graph.read(value)
+        self._hidden = hidden
+        self._logits = torch.zeros(max_chunks, logits.ld, device=device)
+        outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
+        self.tape = self._make_tape(graph, outside, ops.dtype)
+        self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
+        self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
+        self._final = self._record_final(ops)
+        ops.begin()
+
+    def _stage(self, max_blocks: int, max_len: int, features: Value | None) -> StepRows:
+        """Make the step's inputs; return their images on the device."""
+        lengths: list[int] = []
+        most = (self.block_size, self.max_rows, self.max_logits, max_blocks)
+        make_step_rows(lengths.append, *most)
+        num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
+        self._staging = Staging([3, self.max_logits, num_items, *lengths], self._device)
+        host, device = iter(self._staging.host), iter(self._staging.device)
+        self._sizes, self._logit_rows, self._items = next(host), next(host), next(host)
+        sizes, self._logit_rows_image, items = next(device), next(device), next(device)
+        self._step = StepTensors(sizes, items.view(-1, spans.ITEM))
+        self.inputs = make_step_rows(lambda _: next(host), *most)
+        return make_step_rows(lambda _: next(device), *most, features)
+
+    def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], dtype: torch.dtype) -> Tape:
+        most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
+        return Tape(graph, most, self._step, dtype, outside, num_programs(self._device), self._partials)
+
+    def _bind_whole(self, size: int) -> list[Launch]:
+        num_logits = min(size, self.max_logits)
+        return self.tape.bind(0, len(self.tape.nodes), {ROWS: size, SEQS: num_logits, LOGITS: num_logits})
+
+    def _bind_head(self, size: int) -> list[Launch]:
+        return self.tape.bind(self._num_forward, len(self.tape.nodes), {ROWS: self.max_rows, LOGITS: size})
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.cache.copy_blocks(pairs)
+
+    def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], DeviceLogits]:
+        num_rows, num_chunks = self.inputs.fill(chunks), len(chunks.starts)
+        if features is not None:
+            self._features[:num_rows, : features.shape[1]] = torch.from_numpy(features).to(self._device)
+        lens = [len(ids) for ids in chunks.token_ids]
+        items = spans.work_list(chunks.starts, lens, self.inputs.table_begin[:-1], *self._tile_rows, self._partials)
+        self._items[: items.size] = items.reshape(-1)
+        self._sizes[:2] = num_rows, num_chunks
+        self._send(rows, bool(chunks.copies))
+        self._whole.run(num_rows)
+        logits = self._take(len(rows))
+        sound = self._finite_rows[:num_rows].cpu().numpy()
+        begin = self.inputs.row_begin
+        return [bool(sound[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)], logits
+
+    def logits(self, rows: list[int]) -> DeviceLogits:
+        self._send(rows)
+        self._head.run(len(rows))
+        return self._take(len(rows))
+
+    def hidden_states(self, rows: list[int]) -> F32:
+        self._send(rows)
+        replay, out = self._final
+        replay.run(len(rows))
+        hidden: F32 = out[: len(rows)].float().cpu().numpy()
+        return hidden
+
+    def _send(self, rows: list[int], has_copies: bool = False) -> None:
+        """Send the step's ints to the device, with the rows that logits are computed of."""
+        self._sizes[LOGITS] = len(rows)
+        self._logit_rows[: len(rows)] = rows
+        self._staging.send(has_copies)
+
+    def _record_final(self, ops: CudaOps) -> tuple[Replay, Tensor]:
+        """Record select and final norm on a second tape, which reads the hidden states of the last step: on the step's
+        tape they would run in each step, and few callers need them."""
+        ops.begin()
+        graph, hidden = ops.graph, self._hidden
+        source = graph.outside(hidden.width, ROWS, hidden.buffer.row_bytes)
+        final: Value = self.model.final(source, self._logit_rows_image)
+        out = torch.zeros(self.max_logits, final.ld, dtype=ops.dtype, device=self._device)
+        tape = self._make_tape(
+            graph, {source.buffer: self.tape.value(hidden, self.max_rows), final.buffer: out}, ops.dtype
+        )
+
+        def bind(size: int) -> list[Launch]:
+            return tape.bind(0, len(tape.nodes), {ROWS: self.max_rows, LOGITS: size})
+
+        return Replay(bind, bucket_sizes(self.max_logits), self._device), out[:, : final.width]
+
+    def features(self, rows: list[int]) -> F32:
+        if self._streams:
+            index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            parts = [self.tape.value(value, self.max_rows)[index] for value in self._streams]
+            features: F32 = torch.cat(parts, 1).float().cpu().numpy()
+            return features
+        most = self.max_logits
+        pieces = [self.hidden_states(rows[i : i + most]) for i in range(0, len(rows), most)]
+        return np.concatenate(pieces) if pieces else np.empty((0, self._hidden.width), np.float32)
+
+    def close(self) -> None:
+        for replay in (self._whole, self._head, self._final[0]):
+            replay.close()
+        self.tape.close()
+        self.cache.close()
+
+    def _take(self, num_rows: int) -> DeviceLogits:
+        ids, finite = self._best[:, :num_rows].cpu().numpy()
+        fit = finite.astype(bool) & (self._best_values[:num_rows].cpu().numpy() > -np.inf)
+        rows = self._logits[:num_rows, : self.vocab_size]
+        return DeviceLogits(rows, fit.tolist(), ids.tolist(), self._device.type == "cpu")
+
+
+def num_programs(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; on a CPU, where twins run, one stands for all."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,76 @@
+"""Runs the launches of a bucket: as twins on a CPU, by one CUDA graph on a GPU.
+
+The first buckets are captured when the program is made. Another one is captured when it is first met, while a larger
+one serves its step. Knows launches; must not know chunks. Called by `program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace.backends.cuda.launch import Launch
+
+Bind = Callable[[int], list[Launch]]
+
+
+class Replay:
+    """The launches of each bucket of rows.
+
+    Args:
+        bind: returns the launches for a bucket.
+        sizes: the buckets, ascending; each holds steps of at most so many rows.
+    """
+
+    def __init__(self, bind: Bind, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = list(sizes)
+        self._bind, self._device = bind, device
+        self._launches: dict[int, list[Launch]] = {}
+        self._graphs: dict[int, Any] = {}
+        self._pool: Any = None
+
+    def run(self, num_rows: int) -> None:
+        """Run the step of `num_rows` rows whose inputs lie on the device."""
+        size = self.bucket(num_rows)
+        if self._device.type != "cuda":
+            for launch in self.launches(size):
+                launch.run_twin()
+            return
+        if size not in self._graphs:
+            larger = [other for other in self._graphs if other > size]
+            if larger:
+                self._graphs[min(larger)].replay()
+            self.capture(size)
+            if larger:
+                return
+        self._graphs[size].replay()
+
+    def bucket(self, num_rows: int) -> int:
+        return next(size for size in self.sizes if size >= num_rows)
+
+    def launches(self, size: int) -> list[Launch]:
+        if size not in self._launches:
+            self._launches[size] = self._bind(size)
+        return self._launches[size]
+
+    def capture(self, size: int) -> None:
+        """Record the bucket's launches in a CUDA graph. Memory is shared among the graphs."""
+        launches = self.launches(size)
+        # Kernels are compiled and loaded by a run outside the capture; with 0 rows it writes nothing.
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            for launch in launches:
+                launch.run_gpu()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            for launch in launches:
+                launch.run_gpu()
+        self._pool = self._pool or graph.pool()
+        self._graphs[size] = graph
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self._launches.clear()

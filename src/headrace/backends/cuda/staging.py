@@ -1,0 +1,33 @@
+"""A step's ints on the host and on the device: small arrays side by side, sent by one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Staging:
+    """int32 arrays of the given sizes: `host` as numpy arrays, `device` as tensors of the same numbers once sent.
+
+    The last array is sent only where `send` says so: it is large and rarely used.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        begins = [0]
+        for size in sizes:
+            begins.append(begins[-1] + -(-size // 16) * 16)
+        self._host = torch.zeros(begins[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(begins[-1], dtype=torch.int32, device=device)
+        places = list(zip(begins, sizes, strict=False))
+        self.host: list[NDArray[np.int32]] = [self._host[at : at + size].numpy() for at, size in places]
+        self.device: list[Tensor] = [self._device[at : at + size] for at, size in places]
+        self._few = begins[-2]
+
+    def send(self, whole: bool) -> None:
+        """Copy the arrays to the device, behind what it was given before."""
+        size = len(self._host) if whole else self._few
+        self._device[:size].copy_(self._host[:size], non_blocking=True)

@@ -1,0 +1,273 @@
+"""A graph on the tape: every node bound to launches, for a bucket of rows.
+
+`Tape` owns the arena of intermediate buffers, and scratch memory that one launch after the other uses. A bucket's
+launches have fixed addresses and grids that cover the most rows of the bucket; the real number of rows lies in device
+memory. `BINDERS` has the launches of each operator. Knows nodes and kernels; must not know requests. Made by `program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.backends.base import Heads
+from headrace.backends.cuda.kernels import attention as paged
+from headrace.backends.cuda.kernels import best, experts, linear, norm, rope_store, rows, spans
+from headrace.backends.cuda.launch import Launch
+from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
+
+DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What launches read of a step beside the rows, in device memory: its sizes by dimension, and attention's items."""
+
+    sizes: Tensor
+    items: Tensor
+
+
+class Tape:
+    """The nodes of `graph` in one arena.
+
+    Args:
+        most: the largest size of each dimension that changes.
+        dtype: of values of the model.
+        outside: tensors that hold buffers which the arena does not.
+        num_programs: programs that the device runs at once.
+        partials: partial sums of rows that attention's scratch holds.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        most: Mapping[int, int],
+        step: StepTensors,
+        dtype: torch.dtype,
+        outside: Mapping[Buffer, Tensor],
+        num_programs: int,
+        partials: int = 0,
+    ) -> None:
+        self.nodes, self.step, self.dtype = graph.nodes, step, dtype
+        self.num_programs, self._partials = num_programs, partials
+        self._outside = dict(outside)
+        for buffer in outside:
+            graph.drop(buffer)
+        self.device = step.sizes.device
+        self.arena = torch.zeros(max(64, graph.plan(dict(most))), dtype=torch.uint8, device=self.device)
+        self._sums: linear.Scratch | None = None
+        self._spans: dict[Heads, spans.Scratch] = {}
+        self._pairs: experts.Scratch | None = None
+        self._most_rows = most[ROWS]
+
+    def rows(self, buffer: Buffer, width: int, item_bytes: int, num_rows: int) -> Tensor:
+        """Return the first rows of a buffer [num_rows, width], a view."""
+        memory = self._outside.get(buffer)
+        if memory is None:
+            dtype = self.dtype if item_bytes == self.dtype.itemsize else torch.float32
+            size = buffer.row_bytes * num_rows
+            memory = self.arena[buffer.offset : buffer.offset + size].view(dtype).view(num_rows, -1)
+        return memory[:num_rows, :width]
+
+    def value(self, value: Value, num_rows: int) -> Tensor:
+        """Return the first rows of a value, a view."""
+        return self.rows(value.buffer, value.width, value.item_bytes, num_rows)
+
+    def bind(self, first: int, last: int, most: Mapping[int, int]) -> list[Launch]:
+        """Return the launches of the nodes first ... last - 1 for a bucket of `most` rows of each dimension."""
+        frame = Frame(self, most)
+        return [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
+
+    def sums(self, needed: tuple[int, int]) -> linear.Scratch:
+        """Return memory for the sums of a linear layer that is computed in parts."""
+        if self._sums is None or not linear.holds(self._sums, needed):
+            partial, arrived = (torch.zeros(max(size, 1), device=self.device) for size in needed)
+            self._sums = linear.Scratch(partial, arrived.int())
+        return self._sums
+
+    def spans(self, heads: Heads) -> spans.Scratch:
+        """Return memory for attention's partial sums."""
+        if heads not in self._spans:
+            scratch = spans.make_scratch(
+                self._partials, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.device
+            )
+            self._spans[heads] = scratch
+        return self._spans[heads]
+
+    def pairs(self, top_k: int, down: Tensor) -> experts.Scratch:
+        """Return memory for the rows of experts, which the layers of a model use in turn."""
+        if self._pairs is None:
+            self._pairs = experts.make_scratch(self._most_rows, top_k, down)
+        return self._pairs
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._pairs = None
+        self.arena, self._sums, self._spans, self._outside = self.arena.new_empty(0), None, {}, {}
+
+    def dump(self) -> list[str]:
+        """Return a line for each node: number, operator, dimension, widths, weights."""
+        lines = []
+        for i, node in enumerate(self.nodes):
+            out = node.fields.get("out")
+            width = f" -> {out.width}" if isinstance(out, Value) else ""
+            fused = "".join(f"+{name}" for name in ("gate", "residual") if node.fields.get(name) is not None)
+            weights = f"  {node.read_bytes / 1e6:.2f} MB of {node.note}" if node.read_bytes else ""
+            lines.append(f"{i:4d} {node.op}{fused} [{DIM_NAMES[node.dim]}]{width}{weights}")
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A bucket: `most` is its largest number of rows of each dimension."""
+
+    tape: Tape
+    most: Mapping[int, int]
+
+    @property
+    def sizes(self) -> Tensor:
+        return self.tape.step.sizes
+
+    def rows(self, value: Value) -> Tensor:
+        """Return a value's rows in the bucket."""
+        return self.tape.value(value, self.most[value.dim])
+
+    def buffer(self, node: Node, name: str, ld: str, width: int) -> Tensor:
+        """Return the rows of a buffer that the graph wrote into a node by itself (`Graph.add`)."""
+        buffer = node.fields[name]
+        return self.tape.rows(buffer, width, buffer.row_bytes // node.fields[ld], self.most[buffer.dim])
+
+
+def _embedding(frame: Frame, node: Node) -> list[Launch]:
+    f, out = node.fields, frame.rows(node.fields["out"])
+    return [rows.embedding(f["ids"], f["table"], out, frame.sizes, len(out), f["scale"])]
+
+
+def _select(frame: Frame, node: Node) -> list[Launch]:
+    x, out = frame.rows(node.fields["x"]), frame.rows(node.fields["out"])
+    return [rows.select(x, node.fields["rows"], out, frame.sizes, len(out))]
+
+
+def _add(frame: Frame, node: Node) -> list[Launch]:
+    x, y, out = (frame.buffer(node, name, f"ld_{name}", node.fields["width"]) for name in ("x", "y", "out"))
+    return [rows.add(x, y, out, frame.sizes, len(out), node.dim)]
+
+
+def _norm(frame: Frame, node: Node) -> list[Launch]:
+    f, x, out = node.fields, frame.rows(node.fields["x"]), frame.rows(node.fields["out"])
+    options = {name: f[name] for name in ("eps", "offset", "bias", "centred")}
+    return [norm.norm(x, f["weight"], out, frame.sizes, node.dim, len(out), **options)]
+
+
+def _elementwise(frame: Frame, node: Node) -> list[Launch]:
+    f, x, out = node.fields, frame.rows(node.fields["x"]), frame.rows(node.fields["out"])
+    if node.op == "softcap":
+        return [rows.softcap(x, f["cap"], out, frame.sizes, len(out), node.dim)]
+    operator = rows.gated if node.op == "gated" else rows.activation
+    return [operator(x, f["kind"], out, frame.sizes, len(out), node.dim)]
+
+
+def _linear(frame: Frame, node: Node) -> list[Launch]:
+    f, tape = node.fields, frame.tape
+    x, out, matrix = frame.rows(f["x"]), frame.rows(f["out"]), f["matrix"]
+    gate = f["gate"]
+    residual = None if f.get("residual") is None else frame.buffer(node, "residual", "ld_res", out.shape[1])
+    config = linear.default(matrix.data, len(out), gate is not None)
+    needed = linear.scratch_numbers(matrix.data, len(out), gate is not None, config)
+    return [
+        linear.linear(
+            x,
+            matrix.data,
+            out,
+            frame.sizes,
+            node.dim,
+            len(out),
+            num_programs=tape.num_programs,
+            scratch=tape.sums(needed) if any(needed) else None,
+            bias=matrix.bias,
+            residual=residual,
+            activation=gate,
+            gated=gate is not None,
+            config=config,
+        )
+    ]
+
+
+def _rope_store(frame: Frame, node: Node) -> list[Launch]:
+    f, x = node.fields, frame.rows(node.fields["x"])
+    step = f["rows"]
+    options = {name: f[name] for name in ("rope_table", "q_norm", "k_norm")}
+    copies = (step.copy_begin, step.copy_slots)
+    return [
+        rope_store.rope_store(
+            x, f["heads"], f["cache"], step.slots, step.positions, frame.sizes, len(x), copies=copies, **options
+        )
+    ]
+
+
+def _attention(frame: Frame, node: Node) -> list[Launch]:
+    f, tape = node.fields, frame.tape
+    x, out, heads = frame.rows(f["x"]), frame.rows(f["out"]), f["heads"]
+    return paged.attention(
+        x,
+        out,
+        f["cache"],
+        f["rows"].blocks,
+        tape.step.items,
+        tape.spans(heads),
+        heads=heads.num_heads,
+        kv_heads=heads.num_kv_heads,
+        scale=f["scale"],
+        window=f["window"],
+        softcap=f["softcap"],
+        programs=2 * tape.num_programs,
+    )
+
+
+def _experts(frame: Frame, node: Node) -> list[Launch]:
+    f, tape = node.fields, frame.tape
+    x, logits, out = (frame.rows(f[name]) for name in ("x", "logits", "out"))
+    return experts.experts(
+        x,
+        logits,
+        f["gate_up"],
+        f["down"],
+        out,
+        tape.pairs(f["top_k"], f["down"]),
+        frame.sizes,
+        node.dim,
+        len(out),
+        top_k=f["top_k"],
+        kind=f["kind"],
+        num_programs=tape.num_programs,
+    )
+
+
+def _finite(frame: Frame, node: Node) -> list[Launch]:
+    x = frame.rows(node.fields["x"])
+    return [rows.finite(x, node.fields["flags"], frame.sizes, len(x), node.dim)]
+
+
+def _best(frame: Frame, node: Node) -> list[Launch]:
+    f = node.fields
+    return [best.best(frame.rows(f["x"]), f["ids"], f["values"], f["finite"], frame.sizes, node.dim)]
+
+
+BINDERS: dict[str, Callable[[Frame, Node], list[Launch]]] = {
+    "embedding": _embedding,
+    "select": _select,
+    "add": _add,
+    "norm": _norm,
+    "softcap": _elementwise,
+    "activation": _elementwise,
+    "gated": _elementwise,
+    "linear": _linear,
+    "rope_store": _rope_store,
+    "attention": _attention,
+    "experts": _experts,
+    "finite": _finite,
+    "best": _best,
+}
