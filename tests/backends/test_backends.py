@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.laws import rules
 
+from headrace import backends
 from headrace.backends import make_backend, names
 from headrace.checkpoint.packing import has_layouts
+from headrace.protocol.errors import RequestError
 
 
 @pytest.mark.parametrize("name", names())
@@ -44,3 +49,69 @@ def test_the_kv_cache_takes_a_part_of_the_free_memory(name: str, monkeypatch: py
     for available, budget in ((4003, 1000), (2**40, 4 * 2**30)):
         monkeypatch.setattr(type(backend), "available_memory", lambda self, num=available: num)
         assert backend.kv_budget(None, 1, 1, 16) == budget
+
+
+@pytest.fixture
+def choices(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """A machine on which backends say what was chosen. The test sets whether it has a GPU and triton."""
+    machine = {"gpu": False, "triton": True}
+    kinds = ["cpu", "cuda", "torch_ref"]
+    for kind in kinds:
+        module: Any = ModuleType(kind)
+        module.make = lambda device, dtype, kind=kind: SimpleNamespace(name=kind, device=device)
+        monkeypatch.setitem(sys.modules, f"headrace.backends.{kind}", module)
+    monkeypatch.setattr(backends, "names", lambda: kinds)
+    monkeypatch.setattr(backends, "has_cuda", lambda: machine["gpu"])
+    right = importlib.util.find_spec
+
+    def find_spec(name: str, *more: Any) -> Any:
+        return (object() if machine["triton"] else None) if name == "triton" else right(name, *more)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "gpu", "chosen"),
+    [
+        ("auto", "auto", False, ("cpu", "cpu")),
+        ("auto", "auto", True, ("cuda", "cuda")),
+        ("auto", "cuda:1", True, ("cuda", "cuda:1")),
+        ("auto", "cpu", True, ("cpu", "cpu")),
+        ("cpu", "auto", True, ("cpu", "cpu")),
+        ("torch_ref", "auto", True, ("torch_ref", "cuda")),
+        ("cuda", "auto", True, ("cuda", "cuda")),
+        ("cuda", "cpu", False, ("cuda", "cpu")),
+        ("cuda", "cpu", True, ("cuda", "cpu")),
+    ],
+)
+def test_the_backend_and_its_device_fit_the_machine(
+    name: str, device: str, gpu: bool, chosen: tuple[str, str], choices: dict[str, bool]
+) -> None:
+    choices["gpu"] = gpu
+    backend = make_backend(name, device, "float32")
+    assert (backend.name, backend.device) == chosen
+
+
+def test_without_triton_auto_is_torch_ref_on_a_gpu_and_says_so(
+    choices: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    choices.update(gpu=True, triton=False)
+    assert make_backend("auto", "auto", "float32").name == "torch_ref"
+    assert "need triton (the extra cuda)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        ("cuda", "auto", "backend: 'cuda' .* auto, cpu or torch_ref on this machine: torch finds no CUDA device"),
+        ("cuda", "cuda", "device: 'cuda' .* cpu on this machine"),
+        ("auto", "cuda:0", "device: 'cuda:0' .* cpu on this machine"),
+        ("metal", "auto", "backend: 'metal' .* one of auto, cpu, cuda, torch_ref"),
+    ],
+)
+def test_a_backend_that_the_machine_lacks_is_refused(
+    name: str, device: str, message: str, choices: dict[str, bool]
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        make_backend(name, device, "float32")

@@ -25,12 +25,12 @@ from headrace.core import prefix
 from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables
 from headrace.engine import build
-from headrace.engine.core import EngineCore
+from headrace.engine.core import EngineCore, Ticket
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Finish, Request, ScheduledBatch, StepResult, TokenLogprob
+from headrace.protocol.step import Finish, Request, ScheduledBatch, TokenLogprob
 
 LONGEST = 64
 EOS = [3, 17]
@@ -165,14 +165,14 @@ def run_mixed(rng: random.Random, core: EngineCore, requests: list[Request], pla
     answers = {r.request_id: Answer([], [], []) for r in requests}
     aborted: set[str] = set()
     hostile = rng.choice([0.0, 0.05, 0.3])
-    right, failing = core.executor.run, [False]
+    right, failing = core.executor.start, [False]
 
-    def run(batch: ScheduledBatch) -> StepResult:
+    def start(batch: ScheduledBatch) -> Ticket:
         if failing[0]:
             raise RuntimeError("the device is gone")
         return right(batch)
 
-    core.executor.run = run  # type: ignore[method-assign]
+    core.executor.start = start  # type: ignore[method-assign]
     program: Any = core.executor.program  # type: ignore[attr-defined]
     right_forward = program.forward
     program.max_rows = min(program.max_rows, rng.choice([1000, 1000, 3, 17]))

@@ -186,16 +186,17 @@ def test_the_log_of_a_process_that_was_killed_ends_with_its_last_step(log: Path,
     assert (outcome.unfinished, outcome.num_steps) == (True, whole.num_steps - 1)
 
 
-def test_a_step_that_raised_raises_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", ["start", "finish"])
+def test_a_step_that_raised_raises_again(half: str, tmp_path: Path) -> None:
     def doomed(core: EngineCore) -> EngineCore:
-        right = core.executor.run
+        right = getattr(core.executor, half)
 
-        def run(batch: ScheduledBatch) -> StepResult:
-            if batch.step_id == 4:
+        def broken(step: ScheduledBatch | StepResult) -> Any:
+            if step.step_id == 4:
                 raise RuntimeError("the core is wrong")
-            return right(batch)
+            return right(step)
 
-        core.executor.run = run  # type: ignore[method-assign]
+        setattr(core.executor, half, broken)
         return core
 
     core = fake.build(CONFIG)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import QWeight
+from headrace.quant.base import QWeight, Stacked
 from headrace.quant.fit import fit_of, fitted
 from headrace.quant.packing import E2M1, by_index, left_alone, matches, nibbles, unpacked
 from headrace.quant.placements import Placements, kernel_name, num_bytes
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import E4M3, F8_SCHEMES, SCHEMES, Scheme
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -213,6 +213,9 @@ def test_names_and_bytes_of_kernels() -> None:
     assert num_bytes(Scheme("i4", 64, True), 10, 128) == 10 * (64 + 8)
     assert num_bytes(Scheme("i8"), 10, 128) == 10 * 132
     assert num_bytes(Scheme("f", dtype="bfloat16"), 10, 128) == 2560
+    assert kernel_name(Scheme("f8", 128, dtype=E4M3)) == "fp8-g128"
+    assert num_bytes(Scheme("f8", 64, dtype=E4M3), 10, 128) == 10 * (128 + 8)
+    assert num_bytes(Scheme("f8", dtype=E4M3), 10, 128) == 10 * 132
 
 
 def test_a_group_of_next_to_nothing_does_not_cost_the_kernel() -> None:
@@ -243,3 +246,43 @@ def test_codes_from_a_table_that_a_kernel_has(table: tuple[float, ...], book: st
     assert torch.equal(made.codes, weight.codes[3:30])
     assert float(shares.max()) <= most
     assert fit_of([weight, made_up(4, "middle", group=group)]).scheme is None
+
+
+def floats(group: int, dtype: torch.dtype = torch.float8_e4m3fn, **more: Any) -> QWeight:
+    scales = torch.rand(40, -(-256 // group)) * 1e-6 + 1e-7  # too small for float16
+    return QWeight(torch.randn(40, 256).to(dtype), scales, group=group, bits=8, **more)
+
+
+@pytest.mark.parametrize(("group", "kernel"), [(256, 0), (128, 128), (64, 64), (96, 32)])
+def test_8_bit_floats_reach_a_backend_that_declares_them_as_they_are(group: int, kernel: int) -> None:
+    weight = floats(group)
+    fit = fit_of([weight], SCHEMES | F8_SCHEMES)
+    assert (fit.scheme, fit.rounding) == (Scheme("f8", kernel, dtype=E4M3), 0.0)
+    made = fitted(weight, fit.scheme)
+    assert made.codes.dtype == torch.float8_e4m3fn
+    assert made.scales is not None
+    assert made.scales.shape == (40, 256 // kernel if kernel else 1)
+    assert torch.equal(made.dequantize(), weight.dequantize())
+    both = Stacked("both", [made, made.rows(0, 7)], fit.scheme)
+    slab = both.slab(32, 47)
+    assert torch.equal(slab.dequantize(), torch.cat([weight.dequantize()[32:], weight.dequantize()[:7]]))
+    assert fit_of([weight]).why == "8-bit floats have no kernel", "to a backend without them they go as floats"
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [floats(256, torch.float8_e5m2)],
+        [floats(36)],
+        [floats(256, permutation=torch.randperm(256))],
+        [floats(256), floats(128)],
+        [floats(128), made_up(4, "middle")],
+    ],
+)
+def test_8_bit_floats_in_other_forms_have_no_kernel(weights: list[QWeight]) -> None:
+    assert fit_of(weights, SCHEMES | F8_SCHEMES).scheme is None
+
+
+def test_a_backend_declares_its_groups_of_8_bit_floats() -> None:
+    fit = fit_of([floats(64)], {Scheme("f8", 128, dtype=E4M3)})
+    assert (fit.scheme, fit.why) == (None, "the backend has no fp8-g64 kernel")

@@ -14,9 +14,9 @@ import time
 from tests.support import fake
 
 from headrace.engine.child import main
-from headrace.engine.core import EngineCore
+from headrace.engine.core import EngineCore, Ticket
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.step import ScheduledBatch, StepResult
+from headrace.protocol.step import ScheduledBatch
 
 KILL, SEGV, RAISE, FREEZE = 240, 241, 242, 243
 CANARY = "xyzzy-prompt-of-a-client"
@@ -33,16 +33,16 @@ def die(kind: int) -> None:
 
 def build(config: EngineConfig, delay: float) -> EngineCore:
     core = fake.build(config, delay)
-    real = core.executor.run
+    real = core.executor.start
 
-    def run(batch: ScheduledBatch) -> StepResult:
+    def start(batch: ScheduledBatch) -> Ticket:
         for seq in core.scheduler.flight:
             kind, after, *_ = [*seq.request.prompt_token_ids, 0]
             if kind in (KILL, SEGV, RAISE, FREEZE) and len(seq.tokens) - seq.num_prompt >= after:
                 die(kind)
         return real(batch)
 
-    core.executor.run = run  # type: ignore[method-assign]
+    core.executor.start = start  # type: ignore[method-assign]
     return core
 
 

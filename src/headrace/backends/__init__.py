@@ -28,7 +28,8 @@ def names() -> list[str]:
 def make_backend(name: str, device: str, dtype: str) -> Backend:
     """Return the backend `name` on `device` ("auto" is cuda where there is one, else cpu), with weights of `dtype`.
 
-    "auto" is cpu, the native kernels, on a CPU; where they were not built, and on cuda, it is torch_ref. Raises
+    "auto" is cpu, the native kernels, on a CPU, and cuda, the Triton kernels, on a GPU; where those are missing it is
+    torch_ref. Backend cuda also runs on device cpu, for tests: its kernels' twins, in plain torch. Raises
     `RequestError` naming what exists.
     """
     if name != "auto" and (not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name not in names()):
@@ -37,10 +38,13 @@ def make_backend(name: str, device: str, dtype: str) -> Backend:
         raise RequestError("device", device, "auto, cpu, cuda or cuda:N")
     if device == "auto":
         device = "cuda" if name != "cpu" and has_cuda() else "cpu"
+        if name == "cuda" and device == "cpu":
+            bound = "auto, cpu or torch_ref on this machine: torch finds no CUDA device (for tests there is device cpu)"
+            raise RequestError("backend", name, bound)
     if device != "cpu" and not has_cuda():
         raise RequestError("device", device, "cpu on this machine: torch finds no CUDA device")
     if name == "auto":
-        name = "torch_ref" if device != "cpu" else _best_on_cpu()
+        name = _best_on_gpu() if device != "cpu" else _best_on_cpu()
     backend: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
     return backend
 
@@ -52,6 +56,13 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _best_on_gpu() -> str:
+    if "cuda" in names() and importlib.util.find_spec("triton") is not None:
+        return "cuda"
+    logger.warning("the GPU kernels need triton (the extra cuda): running on the slow reference path, torch_ref")
+    return "torch_ref"
 
 
 def _best_on_cpu() -> str:

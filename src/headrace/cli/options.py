@@ -35,8 +35,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "or none: dequantise a GGUF file's blocks into dtype.",
         "save_packed": "Keep the weights in the kernels' layout, beside the model or else in ~/.cache/headrace; "
         "the next start reads that file.",
-        "backend": "Operators to run on: auto, cpu (native kernels), torch_ref.",
-        "device": "auto, cpu or cuda.",
+        "backend": "Operators to run on: auto, cpu (native kernels), cuda (Triton kernels for NVIDIA GPUs; needs the "
+        "extra cuda), torch_ref.",
+        "device": "auto, cpu, cuda or cuda:N. Backend cuda on cpu is plain torch, for tests.",
         "seed": "Seed of the seeds given to requests without one, to make them repeatable; random by default.",
         "max_model_len": "Context length in tokens; by default the model's own.",
         "block_size": "Tokens in a block of the KV cache.",

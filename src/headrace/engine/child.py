@@ -23,7 +23,7 @@ from collections.abc import Callable
 from headrace import env
 from headrace.engine import logs
 from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
-from headrace.engine.core import EngineCore, Executor
+from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -93,7 +93,7 @@ def show(output: StepOutput) -> None:
         print(line, file=sys.stderr)
 
 
-class BlackBoxExecutor:
+class BlackBoxExecutor(Executor):
     """An executor that writes the shape of each step into a black box before it computes the step."""
 
     def __init__(self, core: EngineCore, box: BlackBox) -> None:
@@ -101,7 +101,7 @@ class BlackBoxExecutor:
         self._core = core
         self._box = box
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def start(self, batch: ScheduledBatch) -> Ticket:
         num = min(len(batch), MAX_CHUNKS)
         shape = StepShape(
             batch.step_id,
@@ -115,8 +115,12 @@ class BlackBoxExecutor:
             len(batch.copies),
         )
         self._box.begin(shape)
-        result = self._inner.run(batch)
-        self._box.end(batch.step_id)
+        return batch.step_id, self._inner.start(batch)
+
+    def finish(self, ticket: Ticket) -> StepResult:
+        step_id, inner = ticket
+        result = self._inner.finish(inner)
+        self._box.end(step_id)
         return result
 
     def close(self) -> None:

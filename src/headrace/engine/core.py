@@ -1,25 +1,42 @@
 """`EngineCore`: one scheduler, one executor, one step. A plain object without threads, sockets or text.
 
-`step` goes one way: schedule -> run -> commit; nothing calls back. Its callers are `LLM`, the engine thread of an
-in-process client, and the engine's own process. The clock is an argument, so that a simulation can hold it still.
+`step` goes one way: schedule -> start -> finish -> commit; nothing calls back. Its callers are `LLM`, the engine thread
+of an in-process client, and the engine's own process. The clock is an argument, so that a simulation can hold it still.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
+Ticket: TypeAlias = Any
+"""A step that an executor has started and not yet finished, in the executor's own form."""
+
 
 class Executor(Protocol):
-    """Owns the model and the KV cache's memory. `runner` has the real one, `SimulatedExecutor` is the oracle."""
+    """Owns the model and the KV cache's memory. `runner` has the real one, `SimulatedExecutor` is the oracle.
+
+    A step is started and then finished, each once; the next starts after that. In between the device may be at work, so
+    the blocks of the step must neither be freed nor written, and its batch must not change. Its caller may do anything
+    else: receive requests, send answers, plan what comes next. Either call may raise, for faults that belong to no
+    single request; the step has not happened then, and a ticket of it is void.
+    """
+
+    def start(self, batch: ScheduledBatch) -> Ticket:
+        """Begin to compute one step. May return before it is computed."""
+        ...
+
+    def finish(self, ticket: Ticket) -> StepResult:
+        """Wait for the step and return its result."""
+        ...
 
     def run(self, batch: ScheduledBatch) -> StepResult:
-        """Compute one step. Raises only for faults that belong to no single request."""
-        ...
+        """Start one step and finish it."""
+        return self.finish(self.start(batch))
 
     def close(self) -> None:
         """Release memory and threads. May be called twice."""
@@ -76,7 +93,7 @@ class EngineCore:
         start = self._clock()
         batch = self.scheduler.schedule()
         try:
-            result = self.executor.run(batch)
+            result = self.executor.finish(self.executor.start(batch))
         except BaseException:
             self.scheduler.retract()
             raise

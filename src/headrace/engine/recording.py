@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from headrace.engine.core import EngineCore, Executor
+from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.protocol.step import (
     Abort,
     Add,
@@ -242,23 +242,32 @@ def keep_earlier(path: Path) -> None:
         newer.replace(older)
 
 
-class RecordingExecutor:
+class RecordingExecutor(Executor):
     """An executor whose steps are recorded."""
 
     def __init__(self, inner: Executor, recorder: Recorder) -> None:
         self._inner = inner
         self._recorder = recorder
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def start(self, batch: ScheduledBatch) -> Ticket:
         self._recorder.begin(batch)
+        with self._errors():
+            return self._inner.start(batch)
+
+    def finish(self, ticket: Ticket) -> StepResult:
+        with self._errors():
+            result = self._inner.finish(ticket)
+        self._recorder.end(result)
+        return result
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            result = self._inner.run(batch)
+            yield
         except BaseException as error:
             self._recorder.put(StepError(type(error).__name__))
             self._recorder.flush()
             raise
-        self._recorder.end(result)
-        return result
 
     def close(self) -> None:
         self._inner.close()

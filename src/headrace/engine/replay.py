@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from headrace.engine.core import EngineCore, Executor
+from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.engine.recording import (
     MAGIC,
     MAX_FRAME_BYTES,
@@ -149,7 +149,7 @@ class Script:
         return set(self.late[self._num_late - 1])
 
 
-class CheckingExecutor:
+class CheckingExecutor(Executor):
     """An executor that compares each step with the log."""
 
     def __init__(self, inner: Executor, script: Script) -> None:
@@ -157,7 +157,7 @@ class CheckingExecutor:
         self._inner = inner
         self._script = script
 
-    def run(self, batch: ScheduledBatch) -> StepResult:
+    def start(self, batch: ScheduledBatch) -> Ticket:
         if self.expected is None:
             raise ReplayDifference(batch.step_id, "its being there", "no such step", "one")
         plan, end = self.expected
@@ -165,10 +165,14 @@ class CheckingExecutor:
         if isinstance(end, StepError):
             self._raise_again(batch, end.kind)
         self._script.begin(end)
-        result = self._inner.run(batch)
+        return plan.step_id, end, self._inner.start(batch)
+
+    def finish(self, ticket: Ticket) -> StepResult:
+        step_id, end, inner = ticket
+        result = self._inner.finish(inner)
         if end is not None:
-            compare(plan.step_id, end.result, result)
-            self._script.end(plan.step_id)
+            compare(step_id, end.result, result)
+            self._script.end(step_id)
         return result
 
     def _raise_again(self, batch: ScheduledBatch, kind: str) -> NoReturn:

@@ -156,6 +156,12 @@ class SimulatedExecutor:
         self._rest = rest
 
     def run(self, batch: ScheduledBatch) -> StepResult:
+        return self.finish(self.start(batch))
+
+    def finish(self, ticket: StepResult) -> StepResult:
+        return ticket
+
+    def start(self, batch: ScheduledBatch) -> StepResult:
         """Copy blocks, write the chunks, read back, and derive the tokens."""
         if self.delay:
             time.sleep(self.delay)

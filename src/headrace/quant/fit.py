@@ -2,10 +2,10 @@
 
 int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, or book[code] * scale with codes of 4
 bits; int8 kernels code * scale with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8) one
-float32 for each output. Codes of fewer bits, other zero points and larger groups are converted to these forms where
-that loses nothing; scales, minimums and tables that the kernels can not hold are rounded, and `Fit.rounding` says by
-how much. All else has no kernel and is dequantised. Knows no checkpoints and no backends. Called by
-`checkpoint.loader`.
+float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them. Codes of fewer
+bits, other zero points and larger groups are converted to these forms where that loses nothing; scales, minimums and
+tables that the kernels can not hold are rounded, and `Fit.rounding` says by how much. All else has no kernel and is
+dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.quant.base import QWeight, SplitWeight, widened
-from headrace.quant.schemes import BOOKS, GROUPS, SCHEMES, Kind, Scheme, kernel_name
+from headrace.quant.schemes import BOOKS, E4M3, GROUPS, SCHEMES, Kind, Scheme, kernel_name
 
 CHANNEL_GROUP = 128
 """Group of int4 weights that have one scale for each output: activations are quantised in groups of it."""
@@ -43,14 +43,15 @@ class Fit(NamedTuple):
 def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES) -> Fit:
     """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none."""
     is_split = any(isinstance(weight, SplitWeight) for weight in weights)
-    fit = _fit_split(weights) if is_split else _fit_stacked(weights)
+    takes_f8 = any(scheme.kind == "f8" for scheme in schemes)
+    fit = _fit_split(weights) if is_split else _fit_stacked(weights, takes_f8)
     if fit.scheme is None or fit.scheme in schemes:
         return fit
     return Fit(None, f"the backend has no {kernel_name(fit.scheme)} kernel")
 
 
-def _fit_stacked(weights: Sequence[QWeight]) -> Fit:
-    fits = [_fit(weight) for weight in weights]
+def _fit_stacked(weights: Sequence[QWeight], takes_f8: bool) -> Fit:
+    fits = [_fit(weight, takes_f8) for weight in weights]
     schemes = [fit.scheme for fit in fits if fit.scheme is not None]
     if len(schemes) < len(fits):
         return next(fit for fit in fits if fit.scheme is None)
@@ -61,7 +62,7 @@ def _fit_stacked(weights: Sequence[QWeight]) -> Fit:
     if has_min:
         rounding = max(rounding, *(_min_rounding(weight) for weight in weights))
     group = min(scheme.group for scheme in schemes)
-    return Fit(Scheme(schemes[0].kind, group, has_min, book=schemes[0].book), "", rounding)
+    return Fit(schemes[0]._replace(group=group, has_min=has_min), "", rounding)
 
 
 def _fit_split(weights: Sequence[QWeight]) -> Fit:
@@ -85,8 +86,11 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
         scales = _regrouped(_book_scales(weight, scheme.book), weight, scheme.group).half().float()
         book = torch.tensor(BOOKS[scheme.book], dtype=torch.float32)
         return QWeight(codes, scales, group=scheme.group, bits=4, codebook=book)
-    scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group).half().float()
+    scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group)
     group = scheme.group or num_in
+    if scheme.kind == "f8":
+        return QWeight(codes, scales.float(), group=group, bits=8)
+    scales = scales if scheme.group == 0 else scales.half().float()
     if scheme.has_min:
         mins = _regrouped(_minimums(weight, weight.scales), weight, group).half().float()
         return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits)
@@ -100,11 +104,13 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
     return QWeight(codes, scales, zeros, group=group, bits=scheme.bits)
 
 
-def _fit(weight: QWeight) -> Fit:
-    why = _why_not(weight)
+def _fit(weight: QWeight, takes_f8: bool) -> Fit:
+    why = _why_not(weight, takes_f8)
     if why or weight.scales is None:
         return Fit(None, why)
     channel = weight.scales.shape[1] == 1
+    if weight.codes.is_floating_point():
+        return Fit(Scheme("f8", 0 if channel else next(n for n in GROUPS if weight.group % n == 0), dtype=E4M3))
     group = CHANNEL_GROUP if channel else next(size for size in GROUPS if weight.group % size == 0)
     if weight.codebook is not None:
         return _fit_book(weight, group)
@@ -150,12 +156,12 @@ def _book_scales(weight: QWeight, book: str) -> Tensor:
     return weight.scales * (float(weight.codebook.abs().max()) / max(abs(entry) for entry in BOOKS[book]))
 
 
-def _why_not(weight: QWeight) -> str:
-    """Why no kernel has the form of `weight`, or ""."""
+def _why_not(weight: QWeight, takes_f8: bool) -> str:
+    """Why no kernel has the form of `weight`, or "". takes_f8: there are kernels for 8-bit floats."""
     if weight.scales is None:
         return "it is not quantised"
     if weight.codes.is_floating_point():
-        return "8-bit floats have no kernel"
+        return "" if takes_f8 and _is_f8(weight) else "8-bit floats have no kernel"
     if weight.permutation is not None:
         return "its groups are of inputs that do not lie side by side (act-order)"
     if weight.scales.shape[1] > 1 and all(weight.group % size for size in GROUPS):
@@ -165,6 +171,14 @@ def _why_not(weight: QWeight) -> str:
     if weight.bits > 6:
         return _why_not_i8(weight)
     return "" if weight.codes.dtype == torch.uint8 else f"signed codes of {weight.bits} bits have no kernel"
+
+
+def _is_f8(weight: QWeight) -> bool:
+    """Whether the codes are E4M3 with nothing but scales, one for each output or in groups that kernels may have."""
+    others = (weight.zeros, weight.mins, weight.codebook, weight.permutation)
+    if weight.scales is None or weight.codes.dtype != torch.float8_e4m3fn or any(part is not None for part in others):
+        return False
+    return weight.scales.shape[1] == 1 or any(weight.group % size == 0 for size in GROUPS)
 
 
 def _why_not_i8(weight: QWeight) -> str:

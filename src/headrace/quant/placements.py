@@ -70,6 +70,4 @@ def num_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
     if scheme.kind == "f":
         return num_out * num_in * (4 if scheme.dtype == "float32" else 2)
     codes = num_out * num_in * scheme.bits // 8
-    if not scheme.group:
-        return codes + 4 * num_out
-    return codes + 2 * (1 + scheme.has_min) * num_out * -(-num_in // scheme.group)
+    return codes + scheme.scale_bytes * num_out * -(-num_in // (scheme.group or num_in))

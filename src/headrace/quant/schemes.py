@@ -12,7 +12,7 @@ from headrace.protocol.errors import RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
-Kind = Literal["i4", "i6", "i8", "k", "f"]
+Kind = Literal["i4", "i6", "i8", "f8", "k", "f"]
 
 BOOKS: dict[str, tuple[int, ...]] = {
     # NF4's levels (Dettmers et al. 2023, QLoRA, appendix E) to the nearest of 127ths: a weight moves by at most 0.4 %
@@ -25,7 +25,7 @@ BOOKS: dict[str, tuple[int, ...]] = {
 }
 """The tables of which codes of 4 bits are indices (hr_books in csrc/isa/linear_layout.h)."""
 
-BITS = {"i4": 4, "i6": 6, "i8": 8}
+BITS = {"i4": 4, "i6": 6, "i8": 8, "f8": 8}
 
 K_BLOCK, K_GROUP = 256, 32
 """Weights of a block of K-quants, which have scales in two levels, and inputs that share a scale of activations."""
@@ -69,10 +69,10 @@ NAMES = (
 class Scheme(NamedTuple):
     """How one matrix is stored.
 
-    kind: i4, i6 and i8 are codes of so many bits, f is plain floats of `dtype`, k is GGUF's blocks of type `dtype`
-    (`K_TYPES`). group: inputs that share a float16 scale; 0 (i8) is one float32 scale for each output. has_min: (i4,
-    i6) weight = code * scale + minimum, instead of (code - middle) * scale, where the middle is 8 (i4) or 32 (i6).
-    book: (i4) weight = BOOKS[book][code] * scale.
+    kind: i4, i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of `dtype`,
+    k is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32; 0
+    (i8, f8) is one float32 scale for each output. has_min: (i4, i6) weight = code * scale + minimum, instead of
+    (code - middle) * scale, where the middle is 8 (i4) or 32 (i6). book: (i4) weight = BOOKS[book][code] * scale.
     """
 
     kind: Kind
@@ -87,16 +87,21 @@ class Scheme(NamedTuple):
         return BITS[self.kind]
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale and the minimum of a group of codes, or of an output."""
+        return 4 if self.kind == "f8" or not self.group else 2 * (1 + self.has_min)
+
+    @property
     def middle(self) -> int:
         """The code of weight 0 if there are neither minima nor a book."""
-        return 0 if self.kind == "i8" or self.has_min or self.book else 2 ** (self.bits - 1)
+        return 0 if self.kind in ("i8", "f8") or self.has_min or self.book else 2 ** (self.bits - 1)
 
 
 def kernel_name(scheme: Scheme) -> str:
-    """The kernel of a scheme of codes as `--quantization` names it: int4-g64-asym, int8-channel."""
+    """The kernel of a scheme of codes as `--quantization` names it: int4-g64-asym, int8-channel, fp8-g128."""
     if scheme.book:
         return f"{scheme.book}-g{scheme.group}"
-    bits = f"int{scheme.bits}"
+    bits = f"{'fp' if scheme.kind == 'f8' else 'int'}{scheme.bits}"
     return f"{bits}-g{scheme.group}{'-asym' if scheme.has_min else ''}" if scheme.group else f"{bits}-channel"
 
 
@@ -108,7 +113,12 @@ SCHEMES = frozenset(
         *[Scheme("k", K_GROUP, dtype=name) for name in K_TYPES],
     ]
 )
-"""Every quantised scheme. A backend declares which of them it has kernels for (`backends.base.Backend.schemes`)."""
+"""Every quantised scheme of integers. A backend declares which of them it has kernels for, and which of `F8_SCHEMES`
+(`backends.base.Backend.schemes`)."""
+
+E4M3 = "float8_e4m3fn"
+F8_SCHEMES = frozenset(Scheme("f8", group, dtype=E4M3) for group in (0, *GROUPS))
+"""Schemes of 8-bit floats. No number of the native library stands for them; nothing is quantised to them on the way."""
 
 
 def native_flag(scheme: Scheme) -> int:

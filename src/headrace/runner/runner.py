@@ -45,7 +45,14 @@ class Runner:
         self._blame = Blame()
 
     def run(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step: copies, forward, logits of the rows that need them, tokens.
+        return self.finish(self.start(batch))
+
+    def finish(self, ticket: StepResult) -> StepResult:
+        return ticket
+
+    def start(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step: copies, forward, logits of the rows that need them, tokens. All is done here; `finish` hands
+        over the result.
 
         Raises only for faults that no single chunk owns (a broken device).
         """

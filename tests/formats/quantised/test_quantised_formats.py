@@ -26,7 +26,7 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight
 from headrace.quant.formats import mxfp4
-from headrace.quant.schemes import Scheme, parse
+from headrace.quant.schemes import E4M3, F8_SCHEMES, Scheme, parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 
@@ -271,6 +271,38 @@ def test_codes_reach_a_backend_without_a_kernel_for_them_as_floats(
     assert matrix.scheme == Scheme("f", dtype="bfloat16")
     assert torch.equal(matrix.dense(), weight.dequantize().bfloat16().float())
     assert "the backend has no int8-channel kernel" in caplog.text
+
+
+class Floats(TorchRef):
+    schemes = F8_SCHEMES
+
+
+@pytest.mark.parametrize("declares", [True, False])
+def test_8_bit_floats_reach_a_backend_that_declares_them_with_their_scales(declares: bool, tmp_path: Path) -> None:
+    """Scales for blocks of 32 rows and 128 inputs."""
+    codes, scales = torch.randn(64, 256).to(torch.float8_e4m3fn), torch.rand(2, 2) * 1e-6
+    save_file({"gate.weight": codes, "gate.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    backend = (Floats if declares else TorchRef)("cpu", "bfloat16")
+    slabs: list[QWeight] = []
+    make = backend.ops.matrix
+
+    def matrix(source: Any, bias: Any = None) -> Any:
+        slabs.append(source.slab(16, 48))
+        return make(source, bias)
+
+    backend.ops.matrix = matrix  # type: ignore[method-assign]
+    config = {"quant_method": "fp8", "weight_block_size": [32, 128]}
+    weights = loader.SafetensorsWeights(loader.Checkpoint(tmp_path), backend, config)
+    made: Any = weights.linear(["gate"], 256, [64])
+    weights.finish()
+    wide = codes.float() * scales.repeat_interleave(32, 0).repeat_interleave(128, 1)
+    assert torch.equal(made.dense(), wide.bfloat16().float())
+    assert made.scheme == (Scheme("f8", 128, dtype=E4M3) if declares else Scheme("f", dtype="bfloat16"))
+    if declares:
+        assert slabs[0].scales is not None
+        assert (slabs[0].codes.dtype, slabs[0].scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+        assert torch.equal(slabs[0].scales, scales.repeat_interleave(32, 0)[16:48])
+        assert torch.equal(slabs[0].codes.float(), codes[16:48].float())
 
 
 def test_a_quantization_without_a_kernel_is_refused(tmp_path: Path) -> None:

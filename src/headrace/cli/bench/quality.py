@@ -222,7 +222,7 @@ def held_bits(matrix: Any) -> float:
     bits = float(scheme.bits)
     if getattr(matrix, "outliers", None) is not None:
         bits += 16 * len(matrix.outliers.columns) / matrix.num_in
-    return bits + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 32 / matrix.num_in)
+    return bits + 8 * scheme.scale_bytes / (scheme.group or matrix.num_in)
 
 
 def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
