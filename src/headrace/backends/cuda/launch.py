@@ -72,10 +72,11 @@ class Launch:
         self.kernel.twin(**self.arguments)
 
     def run_interpreted(self, order: Callable[[int], list[int]] | None = None) -> None:
-        """Run in the interpreter, on the CPU. `order`: the order of the programs, from their number."""
+        """Run in the interpreter, on the CPU, without inline assembly. `order`: of the programs, from their number."""
         from headrace.backends.cuda.interpreter import interpret
 
-        interpret(self.kernel.jit, self.grid, dict(self.arguments) | dict(self.config.tiles), order)
+        tiles = {name: 0 if name == "ASM" else value for name, value in self.config.tiles.items()}
+        interpret(self.kernel.jit, self.grid, dict(self.arguments) | tiles, order)
 
     def run_gpu(self) -> None:
         self.kernel.jit[self.grid](

@@ -1,0 +1,288 @@
+"""Linear layers over codes: against twin and float64, the bits of `linear`, the assembly's formula and its length."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from tests.backends.cuda.test_linear import ROWS, meta, sizes
+from tests.support.cubin import Cubin, compiled, faults
+from tests.support.kernels import assert_close, assert_twin_agrees, poisoned, written
+from torch import Tensor
+
+from headrace.backends.cuda.kernels import linear as dense
+from headrace.backends.cuda.kernels import linear_codes as module
+from headrace.backends.cuda.kernels.linear import Scratch
+from headrace.backends.cuda.kernels.linear_codes import KERNEL, PackedCodes, assembly, linear_codes, pack, packs
+from headrace.backends.cuda.launch import Config, Launch
+from headrace.quant.base import QWeight
+from headrace.quant.schemes import BOOKS, SCHEMES, Scheme
+
+SCHEMES_HERE = (
+    Scheme("i4", 128),
+    Scheme("i4", 64, True),
+    Scheme("i4", 32),
+    Scheme("i4", 128, True),
+    Scheme("i4", 64, book="nf4"),
+    Scheme("i4", 16, book="e2m1"),
+    Scheme("i8"),
+    Scheme("i8", 64),
+)
+
+
+def quantised(scheme: Scheme, num_out: int, num_in: int) -> QWeight:
+    """A random weight of that scheme."""
+    generator = torch.Generator().manual_seed(num_in)
+    groups = -(-num_in // (scheme.group or num_in))
+    scales = (torch.rand(num_out, groups, generator=generator) * 0.02 + 0.001).half().float()
+    codes = torch.randint(0, 16, (num_out, num_in), generator=generator, dtype=torch.uint8)
+    zeros = mins = book = None
+    if scheme.kind == "i8":
+        codes = torch.randint(-127, 128, (num_out, num_in), generator=generator, dtype=torch.int8)
+        scales = scales / 16
+    elif scheme.book:
+        book = torch.tensor(BOOKS[scheme.book]).float()
+    elif scheme.has_min:
+        mins = -scales * 16 * torch.rand(num_out, groups, generator=generator)
+    else:
+        zeros = torch.full((num_out, groups), 8.0)
+    return QWeight(codes, scales, zeros, mins, scheme.group or num_in, scheme.bits, codebook=book)
+
+
+def scratch_for(weight: PackedCodes, num_rows: int, gated: bool) -> Scratch:
+    """Enough for every configuration, and for `linear`."""
+    plain = meta(weight.num_out, weight.num_in)
+    needed = [module.scratch_numbers(weight, num_rows, config) for config in KERNEL.configs]
+    needed += [dense.scratch_numbers(plain, num_rows, gated, config) for config in dense.KERNEL.configs]
+    numbers, tiles = (max(column) for column in zip(*needed, strict=True))
+    return Scratch(torch.full((numbers,), torch.nan), torch.zeros(tiles, dtype=torch.int32))
+
+
+def inputs(num_in: int, num_rows: int = ROWS) -> Tensor:
+    """Random rows with NaN behind them."""
+    x = torch.full((num_rows, num_in + 16), torch.nan)
+    x[:, :num_in] = torch.randn(num_rows, num_in, generator=torch.Generator().manual_seed(1))
+    return x
+
+
+@pytest.mark.parametrize("scheme", SCHEMES_HERE, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_kernel_writes_what_its_twin_writes(scheme: Scheme, wide: bool) -> None:
+    dtype = torch.bfloat16 if scheme.group in (0, 64) else torch.float16
+    gated = scheme.has_min
+    weight = quantised(scheme, 80, 600)
+    packed = pack(weight, scheme, dtype)
+    x = inputs(600).to(dtype)[:, :600]
+    shared = scratch_for(packed, ROWS, gated)
+    space = torch.full((80 * 600,), torch.nan, dtype=dtype) if wide else None
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        return linear_codes(
+            x, packed, out["out"], sizes(ROWS - 2), 2, ROWS, num_programs=2, scratch=shared, wide=space, gated=gated,
+            activation="silu" if gated else None,
+        )  # fmt: skip
+
+    outputs = {"out": poisoned(ROWS, 40 if gated else 80, dtype=dtype)}
+    assert_twin_agrees(make, outputs)
+    result = written(make, outputs, "interpreted")["out"]
+    assert result[ROWS - 2 :].isnan().all(), "a row beyond the step's rows was written"
+    exact = x[: ROWS - 2].double() @ weight.dequantize().double().t()
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, :40]) * exact[:, 40:]
+    assert_close(result[: ROWS - 2], exact)
+
+
+def bits(
+    packed: PackedCodes, x: Tensor, mode: str, num_rows: int, gated: bool, config: Config | None, wide: bool
+) -> Tensor:
+    """The result in float32, so that no rounding hides a difference."""
+    space = torch.empty(packed.num_out * packed.num_in, dtype=packed.dtype) if wide else None
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        return linear_codes(
+            x, packed, out["out"], sizes(len(x)), 2, num_rows, num_programs=2, gated=gated, wide=space, config=config,
+            scratch=scratch_for(packed, num_rows, gated),
+        )  # fmt: skip
+
+    return written(make, {"out": poisoned(len(x), packed.num_out // (1 + gated), dtype=torch.float32)}, mode)["out"]
+
+
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+@pytest.mark.parametrize(("scheme", "gated"), [(Scheme("i4", 128), True), (Scheme("i8", 64), False)])
+def test_all_ways_give_the_same_bits(scheme: Scheme, gated: bool, mode: str) -> None:
+    packed = pack(quantised(scheme, 72, 1100), scheme, torch.bfloat16)
+    assert dense.span_of(72, 1100) < 1100, "K is not split"
+    x = inputs(1100, 18).bfloat16()[:, :1100]
+    expected = bits(packed, x, mode, 18, gated, None, wide=True)
+    tiles = {str(config.tiles): config for config in KERNEL.configs}
+    for config in [*tiles.values()][:: 1 if mode == "twin" else 2]:
+        assert torch.equal(bits(packed, x, mode, 18, gated, config, wide=False), expected), config.name
+        assert torch.equal(bits(packed, x[5:6], mode, 1, gated, config, wide=False), expected[5:6]), config.name
+    assert torch.equal(bits(packed, x[5:9], mode, 4, gated, None, wide=True), expected[5:9])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES_HERE, ids=str)
+def test_packed_weights_are_the_weights_rounded(scheme: Scheme) -> None:
+    weight = quantised(scheme, 70, 600)
+    packed = pack(weight, scheme, torch.float16)
+    parts = [pack(weight.rows(first, first + 35), scheme, torch.float16) for first in (0, 35)]
+    assert torch.equal(torch.cat([part.codes for part in parts]), packed.codes)
+    assert torch.equal(torch.cat([part.scales for part in parts], 1), packed.scales)
+    # Scales are numbers of float16 here; minima are not.
+    scaled = dataclasses.replace(weight, mins=None if weight.mins is None else weight.mins.half().float())
+    assert torch.equal(packed.dense(), scaled.dequantize().half())
+    assert_close(pack(weight, scheme, torch.bfloat16).dense(), weight.dequantize())
+
+
+def test_schemes_without_a_layout_are_known() -> None:
+    names = {(scheme.kind, scheme.group) for scheme in SCHEMES if not packs(scheme)}
+    assert names == {("i6", group) for group in (8, 16, 32, 64, 128)} | {("i4", 8), ("i8", 8), ("k", 32)}
+
+
+def test_swapped_codes_are_found() -> None:
+    scheme = Scheme("i4", 128)
+    weight = quantised(scheme, 40, 512)
+    packed = pack(weight, scheme, torch.bfloat16)
+    words = packed.codes.int() & 0xFFFF
+    swapped = (words & 0xF00F) | (words >> 4 & 0x00F0) | (words << 4 & 0x0F00)
+    broken = dataclasses.replace(packed, codes=swapped.to(torch.int16))
+    x = inputs(512).bfloat16()[:, :512]
+    exact = x.double() @ weight.dequantize().double().t()
+    for mode in ("twin", "interpreted"):
+        assert_close(bits(packed, x, mode, ROWS, False, None, False), exact, 1e-2)
+        with pytest.raises(AssertionError, match="differ by"):
+            assert_close(bits(broken, x, mode, ROWS, False, None, False), exact, 1e-2)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float64 to the nearest number of `dtype`, ties to even, in one step. For normal numbers."""
+    mantissa, exponent = torch.frexp(x)
+    digits = 8 if dtype == torch.bfloat16 else 11
+    return torch.ldexp(torch.round(torch.ldexp(mantissa, torch.tensor(digits))), exponent - digits)
+
+
+def emulated(code: str, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Run the assembly on words (int64 tensors); return its registers."""
+    registers = dict(inputs)
+
+    def value(name: str) -> Tensor:
+        return registers[name] if name in registers else torch.tensor([[int(name, 0)]])
+
+    def lanes(word: Tensor) -> Tensor:
+        pair = torch.stack([word & 0xFFFF, word >> 16 & 0xFFFF])
+        return torch.where(pair > 32767, pair - 65536, pair).to(torch.int16).view(dtype).double()
+
+    for line in code.strip("{} ").split(";"):
+        name, *operands = re.findall(r"[\w.$]+", line) or [""]
+        if name in ("", ".reg"):
+            continue
+        target, *rest = operands
+        given = [value(operand) for operand in rest]
+        if name == "mov.b32":
+            registers[target] = given[0]
+        elif name == "shr.u32":
+            registers[target] = given[0] >> given[1]
+        elif name == "lop3.b32":
+            assert rest[3] == "0xEA"  # (a & b) | c
+            registers[target] = given[0] & given[1] | given[2]
+        elif name == "prmt.b32":
+            assert given[0] is given[1]
+            assert rest[2] in ("0x1010", "0x3232")
+            half = given[0] >> (16 if rest[2] == "0x3232" else 0) & 0xFFFF
+            registers[target] = half | half << 16
+        else:
+            assert name in ("fma.rn.bf16x2", "fma.rn.f16x2")
+            a, b, c = (lanes(word) for word in given)
+            result = rounded(a * b + c, dtype)
+            assert torch.equal(result, result.to(dtype).double())
+            low, high = result.to(dtype).view(torch.int16).long() & 0xFFFF
+            registers[target] = low | high << 16
+    return registers
+
+
+def weights_of(code: str, packed: PackedCodes) -> Tensor:
+    """The weights that the assembly makes of a packed matrix of one block [N, 4 H]."""
+    words = packed.codes.long() & 0xFFFF
+    word = words[:, 0::2] | words[:, 1::2] << 16  # pairs of neighbours lie in one register
+    given = {"$4": word}
+    parts = [(5, packed.scales), (9, packed.scales if packed.mins is None else packed.mins)]
+    for first, numbers in parts:
+        both = numbers.long()[:, :, None] & 0xFFFFFFFF
+        given |= {f"${first}": both[0], f"${first + 2}": both[-1]}
+    registers = emulated(code, given, packed.dtype)
+    pairs = [torch.stack([registers[f"${i}"] & 0xFFFF, registers[f"${i}"] >> 16], 2).flatten(1) for i in range(4)]
+    lanes = torch.cat(pairs, 1)
+    return torch.where(lanes > 32767, lanes - 65536, lanes).to(torch.int16).view(packed.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES_HERE if scheme.kind == "i4" and not scheme.book])
+def test_the_assembly_makes_the_weights_of_the_twin(scheme: Scheme, dtype: torch.dtype) -> None:
+    packed = pack(quantised(scheme, 512, 4 * min(scheme.group, 64)), scheme, dtype)
+    code = assembly(dtype, packed.each, scheme.has_min)
+    assert torch.equal(weights_of(code, packed), packed.dense())
+    assert not torch.equal(weights_of(code.replace("$4, 4;", "$4, 8;"), packed), packed.dense())
+
+
+def launch_of(
+    scheme: Scheme, num_out: int, num_in: int, config: Config | None = None, gated: bool = False,
+    dtype: torch.dtype = torch.bfloat16, wide: bool = False, num_rows: int = 0,
+) -> list[Launch]:  # fmt: skip
+    rows = num_out * (1 + gated)
+    groups = -(-num_in // (scheme.group or num_in))
+    if scheme.kind == "i8":
+        codes, scales = meta(rows, num_in, dtype=torch.int8), meta(groups, rows, dtype=torch.float32)
+    else:
+        block = 4 * min(scheme.group, 64)
+        num_words = -(-num_in // block) * block
+        codes, scales = meta(rows, num_words // 4, dtype=torch.int16), meta(groups // 2, rows, dtype=torch.int32)
+    packed = PackedCodes(codes, scales, scales if scheme.has_min else None, num_in, scheme.group, scheme.book, dtype)
+    num_rows = num_rows or (config or KERNEL.configs[0]).tiles["BR"]
+    scratch = Scratch(meta(2**30, dtype=torch.float32), meta(2**20, dtype=torch.int32))
+    return linear_codes(
+        meta(num_rows, num_in, dtype=dtype), packed, meta(num_rows, num_out, dtype=dtype), meta(4, dtype=torch.int32),
+        0, num_rows, num_programs=132, scratch=scratch, gated=gated, activation="silu" if gated else None,
+        residual=None if gated else meta(num_rows, num_out, dtype=dtype), config=config,
+        wide=meta(rows * num_in, dtype=dtype) if wide else None,
+    )  # fmt: skip
+
+
+def launches() -> list[Launch]:
+    """Llama-3.1-8B's matrices under int4 in every configuration, and other schemes in the default ones."""
+    some = []
+    for config in KERNEL.configs:
+        some += launch_of(Scheme("i4", 64), 4096, 4096, config)
+        some += launch_of(Scheme("i4", 64), 14336, 4096, config, gated=True)
+        some += launch_of(Scheme("i4", 32), 128256, 4096, config)
+    for scheme in SCHEMES_HERE:
+        some += launch_of(scheme, 4096, 14336, dtype=torch.float16)
+        some += launch_of(scheme, 1536, 576, gated=True)
+        some.append(launch_of(scheme, 4096, 4096, wide=True, num_rows=2048)[0])
+    return some
+
+
+def loop_over_weights(cubin: Cubin) -> list[str]:
+    """The operations of the innermost loop with tensor core instructions."""
+    return [body for body in cubin.loops() if any("MMA" in name for name in body)][-1]
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_few_instructions_unpack_a_weight(group: int) -> None:
+    for config in KERNEL.configs[:2]:
+        [launch] = launch_of(Scheme("i4", group), 4096, 4096, config)
+        cubin = compiled(launch, 90)
+        body = loop_over_weights(cubin)
+        weights = config.tiles["BN"] * 256 / (32 * config.num_warps)
+        assert faults(cubin) == []
+        assert len(body) / weights <= 3.6, f"{len(body) / weights:.2f} instructions for each weight"
+        assert any(name.startswith("HGMMA") for name in body)
+        assert not any(".U16" in name for name in body if name.startswith(("LDG", "LDS")))
+
+
+def test_the_plain_branch_needs_more_instructions() -> None:
+    config = Config({"BR": 16, "BN": 64, "ASM": 0}, 4, 4)
+    [launch] = launch_of(Scheme("i4", 128), 4096, 4096, config)
+    assert len(loop_over_weights(compiled(launch, 90))) / 128 > 3.6
