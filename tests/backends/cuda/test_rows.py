@@ -27,35 +27,32 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def launches(device: str = "meta") -> list[Launch]:
-    """Every kernel of the file at the shapes of Llama-3.1-8B, in every configuration, and of a small model."""
+    """Every kernel of the file in every configuration, at the shapes of Llama-3.1-8B, and some of a small model."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    made: list[Launch] = []
-    sizes, ids = empty(4, dtype=torch.int32), empty(256, dtype=torch.int32)
-    for hidden, inner, vocab, dtype, configs in (
-        (4096, 14336, 128256, torch.bfloat16, rows.CONFIGS),
-        (576, 1536, 49152, torch.float16, rows.CONFIGS[:1]),
-    ):
-        x, out = empty(256, hidden, dtype=dtype), empty(256, hidden, dtype=dtype)
-        table, wide, narrow = (empty(*s, dtype=dtype) for s in ((vocab, hidden), (256, 2 * inner), (256, inner)))
-        logits = empty(256, vocab, dtype=torch.float32)
-        for config in configs:
-            given: dict[str, Any] = {"sizes": sizes, "num_rows": 256, "config": config}
-            made += [
-                rows.embedding(ids, table, out, scale=2.0, **given),
-                rows.select(x, ids, out, **given),
-                rows.activation(narrow, "relu", narrow, **given),
-                *(rows.gated(wide, kind, narrow, **given) for kind in KINDS),
-                rows.add(x, out, out, **given),
-                rows.softcap(logits, 30.0, logits, dim=2, **given),
-                rows.finite(x, ids, **given),
-            ]
-    shape = KVShape(2, 8, 128)
+    sizes, ids, pairs = (empty(*shape, dtype=torch.int32) for shape in ((4,), (256,), (16, 2)))
+    x, out, table = empty(256, 4096), empty(256, 4096), empty(128256, 4096)
+    wide, narrow, logits = empty(256, 28672), empty(256, 14336), empty(256, 128256, dtype=torch.float32)
+    small, half = empty(256, 3072, dtype=torch.float16), empty(256, 1536, dtype=torch.float16)
+    cache = KVCache(KVShape(2, 8, 128), 8, 16, "int8", torch.device(device))
+    made = [
+        rows.select(x, ids, out, sizes, 256),
+        rows.activation(narrow, "relu", narrow, sizes, 256),
+        *(rows.gated(wide, kind, narrow, sizes, 256) for kind in KINDS[1:]),
+        rows.gated(small, "silu", half, sizes, 256),
+        rows.add(x, out, out, sizes, 256),
+        rows.finite(small, ids, sizes, 256),
+    ]
     for config in rows.CONFIGS:
-        cache = KVCache(shape, 8, 16, "int8", torch.device(device))
-        made += rows.copy_blocks(cache, empty(16, 2, dtype=torch.int32), empty(1, dtype=torch.int32), config)
+        made += [
+            rows.embedding(ids, table, out, sizes, 256, 2.0, config),
+            rows.gated(wide, "silu", narrow, sizes, 256, 0, config),
+            rows.softcap(logits, 30.0, logits, sizes, 256, 2, config),
+            rows.finite(x, ids, sizes, 256, 0, config),
+            *rows.copy_blocks(cache, pairs, ids, config),
+        ]
     return made
 
 

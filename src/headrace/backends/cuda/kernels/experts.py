@@ -200,7 +200,7 @@ GROUPED = Kernel(
         _tile(64, 128, 64, 1, 4, 3),
         _tile(128, 128, 64, 0, 8, 3),
         _tile(128, 128, 64, 0, 8, 4, 80, 90, 100),
-        _tile(128, 256, 64, 0, 8, 3, 90, 100),
+        _tile(128, 256, 64, 0, 8, 3, 90),
     ),
 )
 KERNELS = (ROUTE, GROUP, GROUPED, COMBINE)
@@ -250,6 +250,8 @@ def default(weight: Tensor, num_pairs: int) -> Config:
     """The configuration where none was measured, for the mean number of rows of an expert."""
     if weight.dtype == torch.float32:
         return FULL
+    if weight.shape[1] % 32 or weight.shape[2] % 16:
+        return GROUPED.configs[0]  # loads of single numbers, of which large tiles would spill
     mean = num_pairs / weight.shape[0]
     return next(c for c in GROUPED.configs if not c.capabilities and c.tiles["BR"] >= min(mean, 128))
 

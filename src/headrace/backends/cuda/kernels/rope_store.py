@@ -97,6 +97,17 @@ def _code(x, inverse, KIND: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
+def _put(
+    cache, scales, a, b, c, scale, slot, head, inside, left, rest,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    place = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    _store(cache + place * HEAD_DIM, a, b, c, inside, left, rest, PAIRS, HEAD_DIM)
+    if MOST is not None:
+        tl.store(scales + place, scale, mask=inside)
+
+
+@triton.jit
 def _keep(
     cache, scales, a, b, c, head, inside, left, rest, row, slots, copy_begin, copy_slots,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -113,20 +124,15 @@ def _keep(
         inverse = tl.where(most > 0, tl.div_rn(1.0, tl.where(most > 0, most, 1.0)) * MOST, 0.0)
         scale = tl.div_rn(most, MOST)
     a, b, c = _code(a, inverse, KIND, MOST), _code(b, inverse, KIND, MOST), _code(c, inverse, KIND, MOST)
-    begin = 0
-    end = 0
+    slot = tl.load(slots + row).to(tl.int64)
+    _put(cache, scales, a, b, c, scale, slot, head, inside, left, rest, KV_HEADS, HEAD_DIM, PAIRS, BLOCK_SIZE, MOST)
     if copy_begin is not None:
-        begin = tl.load(copy_begin + row)
-        end = tl.load(copy_begin + row + 1)
-    for i in range(begin - 1, end):
-        if i < begin:
-            slot = tl.load(slots + row).to(tl.int64)
-        else:
+        for i in range(tl.load(copy_begin + row), tl.load(copy_begin + row + 1)):
             slot = tl.load(copy_slots + i).to(tl.int64)
-        place = (slot // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        _store(cache + place * HEAD_DIM, a, b, c, inside, left, rest, PAIRS, HEAD_DIM)
-        if MOST is not None:
-            tl.store(scales + place, scale, mask=inside)
+            _put(
+                cache, scales, a, b, c, scale, slot, head, inside, left, rest,
+                KV_HEADS, HEAD_DIM, PAIRS, BLOCK_SIZE, MOST,
+            )  # fmt: skip
 
 
 @triton.jit
