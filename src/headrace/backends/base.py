@@ -12,6 +12,7 @@ number, the row's place among them, or the number of threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -195,6 +196,22 @@ class Chunks(NamedTuple):
     copies: Sequence[tuple[int, int]] = ()
 
 
+class Draw(NamedTuple):
+    """How a token is drawn from a row: those of a `sampling.filters.Cut`, the key of the noise, and the allowed tokens.
+
+    temperature 0: the likeliest, without noise. mask: bit t % 32 of word t // 32 is set if token t is allowed; None for
+    all.
+    """
+
+    temperature: float
+    floor: float = -math.inf
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    position: int = 0
+    mask: NDArray[np.uint32] | None = None
+
+
 class Logits(Protocol):
     """Logits of the chosen rows [S], valid until the next call of the program. The numbers of a row may lie on a device
     until they are fetched."""
@@ -218,6 +235,10 @@ class Logits(Protocol):
         """Return rows of logits [n, V] in host memory, for reading; all of them without `indices`."""
         ...
 
+    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
+        """Draw a token from each of these rows where they lie: the sampler's token, or -1 if the host must draw it."""
+        ...
+
 
 class HostLogits(NamedTuple):
     """`Logits` that lie in host memory: rows [S, V] float32."""
@@ -233,6 +254,9 @@ class HostLogits(NamedTuple):
         first = indices[0] if indices else 0
         stop = first + len(indices)
         return self.rows[first:stop] if indices == list(range(first, stop)) else self.rows[indices]
+
+    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
+        return [-1] * len(indices)
 
 
 class Program(Protocol):

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Logits
+from headrace.backends.base import Draw, Logits
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE
 from headrace.sampling import rejection
+from headrace.sampling.filters import Cut
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
 F32 = NDArray[np.float32]
@@ -171,7 +172,12 @@ class Rounds:
         if logits.on_host:
             samples = self.sampler.sample_rows(logits.fetch(places), rows)
         else:
-            samples = self.sampler.sample_fetched(lambda some: logits.fetch([places[k] for k in some]), rows)
+
+            def draw(some: list[int], cuts: list[Cut]) -> list[int]:
+                draws = [Draw(*cut[:4], *(cut.key or (0, 0)), rows[k].mask) for k, cut in zip(some, cuts, strict=True)]
+                return logits.draw([places[k] for k in some], draws)
+
+            samples = self.sampler.sample_fetched(rows, lambda some: logits.fetch([places[k] for k in some]), draw)
         for k, (each, row) in enumerate(zip(verifications, rows, strict=True)):
             if not each.is_coupled and rejects(row) and each.children():
                 samples[k] = draw_rejecting(self.sampler, logits.fetch([places[k]]), row, each)

@@ -117,29 +117,48 @@ class Sampler:
             samples += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
         return samples
 
-    def sample_fetched(self, fetch: Callable[[list[int]], F32], rows: list[Row]) -> list[Drawn | ValueError]:
-        """As `sample_rows`, for rows of logits that lie on a device: `fetch` brings those rows whose numbers are needed
-        to the host."""
-        needed = [i for i, row in enumerate(rows) if not self.is_best(row)]
+    def sample_fetched(
+        self,
+        rows: list[Row],
+        fetch: Callable[[list[int]], F32],
+        draw: Callable[[list[int], list[Cut]], list[int]],
+    ) -> list[Drawn | ValueError]:
+        """As `sample_rows`, for rows of logits that lie on a device: `draw` returns the tokens of some rows after their
+        cuts, -1 where the device can not tell, and `fetch` brings those rows to the host whose numbers are needed."""
         samples: list[Drawn | ValueError] = [Drawn(row.best or 0, state=row.state) for row in rows]
+        cuts = {i: self.cut_of(row) for i, row in enumerate(rows)}
+        drawn = {
+            i: cut
+            for i, cut in cuts.items()
+            if cut is not None and (cut.temperature > 0 or rows[i].mask is not None or rows[i].best is None)
+        }
+        needed = [i for i, cut in cuts.items() if cut is None]
+        if drawn:
+            for i, token_id in zip(drawn, draw(list(drawn), list(drawn.values())), strict=True):
+                samples[i] = Drawn(token_id, state=rows[i].state)
+                if token_id < 0:
+                    needed.append(i)
         if needed:
             for i, sample in zip(needed, self.sample_rows(fetch(needed), [rows[i] for i in needed]), strict=True):
                 samples[i] = sample
         return samples
 
-    def is_best(self, row: Row) -> bool:
-        """Whether the token of a row is known without its numbers: `row.best`, with nothing that changes or reports
-        them."""
-        params = row.params
-        if not params.greedy or row.best is None or row.mask is not None or params.logprobs is not None:
-            return False
+    def cut_of(self, row: Row) -> Cut | None:
+        """Return the cut that alone decides the row's token, with its mask: the greatest sum of scaled logit and noise
+        wins, or at temperature 0 the greatest logit. None where there is more to do, or numbers are reported."""
+        params, plan = row.params, self._plan(row.params)
+        if params.logprobs is not None or plan.edits or plan.stages or plan.steers:
+            return None
         history = np.array(row.history, np.int64)
-        return (
-            not self._plan(params).edits
-            and edits.replayed(params, row.position - row.num_prompt) is None
-            and edits.forced(params, history) is None
-            and not edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
-        )
+        if (
+            edits.replayed(params, row.position - row.num_prompt) is not None
+            or edits.forced(params, history) is not None
+            or edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
+        ):
+            return None
+        if plan.greedy:
+            return Cut(temperature=0.0)
+        return None if params.seed is None else plan.cut._replace(key=(params.seed, row.position))
 
     def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.support.cubin import compiled
 
-from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, Draw, choose, pack
+from headrace.backends.base import Draw
+from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, choose, pack
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.sampling import filters, noise
 
@@ -50,7 +51,7 @@ def run(x: torch.Tensor, draws: list[Draw], mode: str, config: Config) -> tuple[
     reals, wholes = torch.zeros(num, 3, dtype=torch.float64), torch.zeros(num, 4, dtype=torch.int64)
     masks, scratch = torch.zeros(num, -(-WIDTH // 32), dtype=torch.int32), torch.full((num, 256), -1)
     ids, margins = torch.full((num,), -7, dtype=torch.int32), torch.zeros(num, dtype=torch.float64)
-    pack(draws, reals.numpy(), wholes.numpy(), masks.numpy())
+    pack(list(range(num)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
     sizes = torch.tensor([0, 0, num], dtype=torch.int32)
     launch = choose(x, masks, reals, wholes, scratch, ids, margins, sizes, 2, config)
     launch.run_twin() if mode == "twin" else launch.run_interpreted()

@@ -16,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks
+from headrace.backends.base import Chunks, Draw, Heads
 from headrace.backends.cuda.cache import KVCache
-from headrace.backends.cuda.kernels import attention, spans
+from headrace.backends.cuda.drawing import Drawing
+from headrace.backends.cuda.kernels import spans
+from headrace.backends.cuda.kernels.attention import FEW, MANY
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.replay import Replay
@@ -51,7 +53,11 @@ class DeviceLogits:
     rows: Tensor
     finite: list[bool]
     best: list[int]
-    on_host: bool
+    drawing: Drawing
+    on_host: bool = False
+
+    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
+        return self.drawing.draw(indices, draws)
 
     def fetch(self, indices: list[int] | None = None) -> F32:
         rows = self.rows if indices is None else self.rows[indices]
@@ -85,7 +91,6 @@ class CudaProgram:
         self.num_blocks, self.block_size = cache.data.shape[2], cache.data.shape[4]
         self.max_rows, self.max_logits = max_rows, max_chunks
         self._device = device = ops.device
-        self._tile_rows = (1, 8)
         self._partials = spans.num_partials(max_rows, max_len)
         ops.begin()
         graph = ops.graph
@@ -110,7 +115,9 @@ class CudaProgram:
         self._hidden = hidden
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
+        self._tile_rows = tile_rows(graph)
         self.tape = self._make_tape(graph, outside, ops.dtype)
+        self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
         self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
         self._final = self._record_final(ops)
@@ -214,7 +221,15 @@ class CudaProgram:
         ids, finite = self._best[:, :num_rows].cpu().numpy()
         fit = finite.astype(bool) & (self._best_values[:num_rows].cpu().numpy() > -np.inf)
         rows = self._logits[:num_rows, : self.vocab_size]
-        return DeviceLogits(rows, fit.tolist(), ids.tolist(), self._device.type == "cpu")
+        return DeviceLogits(rows, fit.tolist(), ids.tolist(), self._drawing)
+
+
+def tile_rows(graph: Graph) -> tuple[int, int]:
+    """Return the query rows of a small and of a large tile of attention."""
+    heads: Heads = next((node.fields["heads"] for node in graph.nodes if node.op == "attention"), Heads(1, 1, 1))
+    group = spans.group_rows(heads.num_heads, heads.num_kv_heads)
+    few, many = (max(kernel.configs[0].tiles["BM"] // group, 1) for kernel in (FEW, MANY))
+    return few, many
 
 
 def num_programs(device: torch.device) -> int:

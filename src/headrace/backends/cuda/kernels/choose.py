@@ -9,8 +9,6 @@ to the host. One program a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import triton
@@ -18,27 +16,13 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.backends.base import Draw
 from headrace.backends.cuda.launch import Config, Kernel, Launch
 from headrace.sampling import filters, noise
 
 MARGIN = 1e-9
-DRAWS, MASKED = 1, 2
-"""Bits of a row's flags: draw with noise (else take the likeliest), and look at the mask."""
-
-
-class Draw(NamedTuple):
-    """How a row is drawn from: `filters.Cut`'s numbers, the key of the noise, the mask [ceil(V / 32)] uint32 or None.
-
-    A greedy row has the temperature 0.
-    """
-
-    temperature: float
-    floor: float = -np.inf
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    position: int = 0
-    mask: NDArray[np.uint32] | None = None
+DRAWS, MASKED, LEFT = 1, 2, -1
+"""Bits of a row's flags: draw with noise (else take the likeliest), and look at the mask. -1: the row is left out."""
 
 
 @triton.jit
@@ -149,6 +133,8 @@ def _choose(
     scratch += row * 256
     temperature, floor, top_p = tl.load(reals + 3 * row), tl.load(reals + 3 * row + 1), tl.load(reals + 3 * row + 2)
     top_k, flags = tl.load(wholes + 4 * row), tl.load(wholes + 4 * row + 3)
+    if flags < 0:
+        return
     seed, position = tl.load(wholes + 4 * row + 1), tl.load(wholes + 4 * row + 2)
     masked = (flags & 2) == 2
     lane = tl.arange(0, BLOCK)
@@ -256,6 +242,8 @@ def _twin(
         if flags & MASKED:
             allowed = np.unpackbits(masks[row].numpy().view(np.uint8), bitorder="little")[:width]
             x[allowed == 0] = -np.inf
+        if flags < 0:
+            continue
         best = int(np.argmax(x))
         margins[row] = torch.inf
         if x[best] == -np.inf:
@@ -298,9 +286,16 @@ def choose(
     return Launch(KERNEL, (logits.shape[0],), arguments, config or KERNEL.configs[0])
 
 
-def pack(draws: list[Draw], reals: NDArray[np.float64], wholes: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-    """Write the numbers of each draw into the first rows of the arrays that the kernel reads."""
-    for i, each in enumerate(draws):
+def pack(
+    indices: list[int],
+    draws: list[Draw],
+    reals: NDArray[np.float64],
+    wholes: NDArray[np.int64],
+    masks: NDArray[np.int32],
+) -> None:
+    """Write the numbers of the rows `indices` into the arrays that the kernel reads; other rows are left out."""
+    wholes[:, 3] = LEFT
+    for i, each in zip(indices, draws, strict=True):
         reals[i] = each.temperature, each.floor, each.top_p
         flags = (DRAWS if each.temperature > 0 else 0) | (MASKED if each.mask is not None else 0)
         wholes[i] = each.top_k, np.uint64(each.seed).astype(np.int64), each.position, flags
