@@ -250,6 +250,7 @@ KERNEL = Kernel(
         _many(128, 256, 64, 8, 3, 90, 100),
         _many(128, 256, 64, 8, 4, 90, 100),
     ),
+    fuse=False,  # or the compiler could fuse other operations of the epilogue in other configurations
 )
 
 FULL = Config({"BR": 16, "BN": 32, "BK": 32, "SWAP": 0, "APART": 1, "BAND": 1}, 4, 2)

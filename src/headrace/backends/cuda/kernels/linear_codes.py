@@ -32,6 +32,9 @@ from headrace.quant.schemes import BOOKS, Scheme
 WIDEST = 64
 """Inputs of a step of the tensor cores at most, H."""
 
+MOST_ROWS = 64
+"""Rows up to which codes are unpacked in registers; for more, the weights are widened once, in memory."""
+
 BLOCK_8 = 128
 """Inputs of a step with codes of 8 bits at most."""
 
@@ -272,7 +275,7 @@ class PackedCodes:
 
     def _wide(self, words: Tensor) -> Tensor:
         """Words [words, N] of two numbers as float32 [N, inputs]."""
-        halves = words.view(self.dtype).unflatten(1, (-1, 2))  # [words, N, 2]
+        halves = words.view(self.dtype).view(*words.shape, 2)
         return halves.permute(1, 0, 2).flatten(1).float().repeat_interleave(self.group, 1)
 
     def arguments(self) -> dict[str, Argument]:
@@ -368,12 +371,13 @@ KERNEL = Kernel(
         _config(16, 128, 4, 4),
         _config(32, 64, 4, 3),
         _config(32, 128, 4, 3),
-        _config(64, 128, 4, 2),
-        _config(64, 128, 8, 3, 80, 90, 100),
+        _config(64, 64, 4, 2),
+        _config(64, 128, 8, 2),
     ),
+    fuse=False,
 )
 
-WIDEN = Kernel(_widen, _widen_twin, (Config({"COLS": 32, "ASM": 1}, 4, 1),))
+WIDEN = Kernel(_widen, _widen_twin, (Config({"COLS": 32, "ASM": 1}, 4, 1),), fuse=False)
 
 
 def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:

@@ -1,0 +1,220 @@
+"""Linear layers of 8-bit numbers: rounding, twin and float64, the same bits in any company, what the compiler makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from tests.backends.cuda.test_linear import ROWS, meta, sizes
+from tests.support.cubin import compiled, faults
+from tests.support.kernels import assert_close, assert_twin_agrees, poisoned, written
+from torch import Tensor
+
+from headrace.backends.cuda.kernels import linear as dense
+from headrace.backends.cuda.kernels import linear_8bit as module
+from headrace.backends.cuda.kernels.linear import Scratch, span_of
+from headrace.backends.cuda.kernels.linear_8bit import KERNEL, linear_8bit, round_rows, suits
+from headrace.backends.cuda.launch import Config, Launch
+
+FP8 = torch.float8_e4m3fn
+KINDS = (torch.int8, FP8)
+
+
+def inputs(num_in: int, num_rows: int = ROWS) -> Tensor:
+    """Random rows, one of them of zeros, with NaN behind them."""
+    x = torch.full((num_rows, num_in + 16), torch.nan, dtype=torch.bfloat16)
+    x[:, :num_in] = torch.randn(num_rows, num_in, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[1, :num_in] = 0
+    return x[:, :num_in]
+
+
+def rows_of(kind: torch.dtype, x: Tensor, grouped: bool) -> tuple[Tensor, Tensor]:
+    """x rounded to 8 bits by the twin, and its scales."""
+    out = torch.zeros(x.shape, dtype=kind)
+    scales = torch.zeros(-(-x.shape[1] // 128) if grouped else 1, len(x) + 3)
+    round_rows(x, out, scales, sizes(len(x)), 2, len(x), grouped=grouped).run_twin()
+    return out, scales
+
+
+def weights(kind: torch.dtype, num_out: int, num_in: int, grouped: bool, tall: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_in)
+    w = torch.randn(num_out, num_in, generator=generator)
+    w = (w * 30).round().clamp(-127, 127).to(torch.int8) if kind == torch.int8 else w.to(FP8)
+    scales = torch.rand(-(-num_out // tall), -(-num_in // 128) if grouped else 1, generator=generator) * 0.01 + 0.001
+    return w, scales
+
+
+def widened(numbers: Tensor, scales: Tensor, tall: int = 1) -> Tensor:
+    """Numbers [N, K] times scales [N / tall, pieces], float64."""
+    by_row = scales.double().repeat_interleave(tall, 0)[: numbers.shape[0]]
+    return (
+        numbers.double()
+        * by_row.repeat_interleave(128 if scales.shape[1] > 1 else numbers.shape[1], 1)[:, : numbers.shape[1]]
+    )
+
+
+def scratch_for(weight: Tensor, num_rows: int, gated: bool, config: Config) -> Scratch:
+    numbers, tiles = dense.scratch_numbers(weight, num_rows, gated, config)
+    return Scratch(torch.full((numbers,), torch.nan), torch.zeros(tiles, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_rounded_as_by_the_twin(kind: torch.dtype, grouped: bool) -> None:
+    x = inputs(300)
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        return [round_rows(x, out["out"], out["scales"], sizes(ROWS - 2), 2, ROWS, grouped=grouped)]
+
+    outputs = {"out": torch.full((ROWS, 300), 3.0).to(kind), "scales": poisoned(3, ROWS, dtype=torch.float32)}
+    expected, actual = written(make, outputs), written(make, outputs, "interpreted")
+    assert torch.equal(actual["out"].float(), expected["out"].float())
+    assert torch.equal(actual["scales"].nan_to_num(7.0), expected["scales"].nan_to_num(7.0))
+    assert (actual["out"][ROWS - 2 :].float() == 3).all(), "a row beyond the step's rows was written"
+    scales = actual["scales"][: 3 if grouped else 1, : ROWS - 2].t()
+    error = (widened(actual["out"][: ROWS - 2], scales) - x[: ROWS - 2].double()).abs()
+    # Half a step of an integer; half a unit of the last of e4m3's three digits.
+    bound = scales.max() * 0.501 if kind == torch.int8 else x[: ROWS - 2].double().abs() / 16 + scales.max() / 512
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("grouped", "tall", "gated", "num_in"),
+    [(False, 1, False, 1200), (True, 128, True, 1104), (True, 1, False, 272), (False, 1, True, 96)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_writes_what_its_twin_writes(
+    kind: torch.dtype, grouped: bool, tall: int, gated: bool, num_in: int
+) -> None:
+    x = inputs(num_in)
+    rows, row_scales = rows_of(kind, x, grouped)
+    weight, scales = weights(kind, 140, num_in, grouped, tall)
+    num_out = 140 // (1 + gated)
+    bias = torch.randn(140, generator=torch.Generator().manual_seed(2))
+    config = module.default(weight, ROWS, gated, grouped)
+    shared = scratch_for(weight, ROWS, gated, config)
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        return [
+            linear_8bit(
+                rows, row_scales, weight, scales, out["out"], sizes(ROWS - 2), 2, ROWS, num_programs=2, scratch=shared,
+                bias=bias, residual=x[:, :num_out] if not gated else None, gated=gated,
+                activation="silu" if gated else None,
+            )
+        ]  # fmt: skip
+
+    outputs = {"out": poisoned(ROWS, num_out, dtype=torch.bfloat16)}
+    assert_twin_agrees(make, outputs)
+    result = written(make, outputs, "interpreted")["out"]
+    exact = widened(rows, row_scales[:, :ROWS].t()) @ widened(weight, scales, tall).t() + bias.double()
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, :num_out]) * exact[:, num_out:]
+    else:
+        exact = exact + x[:, :num_out].double()
+    assert_close(result[: ROWS - 2], exact[: ROWS - 2])
+    assert result[ROWS - 2 :].isnan().all()
+
+
+def broken_law(kind: torch.dtype, grouped: bool, mode: str, span_by_rows: bool = False) -> list[str]:
+    """Where a row's bits are not those that it has among all. `span_by_rows` plants a split of K by rows."""
+    num_in, num_out = 1200, 72
+    rows, row_scales = rows_of(kind, inputs(num_in, 18), grouped)
+    weight, scales = weights(kind, num_out, num_in, grouped, 1)
+    assert span_of(num_out, num_in) < num_in, "K is not split"
+    expected: Tensor | None = None
+    found = []
+    for config in {str(config.tiles): config for config in KERNEL.configs}.values():
+        for part, bucket in ((slice(0, 18), 18), (slice(7, 8), 1)):
+            out = poisoned(part.stop - part.start, num_out, dtype=torch.float32)
+            launch = linear_8bit(
+                rows[part], row_scales[:, part], weight, scales, out, sizes(len(out)), 2, bucket, num_programs=2,
+                scratch=scratch_for(weight, bucket, False, config), config=config,
+            )  # fmt: skip
+            if span_by_rows and bucket == 1 and not config.tiles["APART"]:
+                launch = dataclasses.replace(launch, arguments={**launch.arguments, "SPAN": 2048, "SPANS": 1})
+            if mode == "twin":
+                launch.run_twin()
+            else:
+                launch.run_interpreted()
+            expected = out if expected is None else expected
+            if not torch.equal(out, expected[part]):
+                found.append(f"{config.name}: {part}")
+    return found
+
+
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+@pytest.mark.parametrize(("kind", "grouped"), [(torch.int8, False), (FP8, False), (FP8, True)])
+def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(
+    kind: torch.dtype, grouped: bool, mode: str
+) -> None:
+    assert broken_law(kind, grouped, mode) == []
+
+
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+def test_a_split_of_k_by_rows_is_found(mode: str) -> None:
+    assert broken_law(FP8, False, mode, span_by_rows=True)
+
+
+def launch_of(
+    kind: torch.dtype, grouped: bool, config: Config | None, num_out: int = 4096, num_in: int = 4096,
+    gated: bool = False, num_rows: int = 0,
+) -> Launch:  # fmt: skip
+    real, total = torch.float32, num_out * (1 + gated)
+    num_rows = num_rows or (config or KERNEL.configs[0]).tiles["BR"]
+    pieces = -(-num_in // 128) if grouped else 1
+    return linear_8bit(
+        meta(num_rows, num_in, dtype=kind), meta(pieces, num_rows, dtype=real), meta(total, num_in, dtype=kind),
+        meta(-(-total // 128) if grouped else total, pieces, dtype=real), meta(num_rows, num_out),
+        meta(4, dtype=torch.int32), 0, num_rows, num_programs=132, gated=gated,
+        activation="silu" if gated else None, residual=None if gated else meta(num_rows, num_out), config=config,
+        scratch=Scratch(meta(2**30, dtype=real), meta(2**20, dtype=torch.int32)),
+    )  # fmt: skip
+
+
+def for_capability(launch: Launch, capability: int) -> bool:
+    """fp8 is for capabilities from 90."""
+    x = launch.arguments.get("x" if launch.kernel is KERNEL else "out")
+    return capability >= 90 or not isinstance(x, Tensor) or x.dtype != FP8
+
+
+def launches() -> list[Launch]:
+    """Llama-3.1-8B's gate and output projections in every configuration, and the rounding of rows."""
+    some = []
+    for config in KERNEL.configs:
+        for kind, grouped in ((torch.int8, False), (FP8, False), (FP8, True)):
+            for num_out, gated in ((4096, False), (14336, True)):
+                if suits(config, meta(num_out * (1 + gated), 4096), gated, grouped):
+                    launch = launch_of(kind, grouped, config, num_out, gated=gated)
+                    newer = dataclasses.replace(config, capabilities=(90, 100, 120))
+                    some.append(dataclasses.replace(launch, config=newer) if kind == FP8 else launch)
+    for width in (4096, 14336):
+        for grouped in (False, True):
+            launch = round_rows(
+                meta(8, width), meta(8, width, dtype=FP8), meta(width // 128, 8, dtype=torch.float32),
+                meta(4, dtype=torch.int32), 0, 8, grouped=grouped,
+            )  # fmt: skip
+            some.append(dataclasses.replace(launch, config=Config({}, 4, capabilities=(90, 100, 120))))
+    return some
+
+
+@pytest.mark.parametrize("num_rows", [1, 2048])
+@pytest.mark.parametrize(("kind", "operation"), [(FP8, "QGMMA"), (torch.int8, "IGMMA")])
+def test_the_compiled_kernel_uses_the_tensor_cores(kind: torch.dtype, operation: str, num_rows: int) -> None:
+    cubin = compiled(launch_of(kind, False, None, num_rows=num_rows), 90)
+    assert faults(cubin) == []
+    body = [body for body in cubin.loops() if any("GMMA" in name for name in body)][-1]
+    assert any(name.startswith(operation) for name in body)
+    # fp8 sums leave the tensor cores after 128 inputs: they are added to float32 in the loop.
+    assert (kind == FP8) == any(name.startswith("FADD") for name in body)
+    assert not any(name.startswith("LDG.") for name in body)
+
+
+def test_fp8_tiles_that_would_be_widened_to_float16_are_found() -> None:
+    config = KERNEL.configs[0]
+    weight = meta(28672, 4096, dtype=FP8)
+    assert not suits(config, weight, True, False)
+    cubin = compiled(launch_of(FP8, False, config, 14336, gated=True), 90)
+    assert cubin.count("HMMA")
+    assert not cubin.count("QGMMA")
