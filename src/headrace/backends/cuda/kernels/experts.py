@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels.linear import _sum, sum_of_spans
 from headrace.backends.cuda.kernels.rows import activated
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise, row_sums
 
@@ -73,16 +73,16 @@ def _group(ids, order, offsets, sizes, TOP_K: tl.constexpr, DIM: tl.constexpr, P
     pair = tl.arange(0, PAIRS)
     lower = tl.zeros([PAIRS], tl.int32)
     for first in range(0, num_pairs, PAIRS):
-        id = tl.load(ids + first + pair, mask=first + pair < num_pairs, other=expert)
-        lower += (id < expert).to(tl.int32)
+        values = tl.load(ids + first + pair, mask=first + pair < num_pairs, other=expert)
+        lower += (values < expert).to(tl.int32)
     at = tl.sum(lower, 0)
     if expert == 0:
         tl.store(offsets, 0)
     for first in range(0, num_pairs, PAIRS):
-        id = tl.load(ids + first + pair, mask=first + pair < num_pairs, other=-1)
-        own = (id == expert).to(tl.int32)
-        tl.store(order + at + tl.cumsum(own, 0) - 1, first + pair, mask=id == expert)
-        at += tl.sum(own, 0)
+        values = tl.load(ids + first + pair, mask=first + pair < num_pairs, other=-1)
+        equal = (values == expert).to(tl.int32)
+        tl.store(order + at + tl.cumsum(equal, 0) - 1, first + pair, mask=values == expert)
+        at += tl.sum(equal, 0)
     tl.store(offsets + expert + 1, at)
 
 
@@ -110,11 +110,11 @@ def _grouped(
     program = tl.program_id(0)
     for turn in range(0, tl.sum(tiles, 0) - program, tl.num_programs(0)):
         item = program + turn
-        own = tl.sum((ends <= item).to(tl.int32), 0)
-        first = tl.load(offsets + own)
-        last = tl.load(offsets + own + 1)
+        tile_expert = tl.sum((ends <= item).to(tl.int32), 0)
+        first = tl.load(offsets + tile_expert)
+        last = tl.load(offsets + tile_expert + 1)
         # Tiles of rows are next to each other, so that they share the weights while these are in L2.
-        item -= tl.sum(tl.where(expert < own, tiles, 0), 0)
+        item -= tl.sum(tl.where(expert < tile_expert, tiles, 0), 0)
         row_tiles = tl.cdiv(last - first, BR)
         row = first + item % row_tiles * BR + tl.arange(0, BR)
         col_tile = item // row_tiles
@@ -129,7 +129,7 @@ def _grouped(
             out_row = place
         x_at = x_row.to(tl.int64)[:, None] * ld_x + k
         w_at = tl.minimum(tl.arange(0, COLS), N - 1 - col_tile * COLS)[:, None] * K + k
-        w = weight + (own.to(tl.int64) * N * (2 if GATED else 1) + col_tile * COLS) * K
+        w = weight + (tile_expert.to(tl.int64) * N * (2 if GATED else 1) + col_tile * COLS) * K
         acc = tl.zeros([COLS, BR] if SWAP else [BR, COLS], tl.float32)
         acc, acc_up = _sum(x, x_at, w, w_at, w + N.to(tl.int64) * K, 0, K, acc, acc, GATED, BK, SWAP, WHOLE)
         if SWAP:
@@ -282,22 +282,29 @@ def experts(
     num_pairs = num_rows * top_k
     config = config or default(gate_up, num_pairs)
     block = triton.next_power_of_2(num_experts)
-    per_expert = {"EXPERTS": num_experts, "BLOCK": block, "TOP_K": top_k}
+    per_expert: dict[str, Argument] = {"EXPERTS": num_experts, "BLOCK": block, "TOP_K": top_k}
     s = scratch
-    route = {
+    route: dict[str, Argument] = {
         "logits": logits, "ld_logits": logits.stride(0), "weights": s.weights, "ids": s.ids, "sizes": sizes,
         "DIM": dim, **per_expert,
     }  # fmt: skip
-    group = {"ids": s.ids, "order": s.order, "offsets": s.offsets, "sizes": sizes, "TOP_K": top_k, "DIM": dim}
+    group: dict[str, Argument] = {
+        "ids": s.ids,
+        "order": s.order,
+        "offsets": s.offsets,
+        "sizes": sizes,
+        "TOP_K": top_k,
+        "DIM": dim,
+    }
     sort = GROUP.configs[num_pairs > GROUP.configs[0].tiles["PAIRS"]]
-    combine = {
+    combine: dict[str, Argument] = {
         "y": s.outer, "ld_y": s.outer.stride(0), "weights": s.weights, "out": out, "ld_out": out.stride(0),
         "sizes": sizes, "width": hidden, "TOP_K": top_k, "DIM": dim,
     }  # fmt: skip
 
     def grouped(a: Tensor, weight: Tensor, result: Tensor, gated: bool) -> Launch:
         num_in, num_out = weight.shape[2], result.shape[1]
-        arguments = {
+        arguments: dict[str, Argument] = {
             "x": a, "ld_x": a.stride(0), "weight": weight, "out": result, "ld_out": result.stride(0),
             "order": s.order, "offsets": s.offsets, "K": num_in, "N": num_out, "ACT": kind if gated else "",
             "GATED": gated, "WHOLE": num_in % config.tiles["BK"] == 0, **per_expert,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.backends.base import HeadNorm, Heads, RopeTable
 from headrace.backends.cuda.cache import LayerCache
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import row_sums
 
 MOST = {"int8": 127.0, "fp8_e4m3": 448.0}
@@ -190,7 +190,7 @@ def _twin(
 ) -> None:  # fmt: skip
     rows = int(sizes[0])
     heads = qkv[:rows, : (NUM_HEADS + 2 * KV_HEADS) * HEAD_DIM].to(torch.float32, copy=True).view(rows, -1, HEAD_DIM)
-    query, key, value = heads.split([NUM_HEADS, KV_HEADS, KV_HEADS], 1)
+    query, key, value = torch.split(heads, [NUM_HEADS, KV_HEADS, KV_HEADS], 1)
     query, key = _normed(query, q_weight, q_eps, q_offset), _normed(key, k_weight, k_eps, k_offset)
     if cos is not None and sin is not None:
         places = positions[:rows].long()
@@ -267,7 +267,7 @@ def rope_store(
     keys, values = cache.keys, cache.values
     if cache.dtype.startswith("fp8"):
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
-    arguments = {
+    arguments: dict[str, Argument] = {
         "qkv": qkv, "ld": qkv.stride(0), "slots": slots, "positions": positions, "copy_begin": copy_begin,
         "copy_slots": copy_slots, "cos": cos, "sin": sin,
         "q_weight": of_query.weight, "q_eps": of_query.eps, "q_offset": of_query.offset,

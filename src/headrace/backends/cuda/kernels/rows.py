@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.backends.base import Activation
 from headrace.backends.cuda.cache import KVCache
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise
 
@@ -221,7 +221,14 @@ def softcap(
 
 def finite(x: Tensor, out: Tensor, sizes: Tensor, num_rows: int, dim: int = 0, config: Config | None = None) -> Launch:
     """Whether all numbers of a row of x [R, W] are finite -> out int32 [R]; sizes[dim] rows."""
-    arguments = {"x": x, "ld_x": x.stride(0), "out": out, "sizes": sizes, "width": x.shape[1], "DIM": dim}
+    arguments: dict[str, Argument] = {
+        "x": x,
+        "ld_x": x.stride(0),
+        "out": out,
+        "sizes": sizes,
+        "width": x.shape[1],
+        "DIM": dim,
+    }
     return Launch(FINITE, (num_rows,), arguments, config or FINITE.configs[0])
 
 
@@ -236,7 +243,13 @@ def copy_blocks(cache: KVCache, pairs: Tensor, count: Tensor, config: Config | N
         planes, num_blocks = data.shape[0] * data.shape[1], data.shape[2]
         words = data.view(torch.uint8).view(planes, num_blocks, -1).view(torch.int32)
         width = words.shape[2]
-        arguments = {"data": words, "pairs": pairs, "count": count, "num_blocks": num_blocks, "width": width}
+        arguments: dict[str, Argument] = {
+            "data": words,
+            "pairs": pairs,
+            "count": count,
+            "num_blocks": num_blocks,
+            "width": width,
+        }
         grid = (planes, triton.cdiv(width, config.tiles["COLUMNS"]))
         launches.append(Launch(COPY_BLOCKS, grid, arguments, config))
     return launches
@@ -247,7 +260,7 @@ def _gathered(
 ) -> Launch:
     config = config or GATHER.configs[0]
     width = x.shape[1]
-    arguments = {
+    arguments: dict[str, Argument] = {
         "x": x, "ld_x": x.stride(0), "ids": ids, "out": out, "ld_out": out.stride(0), "sizes": sizes, "width": width,
         "scale": scale, "DIM": dim,
     }  # fmt: skip
@@ -260,7 +273,7 @@ def _mapped(
 ) -> Launch:  # fmt: skip
     config = config or MAP.configs[0]
     width = x.shape[1]
-    arguments = {
+    arguments: dict[str, Argument] = {
         "x": x, "ld_x": x.stride(0), "y": y, "ld_y": 0 if y is None else y.stride(0), "out": out,
         "ld_out": out.stride(0), "sizes": sizes, "width": width, "cap": cap, "KIND": kind, "PLUS": plus, "DIM": dim,
     }  # fmt: skip
