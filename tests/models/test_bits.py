@@ -39,10 +39,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "cpu, int4": {"backend": "cpu", "quantization": "int4"},
     "cpu, int8, cache of int8": {"backend": "cpu", "quantization": "int8", "kv_cache_dtype": "int8"},
     "cuda": {"backend": "cuda", "device": "cpu"},
-    "cuda, bfloat16, cache of fp8": {
+    "cuda, int4, cache of fp8": {
         "backend": "cuda",
         "device": "cpu",
         "dtype": "bfloat16",
+        "quantization": "int4",
         "kv_cache_dtype": "fp8_e4m3",
     },
 }

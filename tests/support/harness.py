@@ -108,6 +108,9 @@ class Recorder:
         self.sampled: list[F32] = []
         self.foretold: list[F32] = []
 
+    def sample_fetched(self, rows: list[Row], fetch: Any, draw: Any) -> list[Drawn | ValueError]:
+        return self.sample_rows(fetch(list(range(len(rows)))), rows)
+
     def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
         self.sampled += [x.copy() for x in logits]
         best = [int(x.argmax()) for x in logits]

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.backends.base import KVShape, part_of_memory
 from headrace.backends.cuda import cache
 from headrace.backends.cuda.cache import KVCache
-from headrace.backends.cuda.matrix import SCHEMES
+from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.program import MAX_ROWS, CudaProgram
 from headrace.protocol.errors import RequestError
@@ -32,11 +32,11 @@ class Cuda:
     name = "cuda"
     kv_dtypes = tuple(cache.STORED)
     block_tables = ()
-    schemes = SCHEMES
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device, self.dtype = device, dtype
         self.ops = CudaOps(torch.device(device), DTYPES[dtype])
+        self.schemes = schemes(DTYPES[dtype])
 
     def constant(self, values: Any) -> Tensor:
         """Return a norm or bias in the model's dtype; a rope table (numpy) stays float32."""

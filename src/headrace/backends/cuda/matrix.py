@@ -1,52 +1,77 @@
 """Weights on the device: plain rows in the model's dtype, or codes in the layout of the kernel that reads them.
 
-Read from a `MatrixSource` some rows at a time, so that while a model is loaded the peak is what is packed and one slab.
-Called by `ops`.
+Read from a `MatrixSource` some rows at a time, so that while a model is loaded the peak is what is packed and one
+layer. Called by `ops`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.kernels.linear_codes import PackedCodes, pack, packs
 from headrace.quant.base import slabs
-from headrace.quant.schemes import Scheme
+from headrace.quant.schemes import SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
 
-SCHEMES: frozenset[Scheme] = frozenset()
-"""Quantised schemes with kernels; weights of all others are widened to the model's dtype while they are loaded."""
-
 
 @dataclass(slots=True, eq=False)
 class CudaMatrix:
-    """A linear layer: `data` [num_out, num_in] in the model's dtype, contiguous; `bias` [num_out] float32."""
+    """A linear layer: `data` [num_out, num_in] in the model's dtype, contiguous, or codes; `bias` [num_out] float32."""
 
     name: str
     scheme: Scheme
-    data: Tensor
+    data: Tensor | PackedCodes
     num_in: int
     num_out: int
     bias: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes
+        return self.data.nbytes if isinstance(self.data, Tensor) else self.data.num_bytes
+
+    def plain(self) -> Tensor:
+        """Return the weights [num_out, num_in] in the model's dtype."""
+        return self.data if isinstance(self.data, Tensor) else self.data.dense()
 
     def dense(self) -> Tensor:
         """Return the weights as float32 [num_out, num_in], for tests and tools."""
-        return self.data.float()
+        return self.plain().float()
+
+
+def schemes(dtype: torch.dtype) -> frozenset[Scheme]:
+    """Return the schemes with kernels for models of `dtype`; weights of others are widened while they are loaded."""
+    return frozenset(scheme for scheme in SCHEMES if packs(scheme)) if dtype.itemsize == 2 else frozenset()
 
 
 def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: torch.dtype) -> CudaMatrix:
     """Copy `source` to the device. Raises `CheckpointError` for weights that do not fit their scheme."""
-    data = torch.empty(source.num_out, source.num_in, dtype=dtype, device=device)
-    for first, last in slabs(source):
-        data[first:last] = source.slab(first, last).dequantize()
+    data: Tensor | PackedCodes
+    if source.scheme in schemes(dtype):
+        data = _packed(source, device, dtype)
+    else:
+        data = torch.empty(source.num_out, source.num_in, dtype=dtype, device=device)
+        for first, last in slabs(source):
+            data[first:last] = source.slab(first, last).dequantize()
     if bias is not None:
         bias = bias.to(device, torch.float32)
     return CudaMatrix(source.name, source.scheme, data, source.num_in, source.num_out, bias)
+
+
+def _packed(source: MatrixSource, device: torch.device, dtype: torch.dtype) -> PackedCodes:
+    parts = []
+    for first, last in slabs(source):
+        part = pack(source.slab(first, last), source.scheme, dtype)
+        mins = None if part.mins is None else part.mins.to(device)
+        parts.append(dataclasses.replace(part, codes=part.codes.to(device), scales=part.scales.to(device), mins=mins))
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts], 1)
+    minima = [part.mins for part in parts if part.mins is not None]
+    return dataclasses.replace(parts[0], codes=codes, scales=scales, mins=torch.cat(minima, 1) if minima else None)

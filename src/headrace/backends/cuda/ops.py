@@ -128,9 +128,9 @@ class CudaOps:
         return self._put("experts", x.width, x.dim, x=x, logits=logits, top_k=top_k, kind=kind, **stacks)
 
     def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
-        """Return the weights of all experts [E, out, in]. They are copied side by side the first time."""
+        """Return the weights of all experts [E, out, in], codes widened, copied side by side the first time."""
         parts = [cuda_matrix(matrix) for matrix in matrices]
-        stack = stacked([part.data for part in parts])
+        stack = stacked([part.plain() for part in parts])
         for part, data in zip(parts, stack, strict=True):
             part.data = data
         return stack

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
 from headrace.backends.cuda.kernels import attention as paged
-from headrace.backends.cuda.kernels import best, experts, linear, norm, rope_store, rows, spans
+from headrace.backends.cuda.kernels import best, experts, linear, linear_codes, norm, rope_store, rows, spans
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
@@ -62,6 +63,7 @@ class Tape:
         self._spans: dict[Heads, spans.Scratch] = {}
         self._pairs: experts.Scratch | None = None
         self._most_rows = most[ROWS]
+        self._wide = torch.zeros(0, dtype=dtype, device=self.device)
 
     def rows(self, buffer: Buffer, width: int, item_bytes: int, num_rows: int) -> Tensor:
         """Return the first rows of a buffer [num_rows, width], a view."""
@@ -88,6 +90,12 @@ class Tape:
             self._sums = linear.Scratch(partial, arrived.int())
         return self._sums
 
+    def wide(self, num_weights: int) -> Tensor:
+        """Return memory for the weights of one matrix of codes in the model's dtype."""
+        if self._wide.numel() < num_weights:
+            self._wide = torch.zeros(num_weights, dtype=self.dtype, device=self.device)
+        return self._wide
+
     def spans(self, heads: Heads) -> spans.Scratch:
         """Return memory for attention's partial sums."""
         if heads not in self._spans:
@@ -105,7 +113,7 @@ class Tape:
 
     def close(self) -> None:
         """Free the memory."""
-        self._pairs = None
+        self._pairs, self._wide = None, self._wide.new_empty(0)
         self.arena, self._sums, self._spans, self._outside = self.arena.new_empty(0), None, {}, {}
 
     def dump(self) -> list[str]:
@@ -172,28 +180,29 @@ def _elementwise(frame: Frame, node: Node) -> list[Launch]:
 
 def _linear(frame: Frame, node: Node) -> list[Launch]:
     f, tape = node.fields, frame.tape
-    x, out, matrix = frame.rows(f["x"]), frame.rows(f["out"]), f["matrix"]
-    gate = f["gate"]
-    residual = None if f.get("residual") is None else frame.buffer(node, "residual", "ld_res", out.shape[1])
-    config = linear.default(matrix.data, len(out), gate is not None)
-    needed = linear.scratch_numbers(matrix.data, len(out), gate is not None, config)
-    return [
-        linear.linear(
-            x,
-            matrix.data,
-            out,
-            frame.sizes,
-            node.dim,
-            len(out),
-            num_programs=tape.num_programs,
-            scratch=tape.sums(needed) if any(needed) else None,
-            bias=matrix.bias,
-            residual=residual,
-            activation=gate,
-            gated=gate is not None,
-            config=config,
-        )
-    ]
+    x, out, matrix, gate = frame.rows(f["x"]), frame.rows(f["out"]), f["matrix"], f["gate"]
+    num_rows, weight = len(out), matrix.data
+    options: dict[str, Any] = {
+        "num_programs": tape.num_programs,
+        "bias": matrix.bias,
+        "residual": None if f.get("residual") is None else frame.buffer(node, "residual", "ld_res", out.shape[1]),
+        "activation": gate,
+        "gated": gate is not None,
+    }
+    codes = not isinstance(weight, Tensor)
+    if codes and num_rows <= linear_codes.MOST_ROWS:
+        config = linear_codes.default(weight, num_rows, gate is not None)
+        needed = linear_codes.scratch_numbers(weight, num_rows, config)
+    else:
+        plain = torch.empty(weight.num_out, weight.num_in, dtype=x.dtype, device="meta") if codes else weight
+        config = linear.default(plain, num_rows, gate is not None)
+        needed = linear.scratch_numbers(plain, num_rows, gate is not None, config)
+        if codes:
+            options["wide"] = tape.wide(plain.numel())
+    options |= {"config": config, "scratch": tape.sums(needed) if any(needed) else None}
+    if codes:
+        return linear_codes.linear_codes(x, weight, out, frame.sizes, node.dim, num_rows, **options)
+    return [linear.linear(x, weight, out, frame.sizes, node.dim, num_rows, **options)]
 
 
 def _rope_store(frame: Frame, node: Node) -> list[Launch]:
