@@ -64,14 +64,35 @@ class Computed(NamedTuple):
         return Computed(self.logits[rows], features, [self.finite[row] for row in rows])
 
 
+class DraftVocabulary:
+    """The target's id of each of a model's tokens (None: they are the same), and the size of the target's
+    vocabulary."""
+
+    def __init__(self, token_ids: NDArray[np.int64] | None, size: int) -> None:
+        self._token_ids = token_ids
+        self._wide = np.empty((0, size), np.float32)
+
+    def widened(self, logits: F32) -> F32:
+        """Return logits over the target's vocabulary, valid until the next call; tokens that the model does not have
+        get -inf."""
+        if self._token_ids is None:
+            return logits
+        if len(self._wide) < len(logits):
+            self._wide = np.full((len(logits), self._wide.shape[1]), -np.inf, np.float32)
+        wide = self._wide[: len(logits)]
+        wide[:, self._token_ids] = logits
+        return wide
+
+
 class PrivateContext:
     """A model over its own cache.
 
     Args:
+        backend: the model's. The cache has the target's dtype if that backend has it, else the backend's own.
         window: positions that a line may have.
         most_lines: most lines at a time, branches of trees included.
         feature_layers: features that the program keeps of the rows (`Backend.program`).
-        token_ids: the target's id of each of the model's own, for models with a vocabulary of their own size.
+        token_ids: the target's id of each of the model's own; None if they are the same.
     """
 
     def __init__(
@@ -79,21 +100,19 @@ class PrivateContext:
         model: Model,
         backend: Backend,
         target: Target,
-        kv_dtype: str,
         window: int,
         most_lines: int,
         feature_layers: Sequence[int] = (),
         token_ids: NDArray[np.int64] | None = None,
-        num_blocks: int | None = None,
     ) -> None:
         size = target.block_size
+        kv_dtype = target.kv_dtype if target.kv_dtype in backend.kv_dtypes else backend.dtype
         self.window = window
-        self._per_line = -(-window // size)
-        if num_blocks is None:
-            bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
-            room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
-            needed = target.max_num_seqs * self._per_line + 2 * most_lines
-            num_blocks = max(min(needed, room), self._per_line + 2)
+        per_line = -(-window // size)
+        bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
+        room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
+        needed = target.max_num_seqs * per_line + 2 * most_lines
+        num_blocks = max(min(needed, room), per_line + 2)
         self.program = backend.program(
             model,
             num_blocks=num_blocks,
@@ -101,15 +120,14 @@ class PrivateContext:
             kv_dtype=kv_dtype,
             max_num_seqs=min(most_lines, MAX_LINES),
             max_num_batched_tokens=MAX_ROWS,
-            max_blocks_per_seq=self._per_line,
+            max_blocks_per_seq=per_line,
             num_threads=target.num_threads,
             feature_layers=feature_layers,
         )
         self._most_lines = min(most_lines, MAX_LINES)
         self.pool = BlockPool(num_blocks, size)
         self.lines: OrderedDict[int, Line] = OrderedDict()
-        self._token_ids = token_ids
-        self._wide = np.empty((0, target.vocab_size), np.float32)
+        self._vocabulary = DraftVocabulary(token_ids, target.vocab_size)
 
     def line(self, seq_id: int) -> Line:
         """The line of a sequence, most recently used from now on; empty if it is unknown."""
@@ -220,18 +238,8 @@ class PrivateContext:
             broken = {i for i, right in zip(ended, logits.finite, strict=True) if not right}
             finite = [right and i not in broken for right, (i, _, _) in zip(finite, portion, strict=True)]
         row_features = self.program.features(rows) if keep_features else None
-        wide = self._widened(logits.rows)
+        wide = self._vocabulary.widened(logits.rows)
         return (wide if is_lent else wide.copy()), row_features, finite, [i for i, _, _ in portion]
-
-    def _widened(self, logits: F32) -> F32:
-        """Return logits over the target's vocabulary; tokens that the model does not have get -inf."""
-        if self._token_ids is None:
-            return logits
-        if len(self._wide) < len(logits):
-            self._wide = np.full((len(logits), self._wide.shape[1]), -np.inf, np.float32)
-        wide = self._wide[: len(logits)]
-        wide[:, self._token_ids] = logits
-        return wide
 
     def check(self, others: Sequence[Line] = ()) -> None:
         """Check that every held block is held by a line. Raises `InvariantError`."""

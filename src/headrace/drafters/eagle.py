@@ -19,7 +19,7 @@ from headrace.backends.base import Array, Cache, Matrix, Rows
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
 from headrace.drafters.features import FeatureDrafter, Fusing, RowProgram
-from headrace.drafters.files import directory_of, integers, load
+from headrace.drafters.files import directory_of, integers, load, verify_token_ids
 from headrace.hub import read_json
 from headrace.models import Model
 from headrace.models.config import ModelConfig
@@ -29,8 +29,6 @@ from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from headrace.models.weights import SplitWeights, Weights
-
-NUM_FEATURES = 3
 
 
 class Frame(Decoder):
@@ -205,8 +203,6 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     model."""
     directory = directory_of(spec, target, "eagle")
     form = form_of(directory, target)
-    quantization = spec.quantization or target.quantization
-    quantized = form.values.get("quantization_config")
     window = min(spec.max_model_len, target.max_model_len)
     vocab_size = ModelConfig(form.values).integer("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
@@ -215,16 +211,18 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
         )
     if not form.third:
         first: Model = load(
-            directory, target, quantization, quantized,
+            directory,
+            spec,
+            target,
+            form.values,
             lambda weights: Eagle1(form.values, weights, target, window + spec.num_drafts),
-        )  # fmt: skip
+        )
         return FeatureDrafter(first, spec, target, (), (len(first.layers),), window)
     size = ModelConfig(form.values).integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
     token_ids = integers(directory, "d2t", size)
     if token_ids is not None:
         token_ids = np.arange(size) + token_ids
-        if len(np.unique(token_ids)) != size or token_ids.min() < 0 or token_ids.max() >= target.vocab_size:
-            raise CheckpointError(f"{directory}: d2t does not lead to {size} tokens of {target.vocab_size}")
+        verify_token_ids(directory, "d2t", token_ids, target)
     elif size != target.vocab_size:
         raise CheckpointError(f"{directory}: draft_vocab_size is {size} of {target.vocab_size}, and there is no d2t")
 
@@ -233,6 +231,6 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
         width = len(form.layers) * target.hidden_size
         return model, weights.linear(["fc"], width, [model.hidden_size], bias=weights.has("fc.bias"))
 
-    third, matrix = load(directory, target, quantization, quantized, build, spare="d2t|t2d")
+    third, matrix = load(directory, spec, target, form.values, build, spare="d2t|t2d")
     fuse = RowProgram(Fusing(target.backend, matrix), target.backend, target.num_threads, (0,))
     return FeatureDrafter(third, spec, target, form.layers, (0,), window, token_ids, fuse)

@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from headrace.drafters.base import F32, Context, Target
+from headrace.drafters.base import Context, Drafter, Target
 from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
@@ -105,14 +105,12 @@ class History:
         self.places: dict[int, tuple[int, int]] = {}
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts by counts along the longest suffixes.
 
     A draft is as deep as `factor` times its match (of which `max_match` tokens count), as long as it has at least
     `min_share` of the branches. `num_cached_requests`: finished ones whose answers help others.
     """
-
-    feature_layers: tuple[int, ...] | None = None
 
     def __init__(self, max_match: int, factor: float, min_share: float, num_cached_requests: int) -> None:
         self._max_match = max_match
@@ -129,12 +127,6 @@ class SuffixDrafter:
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         self._room = MAX_NEW_TOKENS
         return [self._draft(context) for context in contexts]
-
-    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Features are not needed."""
-
-    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        """Outcomes are not needed: the tokens show them."""
 
     def drop(self, seq_id: int) -> None:
         history = self._forget(seq_id)
