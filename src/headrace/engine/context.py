@@ -12,9 +12,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 
@@ -46,13 +50,18 @@ def fresh_id() -> str:
 
 
 @contextlib.contextmanager
-def answering(context: CallContext) -> Iterator[None]:
-    """What is done in the block is done for the call of `context`."""
-    token = _context.set(context)
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give `variable` this value in the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _context.reset(token)
+        variable.reset(token)
+
+
+def answering(context: CallContext) -> AbstractContextManager[None]:
+    """What is done in the block is done for the call of `context`."""
+    return holding(_context, context)
 
 
 def deadline() -> float | None:
@@ -60,13 +69,8 @@ def deadline() -> float | None:
     return _deadline.get()
 
 
-@contextlib.contextmanager
-def within(seconds: float | None, arrival: float) -> Iterator[None]:
+def within(seconds: float | None, arrival: float) -> AbstractContextManager[None]:
     """What is opened in the block has to be over so long after `arrival`, or at the deadline that holds already if that
     is earlier. None sets no further deadline."""
     ends = [end for end in (_deadline.get(), None if seconds is None else arrival + seconds) if end is not None]
-    token = _deadline.set(min(ends, default=None))
-    try:
-        yield
-    finally:
-        _deadline.reset(token)
+    return holding(_deadline, min(ends, default=None))

@@ -53,12 +53,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine ends. `kind` names the error's class, `message` is for people, and quotes no request; `starting` if it
-    never was ready."""
+    """The engine ends. `kind` names the error's class, `message` is for people, and quotes no request."""
 
     kind: str
     message: str
-    starting: bool
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -144,19 +142,31 @@ class FrameBuffer:
 
 
 class EngineSocket:
-    """The engine's end of the socket: blocking writes, reads that wait only when told to."""
+    """The engine's end of the socket: blocking writes, and reads of which the caller says whether they wait."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = FrameBuffer()
+        # Messages that came in one read with the first.
+        self._early: list[ToEngine] = []
         sock.setblocking(True)
+
+    def receive_start(self) -> Start | None:
+        """Wait for the first message. None once the server hung up; raises `TransportError` for another message."""
+        messages = self.receive(wait=True)
+        if not messages:
+            return None
+        first, *self._early = messages
+        if not isinstance(first, Start):
+            raise TransportError("the first message must be Start")
+        return first
 
     def send(self, message: FromEngine) -> None:
         self._socket.sendall(encode(message))
 
     def receive(self, wait: bool) -> list[ToEngine] | None:
         """Messages that have arrived; waits for the first one if `wait`. None once the server hung up."""
-        messages: list[ToEngine] = []
+        messages, self._early = self._early, []
         while True:
             try:
                 data = self._socket.recv(READ_BYTES, 0 if wait and not messages else socket.MSG_DONTWAIT)
