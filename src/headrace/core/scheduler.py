@@ -16,7 +16,7 @@ from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.drafting import Drafts
-from headrace.core.finish import STOP, append_known, finish_of, is_pooled
+from headrace.core.finish import STOP, append_known, finish_of
 from headrace.core.outputs import add_rare, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
@@ -260,7 +260,8 @@ class Scheduler:
                     finish = finish_of(seq, self.eos_token_ids)
                     if finish:
                         ends.append((seq, finish))
-            elif is_pooled(seq.pooling, num, len(seq.tokens)):
+            elif seq.pooling and num == len(seq.tokens):
+                # A pooled sequence samples nothing, and ends with its prompt.
                 ends.append((seq, STOP))
         added = [[s.tokens[-1]] for s in seqs]
         if result.further:

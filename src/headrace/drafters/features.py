@@ -28,12 +28,12 @@ MAX_WAITING = 256
 STATELESS = KVShape(0, 1, 1)
 
 
-class RowsOnly:
+class RowsOnly(Model):
     """The frame of a `Model` that reads features alone and keeps nothing between calls."""
 
     kv_shape = STATELESS
-    layers: Sequence[Any] = ()
-    embedding: Array = None
+    layers = ()
+    embedding = None
     head: Any = None
 
     def __init__(self, backend: Backend, feature_size: int, hidden_size: int, vocab_size: int) -> None:

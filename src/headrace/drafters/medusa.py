@@ -49,9 +49,6 @@ class Head(RowsOnly):
             y = y + self.ops.activation(self.ops.linear(y, block), "silu")
         return y
 
-    def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.linear(self.final(hidden, rows), self.head)
-
 
 class MedusaDrafter(Drafter):
     """`Drafter` with `heads`, the first for the token after the last known one. `token_ids` as in `PrivateContext`."""
