@@ -99,7 +99,7 @@ class LLM:
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt: the hidden state after the final norm of its last token, or the "mean" over all.
+        """Return the vector of each prompt: the hidden state of its last token after the final norm, or the "mean".
 
         float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
         `RequestError` before any work is done if a prompt can not be served, `HeadraceError` if one fails on its way.
@@ -186,7 +186,7 @@ class LLM:
             yield request_output(states, "0", text, params)
 
     def get_metrics(self) -> Stats:
-        """Gauges and counters of the engine, as they are now."""
+        """Return the gauges and counters of the engine, as they are now."""
         return self.core.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -233,20 +233,20 @@ class LLM:
         """Add all requests and run steps until all have ended. Those still open when the caller stops are aborted."""
         if self._closed:
             raise HeadraceError("this LLM is closed")
-        mine = {state.request.request_id for group in groups for state in group}
+        request_ids = {state.request.request_id for group in groups for state in group}
         turn = self._num_turns
         try:
             for state in (state for group in groups for state in group):
                 self.core.add(state.request)
                 self._open[state.request.request_id] = state
-            while not mine.isdisjoint(self._open):
+            while not request_ids.isdisjoint(self._open):
                 self._turn()
                 turn = self._num_turns
                 yield
             if turn != self._num_turns:
                 yield
         finally:
-            for request_id in mine & self._open.keys():
+            for request_id in request_ids & self._open.keys():
                 del self._open[request_id]
                 self.core.abort(request_id)
             # Step once more to drop the scheduler's output for aborted requests, so that the next call starts clean. A
@@ -255,7 +255,7 @@ class LLM:
                 self._turn()
 
     def _turn(self) -> None:
-        """Run one step and hand its tokens to the open requests: calls and streams may share a step."""
+        """Run one step and add its tokens to the open requests: calls and streams may share a step."""
         self._num_turns += 1
         for request_id, delta in deltas_of(self.core.step()):
             state = self._open.get(request_id)

@@ -1,6 +1,6 @@
 """The interface between drafters and what calls them: `Context` goes in, a `Draft` comes out.
 
-Holds `Context` (what a drafter learns of a sequence), `Drafter` (the protocol that each method implements), `Guide`
+Holds `Context` (a drafter's view of a sequence), `Drafter` (the protocol that each method implements), `Guide`
 (how drafters with logits choose tokens) and `Target` (the model that is drafted for). A draft cannot change the output:
 the target's own sample decides. Knows tokens and rows of numbers; must not know the scheduler, requests or the server.
 Implemented by the files beside this one, called by `drafters.speculator`.
@@ -120,7 +120,7 @@ class Target(NamedTuple):
     A drafter is made before the target's `Program`, which is made with the drafter's `feature_layers` and whose KV
     cache takes the memory that the drafter leaves. `directory` may be a GGUF file; `config` are the values of
     config.json. `kv_dtype` and `quantization` are the target's own. `load` reads another model: (directory,
-    quantization, max_model_len) -> its backend, the model, its config; it raises as `engine.load.load_model` does.
+    quantization, max_model_len) -> its backend, the model, its config; it raises what `engine.load.load_model` raises.
     """
 
     model: Model

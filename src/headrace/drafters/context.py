@@ -40,7 +40,7 @@ class Line:
 
 
 class LineRows(NamedTuple):
-    """Tokens to put behind a line, with the features [len(token_ids), F] of a model that looks at such."""
+    """Tokens to compute after a line, with the features [len(token_ids), F] of a model that reads features."""
 
     line: Line
     token_ids: list[int]
@@ -130,7 +130,7 @@ class PrivateContext:
         self._vocabulary = DraftVocabulary(token_ids, target.vocab_size)
 
     def line(self, seq_id: int) -> Line:
-        """The line of a sequence, most recently used from now on; empty if it is unknown."""
+        """Return the line of a sequence, and mark it as the last used; an empty one if it is unknown."""
         line = self.lines.setdefault(seq_id, Line())
         self.lines.move_to_end(seq_id)
         return line
@@ -141,7 +141,7 @@ class PrivateContext:
             self.empty(line)
 
     def empty(self, line: Line, start: int = 0) -> None:
-        """Give the line's blocks back; it begins anew, at `start` of its sequence."""
+        """Release the line's blocks; it begins anew, at `start` of its sequence."""
         self.pool.release(line.table)
         line.start, line.tokens, line.table = start, [], []
 
@@ -150,7 +150,7 @@ class PrivateContext:
         del line.tokens[length:]
 
     def reserve(self, line: Line, num: int, keep: Collection[int] = ()) -> bool:
-        """Blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
+        """Add blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
         first. Return False, with this line unchanged, if that is not enough or the window ends."""
         length = len(line.tokens) + num
         if length > self.window:

@@ -1,7 +1,7 @@
 """Drafters that read the target's features: shared by `eagle` and `mtp`.
 
-Row i of such a model pairs the target's features of position i with token i + 1, and foretells token i + 2. What the
-target has computed waits here until the next token is known; on its own draft tokens the model reads its own features.
+Row i of such a model has the target's features of position i and token i + 1, and predicts token i + 2. Features that
+the target has computed wait here until the next token is known; for its own draft tokens the model reads its own.
 A sequence that was not observed from its beginning starts where observing did. Knows features and tokens; must not know
 how a model uses them. Called by `drafters.speculator`.
 """
@@ -48,7 +48,7 @@ class RowsOnly(Model):
 
 
 class RowProgram:
-    """A program for such a model. `feature_layers` as in `Backend.program`."""
+    """The program of a `RowsOnly` model. `feature_layers` as in `Backend.program`."""
 
     def __init__(self, model: Model, backend: Backend, num_threads: int, feature_layers: Sequence[int] = ()) -> None:
         self._program = backend.program(
@@ -103,7 +103,7 @@ class Waiting:
         self.rows.append(rows.copy())
 
     def take(self, num: int) -> F32:
-        """The first `num` rows, which wait no longer."""
+        """Remove and return the first `num` rows."""
         rows = self.rows[0] if len(self.rows) == 1 else np.concatenate(self.rows)
         self.begin, self.ids, self.rows = self.begin + num, self.ids[num:], [rows[num:]] if num < len(rows) else []
         return rows[:num]
@@ -114,7 +114,7 @@ class FeatureDrafter(ModelDrafter):
 
     Args:
         feature_layers: see `Drafter`.
-        own_layers: what the model's own program keeps for the next guess, as `Backend.program` takes it.
+        own_layers: features that the model's program keeps for the next draft token, as `Backend.program` takes it.
         window: rows of a sequence that are seen at most; a longer one starts over.
         token_ids: the target's id of each of the model's own; None if they are the same.
         fuse: makes the model's features of the target's, where these are not the same.

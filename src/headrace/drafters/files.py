@@ -75,7 +75,7 @@ def load(
 
 
 def integers(directory: Path, name: str, length: int) -> NDArray[np.int64] | None:
-    """The tensor `name` of integers [length], None if there is none. Raises `CheckpointError`."""
+    """Return the tensor `name` of integers [length], None if there is none. Raises `CheckpointError`."""
     checkpoint = MappedCheckpoint(directory)
     if name not in checkpoint.names:
         return None

@@ -46,16 +46,16 @@ class Growth:
         self.features.append(features)
 
     def likeliest(self, nodes: Sequence[int], num: int) -> list[int]:
-        """The `num` nodes of greatest value, in order; of equal ones the first."""
+        """Return the `num` nodes of greatest value, in order; of equal ones the first."""
         return sorted(sorted(nodes, key=lambda node: (-self.values[node], node))[:num])
 
     def pruned(self, num_nodes: int) -> Draft:
-        """The tree of the likeliest nodes. A node is never worth more than its parent, which comes first."""
+        """Return the tree of the likeliest nodes. The value of a node is at most its parent's, which comes first."""
         return self.tree.subset(self.likeliest(range(len(self.values)), num_nodes))
 
 
 def best_first(shares: F32) -> F32:
-    """Shares of ranked tokens, the greatest given to the first: under noise the rank says more than the share."""
+    """Return the shares of ranked tokens in descending order: under noise the rank predicts more than the share."""
     return -np.sort(-shares, axis=1)
 
 
@@ -176,7 +176,7 @@ class ModelDrafter(Drafter):
         shares = best_first(shares)
         for (i, parent), row, ids, logs in zip(parents, rows, token_ids.tolist(), shares.tolist(), strict=True):
             base = growths[i].values[parent] if parent >= 0 else 0.0
-            # What the parent's row gave is what the child's row reads.
+            # The child's row reads the features of its parent's row.
             features = step.features_of(row)
             for token_id, share in zip(ids, logs, strict=True):
                 if share > -np.inf:
@@ -185,7 +185,7 @@ class ModelDrafter(Drafter):
     def _expand(
         self, contexts: list[Context], lines: list[Line], growths: list[Growth], depth: int, forks: list[Line]
     ) -> tuple[list[tuple[int, int]], list[LineRows]]:
-        """Room and jobs for the nodes of this depth that are worth expanding."""
+        """Return the nodes of this depth to expand, and their jobs, for which room is reserved."""
         keep = {context.seq_id for context in contexts}
         parents: list[tuple[int, int]] = []
         jobs: list[LineRows] = []
@@ -196,7 +196,7 @@ class ModelDrafter(Drafter):
             values = sorted(growth.values, reverse=True)[: contexts[i].num_nodes]
             front = [n for n, d in enumerate(growth.depths) if d == depth and growth.values[n] >= values[-1]]
             nodes = growth.likeliest(front, self._width)
-            heirs: dict[int, int] = {}  # the child of each parent that goes on in the parent's line
+            heirs: dict[int, int] = {}  # the child of each parent that continues the parent's line
             for node in nodes:
                 heirs.setdefault(growth.tree.parents[node], node)
             for node in nodes:

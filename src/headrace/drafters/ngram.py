@@ -1,8 +1,8 @@
 """Prompt lookup: the draft is what followed the last few tokens when they came before (Saxena 2023; Yang et al. 2023,
 arXiv 2304.04487). Good where the answer repeats its prompt: edits, summaries, quotes.
 
-Every run of `min_tokens` tokens is remembered by where it ended last, and each place by the one before it with the same
-run, as LZ77 does; so a draft costs a walk along equal places, however long the context is. Knows tokens only.
+For every run of `min_tokens` tokens the last place where it ended is kept, and for each place the one before it with
+the same run, as in LZ77; so a draft costs a walk along equal places, however long the context is. Knows tokens only.
 """
 
 from __future__ import annotations

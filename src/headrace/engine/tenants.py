@@ -131,7 +131,7 @@ class Rates:
 
 
 def _require(bucket: Bucket, amount: float, what: str) -> None:
-    # A hair less is enough, so that the last digit of a float refuses no request.
+    # A little less is enough, so that a rounding error refuses no request.
     seconds = bucket.seconds_until(amount - 1e-6)
     if seconds > 0:
         wait = math.ceil(seconds)

@@ -64,13 +64,13 @@ class Model(Protocol):
 
 
 def names() -> list[str]:
-    """Every model_type that headrace runs."""
+    """Return every model_type that headrace runs."""
     modules = (info.name for info in pkgutil.iter_modules(__path__))
     return sorted(name for name in modules if name not in NOT_MODELS and not name.startswith("_"))
 
 
 def find(model_type: object) -> Any:
-    """The module of `model_type`. Raises `CheckpointError` naming those that exist."""
+    """Return the module of `model_type`. Raises `CheckpointError` naming those that exist."""
     known = names()
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or model_type not in known:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: which drafter guesses, how far, and how guesses are verified. Names are vLLM's.
+"""`SpeculativeConfig`: which drafter is used, how many tokens it drafts, how they are verified. Names are vLLM's.
 
 Pure: `config.EngineConfig` holds one, the command line makes it of a JSON object. The table `ROWS` has the range of
 every field, checked at construction; `drafters.build` checks whether it fits the model. Knows no model, no tensors.
