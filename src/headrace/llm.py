@@ -17,7 +17,7 @@ from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Request, Stats
+from headrace.protocol.step import Stats
 from headrace.text import inputs
 from headrace.text.beams import BeamSearchOutput, beam_output, make_search
 from headrace.text.grammars import GrammarChecker
@@ -82,8 +82,7 @@ class LLM:
         for prompt, params, rank in zip(listed, chosen, ranks, strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
-            requests = self._requests(token_ids, params, rank)
-            groups.append([RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)])
+            groups.append(self._states(token_ids, params, rank))
         self._run(groups, use_tqdm)
         return [
             request_output(states, str(place), text, params)
@@ -180,8 +179,7 @@ class LLM:
         """Complete one prompt, giving the output so far after each step that added to it."""
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
         params = sampling_params or SamplingParams()
-        requests = self._requests(token_ids, params)
-        states = [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
+        states = self._states(token_ids, params)
         for _ in self._steps([states]):
             yield request_output(states, "0", text, params)
 
@@ -199,12 +197,13 @@ class LLM:
         self._grammars.close()
         self.core.close()
 
-    def _requests(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[Request]:
+    def _states(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[RequestState]:
+        """Return the states of the requests that answer one prompt."""
         requests = inputs.make_requests(
             token_ids, params, self.core.info, priority=priority, draw=self._draw, tokenizer=self._tokenizer
         )
         self._grammars.check(params)
-        return requests
+        return [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
 
     def _run(self, groups: list[list[RequestState]], show: bool) -> None:
         if not (show and sys.stderr.isatty()):

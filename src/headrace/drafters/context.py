@@ -184,7 +184,7 @@ class PrivateContext:
 
     def extend(self, jobs: Sequence[LineRows], keep_features: bool = False) -> Computed:
         """Compute the jobs' tokens, for which room is reserved; no two jobs have the same line."""
-        results: list[tuple[F32, F32 | None, list[bool], list[int]]] = []
+        results: list[tuple[Computed, list[int]]] = []
         most = self.program.max_rows
         portion: list[tuple[int, int, int]] = []  # job, first and last of its tokens
         room = most
@@ -203,19 +203,19 @@ class PrivateContext:
         for job in jobs:
             job.line.tokens += job.token_ids
         if len(results) == 1:
-            logits, features, finite, _ = results[0]
-            return Computed(logits, features, finite)
-        sound = [True] * len(jobs)
-        for _, _, finite, owners in results:
-            for i, right in zip(owners, finite, strict=True):
-                sound[i] = sound[i] and right
-        features = np.concatenate([part[1] for part in results if part[1] is not None]) if keep_features else None
-        return Computed(np.concatenate([part[0] for part in results]), features, sound)
+            return results[0][0]
+        finite = [True] * len(jobs)
+        for part, owners in results:
+            for i, right in zip(owners, part.finite, strict=True):
+                finite[i] = finite[i] and right
+        features = [part.features for part, _ in results if part.features is not None]
+        logits = np.concatenate([part.logits for part, _ in results])
+        return Computed(logits, np.concatenate(features) if keep_features else None, finite)
 
     def _run(
         self, jobs: Sequence[LineRows], portion: list[tuple[int, int, int]], keep_features: bool, is_lent: bool = False
-    ) -> tuple[F32, F32 | None, list[bool], list[int]]:
-        """Return logits and features of the jobs that end here, and of each piece whether it is finite and its job."""
+    ) -> tuple[Computed, list[int]]:
+        """Return logits and features of the jobs that end here, and of each piece whether it is finite; and its job."""
         starts, pieces, tables, rows, feature_parts = [], [], [], [], []
         row = 0
         ended = []
@@ -239,7 +239,7 @@ class PrivateContext:
             finite = [right and i not in broken for right, (i, _, _) in zip(finite, portion, strict=True)]
         row_features = self.program.features(rows) if keep_features else None
         wide = self._vocabulary.widened(logits.rows)
-        return (wide if is_lent else wide.copy()), row_features, finite, [i for i, _, _ in portion]
+        return Computed(wide if is_lent else wide.copy(), row_features, finite), [i for i, _, _ in portion]
 
     def check(self, others: Sequence[Line] = ()) -> None:
         """Check that every held block is held by a line. Raises `InvariantError`."""
