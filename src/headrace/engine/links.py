@@ -317,9 +317,21 @@ class InprocLink:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(function, *args)
 
-        self._thread = threading.Thread(
-            target=self._run, args=(call, deliver, lost), name="headrace-engine", daemon=True
-        )
+        def run() -> None:
+            from headrace.engine.child import drive
+
+            core = None
+            try:
+                core = self._build()
+                drive(core, self._receive, lambda message: call(deliver, message))
+            except BaseException as error:
+                logger.exception("the engine's thread failed")
+                call(lost, error)
+            finally:
+                if core is not None:
+                    core.close()
+
+        self._thread = threading.Thread(target=run, name="headrace-engine", daemon=True)
         self._thread.start()
         return await ready
 
@@ -336,25 +348,6 @@ class InprocLink:
         self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-
-    def _run(
-        self,
-        call: Callable[..., None],
-        deliver: Callable[[frames.FromEngine], None],
-        lost: Callable[[BaseException], None],
-    ) -> None:
-        from headrace.engine.child import drive
-
-        core = None
-        try:
-            core = self._build()
-            drive(core, self._receive, lambda message: call(deliver, message))
-        except BaseException as error:
-            logger.exception("the engine's thread failed")
-            call(lost, error)
-        finally:
-            if core is not None:
-                core.close()
 
     def _receive(self, wait: bool) -> list[frames.ToEngine] | None:
         messages: list[frames.ToEngine] = []

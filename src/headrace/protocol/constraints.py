@@ -108,12 +108,7 @@ def constraint_of(value: StructuredOutputs | Mapping[str, Any]) -> StructuredOut
         return value
     if not isinstance(value, Mapping):
         raise RequestError("structured_outputs", value, "a StructuredOutputs, or an object of its fields")
-    for name in value:
-        if name not in StructuredOutputs.__struct_fields__:
-            raise RequestError(
-                f"structured_outputs.{name}", value[name], "a field that headrace knows", "unknown_field"
-            )
-    return StructuredOutputs(**value)
+    return bounds.struct_of(StructuredOutputs, value, "structured_outputs")
 
 
 def schema_text(schema: dict[str, Any], field: str = "json") -> str:
