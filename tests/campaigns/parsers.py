@@ -150,7 +150,7 @@ def wire_frames() -> Target:
         frames.Start(EngineConfig(model="m")),
         Abort("a"),
         frames.Output(output),
-        frames.Failed("ValueError", "no", True),
+        frames.Failed("ValueError", "no"),
         frames.Rejected("a", "prompt", "[]", "longer", "code"),
     ]
 
