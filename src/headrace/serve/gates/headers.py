@@ -1,8 +1,8 @@
-"""`HeaderGate`, an ASGI middleware: checks the size, framing, Host and Origin of a call's headers.
+"""`HeaderGate`: checks the size, framing, Host and Origin of a call's headers.
 
 A web page in a browser on this machine can send requests to a server on localhost, and can point a host name of its own
 at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes and
-framing are S-19. Runs before `auth.ApiKeyGate`; knows no keys and no routes. Added by `serve.app`.
+framing are S-19. Knows no keys and no routes. Called by `calls.CallGate`; made by `serve.app`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import ipaddress
 import re
 import socket
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.serve.gates.auth import Refusals, refusal
-from headrace.serve.gates.limits import Scope, UnsupportedMediaError
+from headrace.protocol.errors import RequestError
+from headrace.serve.errors import CallError
+from headrace.serve.gates.limits import UNSUPPORTED_MEDIA, Scope
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 * 2**10
@@ -29,46 +28,13 @@ FORM_PATHS = frozenset({"/v1/files"})
 METHODS = "GET, HEAD, POST, DELETE"
 EXPOSED = b"x-request-id, retry-after"
 PREFLIGHT_S = 600
+FOREIGN = "origin_not_allowed"
+ORIGIN_REFUSED = "origin: pages from there may not call this server; see --allowed-origins"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\]+")
 _NAMES = re.compile(r"[\w -]+(?:,[\w -]+)*", re.ASCII)
 
 Headers = dict[bytes, list[bytes]]
-
-
-class HeadersTooLargeError(HeadraceError):
-    """The headers are too many or too large (HTTP 431)."""
-
-    status = 431
-    code = "headers_too_large"
-
-
-class TargetTooLongError(HeadraceError):
-    """The path and query are too long (HTTP 414)."""
-
-    status = 414
-    code = "uri_too_long"
-
-
-class FramingError(HeadraceError):
-    """Two headers give the length of the body, and a proxy may follow the other one (HTTP 400)."""
-
-    status = 400
-    code = "bad_framing"
-
-
-class HostError(HeadraceError):
-    """The Host header is not a name of this server (HTTP 421)."""
-
-    status = 421
-    code = "host_not_allowed"
-
-
-class OriginError(HeadraceError):
-    """The web page that sent the call is not an allowed origin (HTTP 403)."""
-
-    status = 403
-    code = "origin_not_allowed"
 
 
 def flag_values(texts: Sequence[str] | None) -> list[str]:
@@ -120,44 +86,34 @@ class HeaderGate:
     Args:
         hosts: see `allowed_hosts`.
         origins: see `allowed_origins`; the server's own is always allowed.
-        refusals: see `auth.Refusals`.
     """
 
-    def __init__(
-        self, app: Any, hosts: Collection[str] | None, origins: Collection[str], refusals: Refusals | None = None
-    ) -> None:
-        self._app = app
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str]) -> None:
         self._hosts = hosts
         self._origins = origins
-        self._refusals = dict(refusals or {})
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers: Headers = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name, []).append(value)
-        origin = _text(headers, b"origin")
-        allow_origin = self._allow_origin(origin, _text(headers, b"host"))
-        if allow_origin:
-            send = _adding(send, [(b"access-control-allow-origin", allow_origin.encode()), (b"vary", b"origin")])
-        try:
-            _check_size(scope)
-            _check_framing(headers)
-            self._check_host(headers)
-            if scope["method"] == "OPTIONS" and origin is not None and b"access-control-request-method" in headers:
-                await self._preflight(bool(allow_origin), headers)(scope, receive, send)
-                return
-            if scope["method"] not in SAFE_METHODS:
-                self._check_origin(scope["path"], headers, bool(allow_origin))
-        except HeadraceError as error:
-            response = refusal(self._refusals, scope["path"], error)
-            # After wrong framing, the next bytes may be part of this call's body.
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+    def reply_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every reply to the call has: they let a page of an allowed origin read it."""
+        allow_origin = self._allow_origin(_text(headers, b"origin"), _text(headers, b"host"))
+        if not allow_origin:
+            return []
+        return [
+            (b"access-control-allow-origin", allow_origin.encode()),
+            (b"vary", b"origin"),
+            (b"access-control-expose-headers", EXPOSED),
+        ]
+
+    def check(self, scope: Scope, headers: Headers) -> Response | None:
+        """Check a call. Return the reply to a CORS preflight, or None for other calls. Raises `CallError`."""
+        allowed = bool(self.reply_headers(headers))
+        _check_size(scope)
+        _check_framing(headers)
+        self._check_host(headers)
+        if scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
+            return self._preflight(allowed, headers)
+        if scope["method"] not in SAFE_METHODS:
+            self._check_origin(scope["path"], headers, allowed)
+        return None
 
     def _allow_origin(self, origin: str | None, host: str | None) -> str:
         """Return the value of Access-Control-Allow-Origin for an origin; empty if it is not allowed."""
@@ -171,7 +127,7 @@ class HeaderGate:
         return origin if is_own or origin.lower() in self._origins else ""
 
     def _check_host(self, headers: Headers) -> None:
-        """Raises `HostError` unless the Host header is a name of this server."""
+        """Raises `CallError` unless the Host header is a name of this server."""
         hosts = headers.get(b"host", [])
         if not hosts or self._hosts is None:
             return  # HTTP/1.0 has no Host; browsers always send one
@@ -179,30 +135,44 @@ class HeaderGate:
         name = match[1].strip("[]").rstrip(".").lower() if match else ""
         if len(hosts) == 1 and (name in self._hosts or name.endswith(".localhost") or _is_address(name)):
             return
-        raise HostError("host: the server does not go by this name; see --allowed-hosts")
+        raise _refusal(421, "host_not_allowed", "host: the server does not go by this name; see --allowed-hosts")
 
     def _check_origin(self, path: str, headers: Headers, allowed: bool) -> None:
-        """Raises `OriginError`, and `UnsupportedMediaError` for bodies that a page may send without a preflight."""
+        """Raises `CallError`, also for bodies that a page may send without a preflight."""
         if b"origin" not in headers:
             if _text(headers, b"sec-fetch-site") in ("cross-site", "same-site"):
-                raise OriginError("origin: a page that does not tell where it is from may not call this server")
+                message = "origin: a page that does not tell where it is from may not call this server"
+                raise _refusal(403, FOREIGN, message)
             return
         if not allowed or len(headers[b"origin"]) > 1:
-            raise OriginError("origin: pages from there may not call this server; see --allowed-origins")
+            raise _refusal(403, FOREIGN, ORIGIN_REFUSED)
         kind = (_text(headers, b"content-type") or "").partition(";")[0].strip().lower()
         has_body = b"transfer-encoding" in headers or _text(headers, b"content-length") not in (None, "0")
         if has_body and path not in FORM_PATHS and kind != "application/json":
-            raise UnsupportedMediaError("content-type: a web page must send application/json")
+            raise _refusal(415, UNSUPPORTED_MEDIA, "content-type: a web page must send application/json")
 
     def _preflight(self, allowed: bool, headers: Headers) -> Response:
-        """Return the reply to a CORS preflight. Raises `OriginError`."""
+        """Return the reply to a CORS preflight. Raises `CallError`."""
         if not allowed:
-            raise OriginError("origin: pages from there may not call this server; see --allowed-origins")
+            raise _refusal(403, FOREIGN, ORIGIN_REFUSED)
         names = _text(headers, b"access-control-request-headers") or ""
         reply_headers = {"access-control-allow-methods": METHODS, "access-control-max-age": str(PREFLIGHT_S)}
         if _NAMES.fullmatch(names):
             reply_headers["access-control-allow-headers"] = names
         return Response(status_code=204, headers=reply_headers)
+
+
+def by_name(scope: Scope) -> Headers:
+    """Return the values of each header of a call."""
+    headers: Headers = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name, []).append(value)
+    return headers
+
+
+def _refusal(status: int, code: str, message: str) -> CallError:
+    # After wrong framing, the next bytes may be part of this call's body.
+    return CallError(status, code, message, {"connection": "close"})
 
 
 def _text(headers: Headers, name: bytes) -> str | None:
@@ -220,26 +190,16 @@ def _is_address(name: str) -> bool:
 
 def _check_size(scope: Scope) -> None:
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_TARGET_BYTES:
-        raise TargetTooLongError(f"the address is too long; it must be at most {MAX_TARGET_BYTES} bytes")
+        message = f"the address is too long; it must be at most {MAX_TARGET_BYTES} bytes"
+        raise _refusal(414, "uri_too_long", message)
     size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         bound = f"at most {MAX_HEADERS} of them, of {MAX_HEADER_BYTES} bytes together"
-        raise HeadersTooLargeError(f"headers: too many or too large; there must be {bound}")
+        raise _refusal(431, "headers_too_large", f"headers: too many or too large; there must be {bound}")
 
 
 def _check_framing(headers: Headers) -> None:
     if b"transfer-encoding" in headers and b"content-length" in headers:
-        raise FramingError("content-length: not beside transfer-encoding")
+        raise _refusal(400, "bad_framing", "content-length: not beside transfer-encoding")
     if len(set(headers.get(b"content-length", ()))) > 1:
-        raise FramingError("content-length: given twice")
-
-
-def _adding(send: Any, headers: list[tuple[bytes, bytes]]) -> Any:
-    """Return a `send` that adds headers to every reply."""
-
-    async def sending(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *headers, (b"access-control-expose-headers", EXPOSED)]
-        await send(message)
-
-    return sending
+        raise _refusal(400, "bad_framing", "content-length: given twice")

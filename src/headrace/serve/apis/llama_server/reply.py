@@ -1,4 +1,4 @@
-"""The replies of llama-server's API: answers, whole or as a stream of events, and what describes the server."""
+"""The replies of llama-server's API: answers, whole or as a stream of events, what describes the server, and errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,37 @@ from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
-from headrace.serve.call.answers import Answer
+from headrace.serve.call.call import Answer
 from headrace.serve.call.llama_options import NO_SEED
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import Timings, clamp, event, timings, token_text
-from headrace.text.outputs import RequestState
+from headrace.serve.call.replies import Timings, clamp, timings, token_text
+from headrace.serve.errors import Api, ErrorBody, event
+from headrace.serve.routing import Readable
+from headrace.text.outputs import RequestState, TextDelta
+
+# Codes of errors that llama-server has for the type.
+UNSERVED, NO_SLOT = "not_supported_error", "unavailable_error"
+TYPES = {code: code for code in (UNSERVED, NO_SLOT)} | {"context_length_exceeded": "exceed_context_size_error"}
+
+
+class LlamaErrorBody(msgspec.Struct, kw_only=True):
+    code: int
+    message: str
+    type: str
+
+
+class LlamaError(msgspec.Struct, kw_only=True):
+    error: LlamaErrorBody
+
+
+def _error(status: int, body: ErrorBody) -> LlamaError:
+    """OpenAI's shape, but the code is the status."""
+    kind = TYPES.get(body.code, body.type)
+    return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind))
+
+
+PREFIXES = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding")
+API = Api(LlamaError, _error, prefixes=PREFIXES)
 
 
 class LlamaTopLogprob(msgspec.Struct, kw_only=True):
@@ -106,8 +132,8 @@ class LlamaSlot(msgspec.Struct, kw_only=True):
     is_processing: bool
 
 
-class Results:
-    """A call's results. Read them once, by `whole` or by `events`.
+class LlamaAnswer(Readable):
+    """A call's results, one for each prompt.
 
     Args:
         many: the request has several prompts, so that the reply is a list.
@@ -118,7 +144,6 @@ class Results:
         self._request = request
         self._model = model
         self._many = many
-        self._num_sent = [0] * len(answer.generation.states)
         self.id = answer.id
         self.stream = bool(request.stream)
 
@@ -126,42 +151,38 @@ class Results:
         self._answer.close()
 
     async def whole(self) -> Any:
-        """Return one result, or a list of them. Raises the engine's errors."""
         await self._answer.collect()
         results = []
         for place, state in enumerate(self._answer.generation.states):
             result = self._result(place, state)
             result.content = state.text
             result.tokens = list(state.token_ids) if self._request.return_tokens else []
-            result.completion_probabilities = self._probabilities(place, state)
+            result.completion_probabilities = self._probabilities(state)
             results.append(self._selected(result))
         return results if self._many else results[0]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield parts of the results, the last one of each with "stop": true. Raises the engine's errors."""
-        generation = self._answer.generation
         warnings = self._answer.call.warnings.reply()
-        async with generation:
-            async for pieces in generation:
-                for place, piece in pieces:
-                    state = generation.states[place]
-                    part = LlamaPart(
-                        index=place,
-                        content=piece.text,
-                        tokens=list(piece.token_ids),
-                        stop=False,
-                        id_slot=-1,
-                        tokens_predicted=len(state.token_ids),
-                        tokens_evaluated=len(state.request.prompt_token_ids),
-                        completion_probabilities=self._probabilities(place, state),
-                        timings=timings([[state]]) if self._request.timings_per_token else UNSET,
-                        warnings=warnings,
-                    )
-                    if piece.token_ids or piece.text:
-                        yield event(part)
-                        warnings = UNSET
-                    if state.finish is not None:
-                        yield event(self._selected(self._result(place, state)))
+        async for place, piece, _ in self._answer.parts():
+            state = self._answer.generation.states[place]
+            part = LlamaPart(
+                index=place,
+                content=piece.text,
+                tokens=list(piece.token_ids),
+                stop=False,
+                id_slot=-1,
+                tokens_predicted=len(state.token_ids),
+                tokens_evaluated=len(state.request.prompt_token_ids),
+                completion_probabilities=self._probabilities(piece),
+                timings=timings([[state]]) if self._request.timings_per_token else UNSET,
+                warnings=warnings,
+            )
+            if piece.token_ids or piece.text:
+                yield event(part)
+                warnings = UNSET
+            if state.finish is not None:
+                yield event(self._selected(self._result(place, state)))
 
     def _result(self, place: int, state: RequestState) -> LlamaResult:
         """The last event of an answer."""
@@ -192,13 +213,8 @@ class Results:
             tokens=[],
         )
 
-    def _probabilities(self, place: int, state: RequestState) -> Probabilities:
-        """Those of the tokens that came since the last call."""
-        if not self._request.n_probs:
-            return UNSET
-        entries = state.logprobs[self._num_sent[place] :]
-        self._num_sent[place] = len(state.logprobs)
-        return [self._entry(entry) for entry in entries]
+    def _probabilities(self, source: RequestState | TextDelta) -> Probabilities:
+        return [self._entry(entry) for entry in source.logprobs] if self._request.n_probs else UNSET
 
     def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
         top = [LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top]

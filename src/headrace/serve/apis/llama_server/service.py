@@ -1,4 +1,4 @@
-"""llama-server's API without HTTP.
+"""llama-server's API.
 
 There are no slots here: the batch has `max_num_seqs` places, and every prompt finds its prefix in the cache
 wherever it runs, so `/slots` shows places and no request can name one.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace import __version__
@@ -18,8 +18,7 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.protocol.params import SamplingParams
 from headrace.serve.apis.llama_server import reply
-from headrace.serve.apis.llama_server.errors import NoSlotError
-from headrace.serve.apis.llama_server.reply import Results, settings
+from headrace.serve.apis.llama_server.reply import NO_SLOT, LlamaAnswer, settings
 from headrace.serve.apis.llama_server.request import (
     IGNORED,
     MAX_PIECES,
@@ -37,6 +36,7 @@ from headrace.serve.call.replies import Tokenized, TokenPiece
 from headrace.serve.call.sampling import spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
+from headrace.serve.errors import CallError
 from headrace.text.templates import read_messages
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import ToolUse
@@ -50,11 +50,11 @@ class LlamaServer:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
-    async def completion(self, body: dict[str, Any]) -> Results:
-        """POST /completion."""
+    async def completion(self, body: dict[str, Any]) -> LlamaAnswer:
+        """llama-server's completion."""
         request = convert(LlamaCompletionRequest, body, IGNORED)
         answer = await self.model.complete(await self._call(request))
-        return Results(answer, request, self.model.name, many=are_many(request.prompt))
+        return LlamaAnswer(answer, request, self.model.name, many=are_many(request.prompt))
 
     async def _call(self, request: LlamaCompletionRequest) -> TextCall:
         prompts = await self._prompts(request.prompt)
@@ -141,7 +141,7 @@ class LlamaServer:
         return by_id
 
     async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
-        """POST /apply-template: what a chat would give the model."""
+        """The prompt that a chat becomes."""
         request = convert(TemplateRequest, body)
         call = ChatCall(
             model=request.model,
@@ -156,7 +156,10 @@ class LlamaServer:
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
     async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:
-        """POST /embedding. The reply is a list, which has no place for warnings."""
+        """Vectors of texts.
+
+        The reply is a list, which has no place for warnings.
+        """
         request = convert(EmbeddingRequest, body)
         self.model.check_model(request.model)
         if request.embd_normalize not in (None, -1, 2):
@@ -167,7 +170,7 @@ class LlamaServer:
         return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 
     def props(self) -> reply.LlamaProps:
-        """GET /props."""
+        """What is served, and with which defaults."""
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
         params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
@@ -184,12 +187,15 @@ class LlamaServer:
             is_sleeping=False,
         )
 
-    def slots(self, fail_on_no_slot: bool) -> list[reply.LlamaSlot]:
-        """GET /slots: the places of the batch, the taken ones first. Raises `NoSlotError` with `fail_on_no_slot`."""
+    def slots(self, query: Mapping[str, str]) -> list[reply.LlamaSlot]:
+        """The places of the batch.
+
+        Those in use come first. Raises `CallError` if all are and `query` has `fail_on_no_slot`.
+        """
         client, info = self.model.front.client, self.model.front.info
         num_busy = min(client.stats.num_running, info.max_num_seqs)
-        if fail_on_no_slot and num_busy == info.max_num_seqs:
-            raise NoSlotError("no slot is available")
+        if query.get("fail_on_no_slot", "0") not in ("", "0") and num_busy == info.max_num_seqs:
+            raise CallError(503, NO_SLOT, "no slot is available")
         return [
             reply.LlamaSlot(id=place, n_ctx=self.model.max_context, speculative=False, is_processing=place < num_busy)
             for place in range(info.max_num_seqs)

@@ -1,4 +1,4 @@
-"""Ollama's API without HTTP: generate, chat, embed, and what describes the one model that is served.
+"""Ollama's API: generate, chat, embed, and what describes the one model that is served.
 
 Options that belong to loading a model are listed in `warnings`: here the command line sets them.
 """
@@ -11,14 +11,15 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
 
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
 from headrace.serve.apis.ollama import reply
-from headrace.serve.apis.ollama.reply import Lines, now
+from headrace.serve.apis.ollama.reply import NDJSON, OllamaAnswer, line, now
 from headrace.serve.apis.ollama.request import (
     ChatRequest,
     EmbedRequest,
@@ -29,7 +30,7 @@ from headrace.serve.apis.ollama.request import (
     message_of,
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
-from headrace.serve.call.embedding import vectors
+from headrace.serve.call.embedding import Vectors, vectors
 from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.serve.call.sampling import spelling_of
@@ -62,21 +63,17 @@ LOADING = (
 T = TypeVar("T", bound=GenerationRequest)
 
 
-class UnservedError(HeadraceError):
-    """Something of Ollama's that this server does not do."""
-
-    status = 501
-    code = "not_implemented"
-
-
 class Ollama:
-    """The routes without HTTP."""
+    """The routes without HTTP; each takes a body, if it takes anything."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
-    async def chat(self, body: dict[str, Any]) -> Lines | reply.LoadReply:
-        """POST /api/chat; without messages, as Ollama's clients load a model, the reply says that it is loaded."""
+    async def chat(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
+        """Ollama's chat.
+
+        Without messages, as Ollama's clients load a model, the reply says that it is loaded.
+        """
         request = self._read(ChatRequest, body)
         if not request.messages:
             return _loaded(request, message=reply.ReplyMessage(content=""))
@@ -88,10 +85,13 @@ class Ollama:
             tools=ToolUse.of(request.tools, None, True),
             spelling=SPELLING | {"prompt": "messages"},
         )
-        return Lines(await self.model.chat(call), request, chat=True, ids=False)
+        return OllamaAnswer(await self.model.chat(call), request, chat=True, ids=False)
 
-    async def generate(self, body: dict[str, Any]) -> Lines | reply.LoadReply:
-        """POST /api/generate; without a prompt, as Ollama's clients load a model, the reply says so."""
+    async def generate(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
+        """Ollama's completion of one prompt.
+
+        Without a prompt, as Ollama's clients load a model, the reply says so.
+        """
         request = self._read(GenerateRequest, body)
         if request.images:
             raise RequestError("images", "images", "left out: the models served here read text")
@@ -107,62 +107,79 @@ class Ollama:
             messages=[*messages, ChatMessage(role="user", content=request.prompt)],
         )
         if not request.raw and not request.context:
-            return Lines(await self.model.chat(chat), request, chat=False, ids=True)
+            return OllamaAnswer(await self.model.chat(chat), request, chat=False, ids=True)
         if request.raw:
             token_ids = await self.model.encode(request.prompt, True)
         else:
             # What the template does not honour is no warning of this call, whose prompt is token ids.
             _, token_ids = await self.model.chat_prompt(msgspec.structs.replace(chat, warnings=Warnings()))
         call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
-        return Lines(await self.model.complete(call), request, chat=False, ids=not request.raw)
+        return OllamaAnswer(await self.model.complete(call), request, chat=False, ids=not request.raw)
 
-    async def embed(self, body: dict[str, Any], older: bool) -> reply.EmbedReply | reply.EmbeddingReply:
-        """POST /api/embed: vectors of length 1. `older`: /api/embeddings, whose one vector has any length."""
+    async def embed(self, body: dict[str, Any]) -> reply.EmbedReply:
+        """Vectors of texts.
+
+        Each has the length 1.
+        """
         start_time = time.monotonic()
-        request = convert(EmbedRequest, body, {"keep_alive": STAYS})
-        self.model.check_model(self._name(request.model))
-        if request.options:
-            request.warn("options", "ignored: none of them changes a vector")
-        field = "prompt" if older else "input"
-        value = getattr(request, field)
-        if value is None:
-            raise RequestError(field, None, "a text" if older else "a text, or a list of texts")
-        with spelled({"prompt": field}):
-            embedded = await vectors(
-                self.model.front,
-                [value] if isinstance(value, str) else value,
-                dimensions=request.dimensions,
-                normalize=not older,
-                field=field,
-                truncate_prompt_tokens=None if request.truncate is False else -1,
-            )
-        warnings = request.warnings.reply()
-        if older:
-            return reply.EmbeddingReply(embedding=embedded.rows[0], warnings=warnings)
+        request, embedded = await self._embed(body, "input", "a text, or a list of texts", normalize=True)
         return reply.EmbedReply(
             model=request.model,
             embeddings=embedded.rows,
             prompt_eval_count=embedded.num_tokens,
             total_duration=int((time.monotonic() - start_time) * 1e9),
             load_duration=0,
-            warnings=warnings,
+            warnings=request.warnings.reply(),
         )
 
+    async def embeddings(self, body: dict[str, Any]) -> reply.EmbeddingReply:
+        """The vector of one text.
+
+        The older name of `embed`; the vector has any length.
+        """
+        request, embedded = await self._embed(body, "prompt", "a text", normalize=False)
+        return reply.EmbeddingReply(embedding=embedded.rows[0], warnings=request.warnings.reply())
+
+    async def _embed(
+        self, body: dict[str, Any], field: str, bound: str, normalize: bool
+    ) -> tuple[EmbedRequest, Vectors]:
+        """Return a request and the vectors of its `field`, which must be `bound`."""
+        request = convert(EmbedRequest, body, {"keep_alive": STAYS})
+        self.model.check_model(self._name(request.model))
+        if request.options:
+            request.warn("options", "ignored: none of them changes a vector")
+        value = getattr(request, field)
+        if value is None:
+            raise RequestError(field, None, bound)
+        with spelled({"prompt": field}):
+            embedded = await vectors(
+                self.model.front,
+                [value] if isinstance(value, str) else value,
+                dimensions=request.dimensions,
+                normalize=normalize,
+                field=field,
+                truncate_prompt_tokens=None if request.truncate is False else -1,
+            )
+        return request, embedded
+
     def tags(self) -> reply.OllamaModels:
-        """GET /api/tags."""
+        """The models that are there."""
         return reply.OllamaModels(models=[self._card()])
 
     def ps(self) -> reply.OllamaModels:
-        """GET /api/ps. The model never expires; the date is one that no client takes for the past."""
+        """The models that are loaded.
+
+        The model never expires; the date is one that no client takes for the past.
+        """
         card = self._card()
         card.expires_at, card.size_vram = "9999-12-31T23:59:59Z", 0
         card.context_length = self.model.max_context
         return reply.OllamaModels(models=[card])
 
     def show(self, body: dict[str, Any]) -> reply.ShowReply:
-        """POST /api/show."""
+        """One model."""
         request = convert(ShowRequest, body)
-        self.check_name(request)
+        self._check_name(request)
         info, card = self.model.front.info, self._card()
         tokenizer = self.model.front.tokenizer
         template = (tokenizer.chat_template if tokenizer is not None else None) or ""
@@ -186,7 +203,14 @@ class Ollama:
             warnings=request.warnings.reply(),
         )
 
-    def check_name(self, request: ShowRequest) -> None:
+    def pull(self, body: dict[str, Any]) -> reply.PullReply | Response:
+        """Nothing to do for the model that is served; others can not be had."""
+        request = convert(ShowRequest, body)
+        self._check_name(request)
+        done = reply.PullReply(warnings=request.warnings.reply())
+        return done if request.stream is False else Response(line(done), media_type=NDJSON)
+
+    def _check_name(self, request: ShowRequest) -> None:
         """Raises `RequestError` for a request that names no model, and `ModelNotFoundError` for one not served."""
         name = request.model or request.name
         if not name:

@@ -3,7 +3,7 @@
 Batches run one at a time, oldest first, with several lines at once. No new line starts while other requests wait:
 interactive requests go first. An answer is written to the output file before it is counted, so with a storage folder
 the next server continues a batch that this one did not finish. A batch waits while the disk is full or fails. This
-module knows files and lines; only `add_routes` knows HTTP.
+module knows files and lines, and no HTTP.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.engine.tenants import Tenant, acting_as
 from headrace.protocol.errors import EngineDeadError, HeadraceError, RequestError
@@ -29,7 +27,6 @@ from headrace.serve import routing
 from headrace.serve.apis.openai.files import PAGE, Files, NotFoundError, page
 from headrace.serve.apis.openai.reply import Page
 from headrace.serve.call.parsing import Body, WarningLines, convert
-from headrace.serve.errors import json_response
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 
@@ -134,8 +131,12 @@ class Batches:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
 
-    def create(self, request: BatchRequest) -> BatchObject:
-        """Accept a batch. Raises `RequestError`, `NotFoundError`, `StoreFullError`."""
+    def create(self, body: dict[str, Any]) -> BatchObject:
+        """Answer a file of requests in the background.
+
+        Raises `RequestError`, `NotFoundError`, `StoreFullError`.
+        """
+        request = convert(BatchRequest, body)
         if request.endpoint not in self.answerer.routes:
             raise RequestError("endpoint", request.endpoint, "one of " + ", ".join(self.answerer.routes))
         window = re.fullmatch(r"(\d{1,3})h", request.completion_window)
@@ -181,17 +182,23 @@ class Batches:
         return batch
 
     def get(self, batch_id: str) -> BatchObject:
-        """Raises `NotFoundError`."""
+        """One batch.
+
+        Raises `NotFoundError`.
+        """
         if batch_id not in self.store:
             raise NotFoundError("batch", batch_id)
         return msgspec.convert(self._card(batch_id), BatchObject)
 
-    def listed(self) -> list[BatchObject]:
-        """All batches, oldest first."""
-        return [self.get(batch_id) for batch_id in self.store]
+    def listed(self, query: Mapping[str, str]) -> BatchList:
+        """The batches."""
+        return page(BatchList, [self.get(batch_id) for batch_id in self.store], query, DEFAULT_PAGE)
 
     def cancel(self, batch_id: str) -> BatchObject:
-        """End a batch early; what was answered stays. Raises `NotFoundError`, `RequestError` if it has ended."""
+        """End a batch early.
+
+        What was answered stays. Raises `NotFoundError`, `RequestError` if it has ended.
+        """
         batch = self.get(batch_id)
         if batch.status in ENDED:
             raise RequestError("batch_id", batch.status, "that of a batch which has not ended")
@@ -389,24 +396,7 @@ def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
 
 def add_routes(app: Starlette, batches: Batches) -> None:
     """/v1/batches."""
-
-    async def create(request: Request) -> Response:
-        """Answer a file of requests in the background."""
-        return json_response(batches.create(convert(BatchRequest, await routing.body(request))))
-
-    async def listed(request: Request) -> Response:
-        """The batches."""
-        return json_response(page(BatchList, batches.listed(), request, DEFAULT_PAGE, lambda batch: str(batch.id)))
-
-    async def get(request: Request) -> Response:
-        """One batch."""
-        return json_response(batches.get(request.path_params["batch_id"]))
-
-    async def cancel(request: Request) -> Response:
-        """End a batch early."""
-        return json_response(batches.cancel(request.path_params["batch_id"]))
-
-    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=BatchObject)
-    routing.get(app, "/v1/batches", listed, gives=BatchList, query=PAGE)
-    routing.get(app, "/v1/batches/{batch_id}", get, gives=BatchObject)
-    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel, gives=BatchObject)
+    routing.post(app, "/v1/batches", batches.create, takes=BatchRequest, gives=BatchObject)
+    routing.get(app, "/v1/batches", batches.listed, gives=BatchList, query=PAGE)
+    routing.get(app, "/v1/batches/{batch_id}", batches.get, gives=BatchObject)
+    routing.post(app, "/v1/batches/{batch_id}/cancel", batches.cancel, gives=BatchObject)

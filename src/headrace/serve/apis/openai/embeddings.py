@@ -10,8 +10,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
@@ -19,8 +17,6 @@ from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import json_response
-from headrace.serve.gates.streams import until_gone
 from headrace.text.inputs import new_request_id
 from headrace.text.vectors import likeness, packed
 
@@ -124,7 +120,7 @@ class Embeddings:
         self.model = model
 
     async def create(self, body: dict[str, Any]) -> EmbeddingReply:
-        """POST /v1/embeddings."""
+        """Texts as vectors."""
         request = convert(EmbeddingRequest, body)
         self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
@@ -145,7 +141,7 @@ class Embeddings:
         return EmbeddingReply(data=data, **self._tail(request, embedded.num_tokens))
 
     async def score(self, body: dict[str, Any]) -> ScoreReply:
-        """POST /v1/score."""
+        """How alike texts are."""
         request = convert(ScoreRequest, body)
         self.model.check_model(request.model)
         ones, others = _as_list(request.text_1), _as_list(request.text_2)
@@ -161,7 +157,7 @@ class Embeddings:
         return ScoreReply(id=f"score-{new_request_id()}", data=data, **tail)
 
     async def rerank(self, body: dict[str, Any]) -> RerankReply:
-        """POST /v1/rerank."""
+        """Documents by their likeness to a query."""
         request = convert(RerankRequest, body)
         self.model.check_model(request.model)
         top_n = len(request.documents) if request.top_n is None else request.top_n
@@ -191,24 +187,8 @@ def _as_list(texts: str | list[str]) -> list[str]:
 
 def add_routes(app: Starlette, embeddings: Embeddings) -> None:
     """/v1/embeddings, /v1/score and /v1/rerank."""
-
-    async def create(request: Request) -> Response:
-        """Texts as vectors."""
-        body = await routing.body(request)
-        return json_response(await until_gone(request.receive, embeddings.create(body)))
-
-    async def score(request: Request) -> Response:
-        """How alike texts are."""
-        body = await routing.body(request)
-        return json_response(await until_gone(request.receive, embeddings.score(body)))
-
-    async def rerank(request: Request) -> Response:
-        """Documents by their likeness to a query."""
-        body = await routing.body(request)
-        return json_response(await until_gone(request.receive, embeddings.rerank(body)))
-
-    routing.post(app, "/v1/embeddings", create, takes=EmbeddingRequest, gives=EmbeddingReply)
+    routing.post(app, "/v1/embeddings", embeddings.create, takes=EmbeddingRequest, gives=EmbeddingReply)
     for path in ("/v1/score", "/score"):
-        routing.post(app, path, score, takes=ScoreRequest, gives=ScoreReply)
+        routing.post(app, path, embeddings.score, takes=ScoreRequest, gives=ScoreReply)
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        routing.post(app, path, rerank, takes=RerankRequest, gives=RerankReply)
+        routing.post(app, path, embeddings.rerank, takes=RerankRequest, gives=RerankReply)

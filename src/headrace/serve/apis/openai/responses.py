@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.engine.generation import off_loop
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
-from headrace.serve import routing
+from headrace.serve import errors, routing
 from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
 from headrace.serve.apis.openai.reply import Deleted, Page
 from headrace.serve.apis.openai.responses_events import (
@@ -35,7 +33,6 @@ from headrace.serve.apis.openai.responses_events import (
     ResponseObject,
     ResponseUsage,
     TextSettings,
-    encode,
 )
 from headrace.serve.apis.openai.responses_input import (
     NamedItem,
@@ -45,13 +42,13 @@ from headrace.serve.apis.openai.responses_input import (
     messages_of,
     read,
 )
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.call import ChatCall
+from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import error_body, json_response
+from headrace.serve.routing import Readable
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
+from headrace.text.outputs import TextDelta
 from headrace.text.parts import Content, MessagePart
 
 logger = logging.getLogger("headrace.server")
@@ -73,29 +70,20 @@ class Entry(msgspec.Struct, kw_only=True):
     history: list[dict[str, Any]]
 
 
-class ResponseAnswer:
-    """An accepted response. Read it once, by `whole` or by `events`; `close` aborts what still runs."""
+class ResponseAnswer(Readable):
+    """An accepted response."""
 
     def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: ResponseObject) -> None:
         self.api, self.request, self.chat, self.response = api, request, chat, response
         self.output = Output(response)
-        self._num_read = 0
+        self.id, self.stream = response.id, bool(request.stream)
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
 
-    @property
-    def id(self) -> str:
-        return self.response.id
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
-
     async def whole(self) -> ResponseObject:
-        """Return the response object at its end. Raises the engine's errors."""
         try:
-            async for _, parts in self.chat.parts():
-                self._take(parts)
+            async for _, piece, parts in self.chat.parts():
+                self._take(piece, parts)
         except HeadraceError as error:
             self._fail(error)
             raise
@@ -105,19 +93,19 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as events. An error of the engine becomes `response.failed`."""
-        yield encode(self.output.whole("created"))
-        yield encode(self.output.whole("in_progress"))
+        yield _encode(self.output.whole("created"))
+        yield _encode(self.output.whole("in_progress"))
         try:
-            async for _, parts in self.chat.parts():
-                for event in self._take(parts):
-                    yield encode(event)
+            async for _, piece, parts in self.chat.parts():
+                for event in self._take(piece, parts):
+                    yield _encode(event)
         except HeadraceError as error:
             self._fail(error)
-            yield encode(self.output.whole("failed"))
+            yield _encode(self.output.whole("failed"))
             return
         await self._count_reasoning()
         for event in self._finish():
-            yield encode(event)
+            yield _encode(event)
 
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
@@ -127,12 +115,11 @@ class ResponseAnswer:
             self.response.status = "cancelled"
             self.api.keep(self.response)
 
-    def _take(self, parts: list[MessagePart]) -> list[Event]:
-        """Return the events of new parts. Log-probabilities of tokens go with the next text that comes."""
-        state = self.chat.generation.states[0]
-        fresh, self._num_read = state.logprobs[self._num_read :], len(state.logprobs)
+    def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
+        """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
+        has one token at most where there are some, so the cut of the answer into pieces does not matter."""
         if self.chat.call.logprobs is not None:
-            self._logprobs += chat_logprobs(self.chat.tokenizer, fresh)
+            self._logprobs += chat_logprobs(self.chat.tokenizer, piece.logprobs)
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
@@ -168,10 +155,10 @@ class ResponseAnswer:
         return [*events, self.output.whole(response.status)]
 
     def _fail(self, error: HeadraceError) -> None:
-        _, body = error_body(error)
+        _, body = errors.error_body(error)
         self.output.end("incomplete")
         self.response.status = "failed"
-        self.response.error = ResponseError(code="server_error", message=body.error.message)
+        self.response.error = ResponseError(code="server_error", message=body.message)
         self.api.keep(self.response)
 
     def _usage(self) -> ResponseUsage:
@@ -268,7 +255,10 @@ class Responses:
         return self._entry(response_id).input
 
     def cancel(self, response_id: str) -> ResponseObject:
-        """End a response that runs in the background. Raises `NotFoundError`, `RequestError`."""
+        """End a response that runs in the background.
+
+        Raises `NotFoundError`, `RequestError`.
+        """
         response = self.get(response_id)
         if not response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
@@ -278,13 +268,17 @@ class Responses:
             answer.close()
         return self.get(response_id)
 
-    def delete(self, response_id: str) -> None:
-        """Forget a response; one that runs in the background is ended. Raises `NotFoundError`."""
+    def delete(self, response_id: str) -> Deleted:
+        """Delete a stored response.
+
+        One that runs in the background is ended. Raises `NotFoundError`.
+        """
         if response_id not in self.store:
             raise NotFoundError("response", response_id)
         if response_id in self._background:
             self.cancel(response_id)
         self.store.delete(response_id)
+        return Deleted(id=response_id, object="response", deleted=True)
 
     def keep(self, response: ResponseObject) -> None:
         """Store what became of a response, if it is stored and still there."""
@@ -379,6 +373,11 @@ class Responses:
         )
 
 
+def _encode(event: Event) -> bytes:
+    """Return one server-sent event, named after its type."""
+    return errors.event(event, event.type)
+
+
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"strict": False, "parameters": None} | tool
 
@@ -386,45 +385,25 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def add_routes(app: Starlette, responses: Responses) -> None:
     """/v1/responses."""
 
-    async def create(request: Request) -> Any:
+    async def create(body: dict[str, Any]) -> ResponseAnswer | ResponseObject:
         """OpenAI's responses: items in, items or typed events out."""
-        answer = await responses.create(await routing.body(request))
-        if answer.request.background:
-            return json_response(responses.run_in_background(answer))
-        return await routing.deliver(request, answer)
+        answer = await responses.create(body)
+        return responses.run_in_background(answer) if answer.request.background else answer
 
-    async def get(request: Request) -> Response:
+    def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
         """A stored response."""
-        if request.query_params.get("stream", "false") != "false":
-            raise RequestError("stream", request.query_params["stream"], "false: a stored response is read whole")
-        return json_response(responses.get(request.path_params["response_id"]))
+        if query.get("stream", "false") != "false":
+            raise RequestError("stream", query["stream"], "false: a stored response is read whole")
+        return responses.get(response_id)
 
-    async def delete(request: Request) -> Response:
-        """Delete a stored response."""
-        response_id = request.path_params["response_id"]
-        responses.delete(response_id)
-        return json_response(Deleted(id=response_id, object="response", deleted=True))
-
-    async def cancel(request: Request) -> Response:
-        """End a response that runs in the background."""
-        return json_response(responses.cancel(request.path_params["response_id"]))
-
-    async def input_items(request: Request) -> Response:
+    def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
         """What a stored response was asked."""
-        items = responses.items(request.path_params["response_id"])
-        return json_response(page(InputItems, items, request, DEFAULT_PAGE, lambda item: str(item["id"])))
+        return page(InputItems, responses.items(response_id), query, DEFAULT_PAGE)
 
     one = "/v1/responses/{response_id}"
-    routing.post(
-        app,
-        "/v1/responses",
-        create,
-        takes=ResponsesRequest,
-        gives=ResponseObject,
-        streams="text/event-stream",
-        chunks=(Event,),
-    )
+    stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (Event,)}
+    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=ResponseObject, **stream)
     routing.get(app, one, get, gives=ResponseObject, query=("stream",))
-    routing.add(app, one, delete, ("DELETE",), gives=Deleted)
-    routing.post(app, f"{one}/cancel", cancel, gives=ResponseObject)
+    routing.add(app, one, responses.delete, ("DELETE",), gives=Deleted)
+    routing.post(app, f"{one}/cancel", responses.cancel, gives=ResponseObject)
     routing.get(app, f"{one}/input_items", input_items, gives=InputItems, query=PAGE)
