@@ -448,7 +448,7 @@ def test_I_24_serving_is_true_both_ways(mortal: Live) -> None:
 def test_a_server_that_drains_takes_nothing_new(tokenizer: Tokenizer) -> None:
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         live.client.is_draining = True
-        live.app.state.life.draining = True
+        live.app.state.lifespan.draining = True
         reply = live.post("/v1/completions", LONG)
         assert reply.status_code == 503
         assert "shutting down" in reply.json()["error"]["message"]

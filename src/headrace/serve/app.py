@@ -54,9 +54,8 @@ from headrace.serve.call.replies import Tokenized
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError, api_of, error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
-from headrace.serve.gates.calls import CallGate
+from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.gates.connection import Connection
-from headrace.serve.gates.headers import HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.text.inputs import seed_source
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -66,7 +65,7 @@ logger = logging.getLogger("headrace.server")
 # The APIs whose errors have another shape than OpenAI's.
 APIS = (anthropic.API, ollama.API, llama_server.API)
 # Seconds that a client has to read the last event of its stream after draining ends.
-LAST_WORDS_S = 5.0
+STREAM_END_S = 5.0
 
 
 def create_app(
@@ -97,11 +96,11 @@ def create_app(
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    life = Life(client, server.log_stats_interval, served.warm_up, storage, tracer)
-    app = Starlette(lifespan=life.run)
+    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, tracer)
+    app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
-    app.state.life = life
+    app.state.lifespan = lifespan
     app.state.client = client
     openai_completions.add_routes(app, served, functools.partial(audit.of_form, audits))
     anthropic_paths.add_routes(app, served)
@@ -109,7 +108,7 @@ def create_app(
     llama_paths.add_routes(app, served)
     _add_tokenize(app, served)
     add_storage_routes(app, storage)
-    _add_operations(app, client, metrics, life)
+    _add_operations(app, client, metrics, lifespan)
     openapi.add_routes(app, model, bool(ring))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
@@ -164,7 +163,7 @@ def _add_tokenize(app: Starlette, model: ServedModel) -> None:
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The reply of the probes: one word of `Life.status`, or "live", "serving" or "silent"."""
+    """The reply of the probes: one word of `Lifespan.status`, or "live", "serving" or "silent"."""
 
     status: str
 
@@ -175,18 +174,18 @@ class Load(msgspec.Struct, kw_only=True):
     server_load: int
 
 
-def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
+def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics, lifespan: Lifespan) -> None:
     def live() -> Status:
         """The process answers."""
         return Status(status="live")
 
     def ready() -> Response:
         """The engine makes tokens."""
-        return probed(life.status(), "ready")
+        return probed(lifespan.status(), "ready")
 
     async def serving() -> Response:
         """The engine makes steps, or answers at once if it has nothing to do."""
-        status = life.status()
+        status = lifespan.status()
         if status == "ready":
             status = "serving" if await client.answers() else "silent"
         return probed(status, "serving")
@@ -216,7 +215,7 @@ def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics
     routing.get(app, "/metrics", scrape, media_type="text/plain")
 
 
-class Life:
+class Lifespan:
     """The application's lifespan and its state: loading, ready, restarting, stalled, dead or draining."""
 
     def __init__(
@@ -275,7 +274,7 @@ class Life:
         try:
             await self._warm_up()
             await self.client.start()
-            self._tell_start()
+            self._log_start()
             self.storage.start()
         except Exception as error:  # whatever it is: a server that loads for ever would tell nobody
             self.failure = error
@@ -288,7 +287,7 @@ class Life:
         self.failure = EngineDeadError("the engine died too often")
         self.ended.set()
 
-    def _tell_start(self) -> None:
+    def _log_start(self) -> None:
         info = self.client.info
         num_tokens = info.num_blocks * info.block_size
         logger.info("%s: dtype %s, backend %s, device %s", info.model, info.dtype, info.backend, info.device)
@@ -338,9 +337,9 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain."""
 
-    def __init__(self, config: uvicorn.Config, life: Life, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, lifespan: Lifespan, drain_seconds: float) -> None:
         super().__init__(config)
-        self._life = life
+        self._lifespan = lifespan
         self._drain_seconds = drain_seconds
 
     @contextlib.contextmanager
@@ -354,7 +353,7 @@ class _Uvicorn(uvicorn.Server):
         # A second signal ends the server without a drain.
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._life.drain(self._drain_seconds)
+        self._lifespan.drain(self._drain_seconds)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -421,19 +420,19 @@ def run(app: Starlette, server: ServerConfig) -> int:
         server_header=False,
         ws="none",
         lifespan="on",
-        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + LAST_WORDS_S),
+        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + STREAM_END_S),
     )
-    life = app.state.life
+    lifespan = app.state.lifespan
     # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
     # delay every call by a tenth of a second.
     gc.collect()
     gc.freeze()
-    return asyncio.run(_run(_Uvicorn(config, life, server.shutdown_timeout), life))
+    return asyncio.run(_run(_Uvicorn(config, lifespan, server.shutdown_timeout), lifespan))
 
 
-async def _run(server: uvicorn.Server, life: Life) -> int:
+async def _run(server: uvicorn.Server, lifespan: Lifespan) -> int:
     async def stop_when_dead() -> None:
-        await life.ended.wait()
+        await lifespan.ended.wait()
         server.should_exit = True
 
     watch = asyncio.create_task(stop_when_dead())
@@ -441,4 +440,4 @@ async def _run(server: uvicorn.Server, life: Life) -> int:
         await server.serve()
     finally:
         watch.cancel()
-    return 1 if life.failure is not None or not server.started else 0
+    return 1 if lifespan.failure is not None or not server.started else 0

@@ -15,8 +15,7 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.engine.tenants import Limits, Rates
 from headrace.protocol.config import ServerConfig
 from headrace.serve.gates.auth import PUBLIC_PATHS, ApiKeyGate, Key, KeyRing
-from headrace.serve.gates.calls import CallGate
-from headrace.serve.gates.headers import HeaderGate
+from headrace.serve.gates.calls import CallGate, HeaderGate
 from headrace.text.tokenizer import Tokenizer
 
 KEY = "sesame-1234"

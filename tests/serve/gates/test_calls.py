@@ -21,8 +21,7 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.serve import app
 from headrace.serve.call import service
-from headrace.serve.gates.calls import context_of
-from headrace.serve.gates.headers import by_name
+from headrace.serve.gates.calls import by_name, context_of
 from headrace.text.tokenizer import Tokenizer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

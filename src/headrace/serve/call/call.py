@@ -25,7 +25,7 @@ from headrace.serve.call.schema import StreamOptions
 from headrace.text.inputs import new_request_id
 from headrace.text.outputs import TextDelta
 from headrace.text.parts import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning
-from headrace.text.templates import ChatMessage
+from headrace.text.templates import ChatMessage, read_messages
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import ToolUse
 
@@ -91,6 +91,21 @@ class ChatCall(Call, kw_only=True):
     template_variables: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+
+
+def chat_of(request: Any, **fields: Any) -> ChatCall:
+    """Return the chat of a request in OpenAI's shape: what of it shapes the prompt, and further `fields` of the call.
+    Raises `RequestError`."""
+    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
+    return ChatCall(
+        **fields,
+        messages=read_messages(request.messages or []),
+        tools=ToolUse.of(request.tools, choice, parallel is not False),
+        reasoning_effort=request.reasoning_effort,
+        template_variables=request.chat_template_kwargs or {},
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+    )
 
 
 def spell(field: str, spelling: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,14 @@ class StorageError(HeadraceError):
     code = "storage_failed"
 
 
+@dataclass(slots=True)
 class _Entry:
     """One entry. `text` is the encoded metadata, `body` is None if a folder has it, `size` is the bytes of both."""
 
-    __slots__ = ("body", "owner", "size", "text")
-
-    def __init__(self, text: bytes, body: bytearray | None, size: int, owner: str) -> None:
-        self.text = text
-        self.body = body
-        self.size = size
-        self.owner = owner
+    text: bytes
+    body: bytearray | None
+    size: int
+    owner: str
 
 
 class Store:
@@ -111,12 +110,12 @@ class Store:
         """Return a new random id that can not be guessed."""
         return self.prefix + secrets.token_hex(16)
 
-    def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
+    def put(self, entry_id: str, metadata: dict[str, Any], body: bytes = b"") -> None:
         """Add an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
         changes."""
         known = self._entries.get(entry_id)
         owner = tenants.current().name if known is None else known.owner
-        text = _encode(about, owner)
+        text = _encode(metadata, owner)
         self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
         # The body goes first: the next start deletes a body without metadata.
         self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
@@ -124,10 +123,10 @@ class Store:
         self._entries[entry_id] = _Entry(text, memory, len(text) + len(body), owner)
         self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
 
-    def tell(self, entry_id: str, about: dict[str, Any]) -> None:
+    def set_metadata(self, entry_id: str, metadata: dict[str, Any]) -> None:
         """Replace the metadata of an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
-        text = _encode(about, entry.owner)
+        text = _encode(metadata, entry.owner)
         size = entry.size - len(entry.text) + len(text)
         self._make_room(entry_id, size, entry.size)
         self._write({f"{entry_id}.json": text})
@@ -153,7 +152,7 @@ class Store:
         entry.size += len(data)
         self.num_bytes += len(data)
 
-    def about(self, entry_id: str) -> dict[str, Any] | None:
+    def metadata(self, entry_id: str) -> dict[str, Any] | None:
         """Return a copy of an entry's metadata, or None if there is no entry."""
         entry = self._visible(entry_id)
         if entry is None:
@@ -268,15 +267,15 @@ class Store:
         try:
             status = os.lstat(folder / f"{entry_id}.bin")
             text = (folder / f"{entry_id}.json").read_bytes()
-            about = msgspec.json.decode(text)
+            metadata = msgspec.json.decode(text)
         except (OSError, msgspec.DecodeError) as error:
             logger.warning("%s in %s is left out: %s", entry_id, folder, error)
             return
-        if not stat.S_ISREG(status.st_mode) or not isinstance(about, dict):
+        if not stat.S_ISREG(status.st_mode) or not isinstance(metadata, dict):
             logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
             return
         size = len(text) + status.st_size
-        self._entries[entry_id] = _Entry(text, None, size, str(about.get(_OWNER, "")))
+        self._entries[entry_id] = _Entry(text, None, size, str(metadata.get(_OWNER, "")))
         self.num_bytes += size
 
 
@@ -300,5 +299,5 @@ def _write_all(descriptor: int, data: bytes, begin: int) -> None:
     os.ftruncate(descriptor, begin + len(data))
 
 
-def _encode(about: dict[str, Any], owner: str) -> bytes:
-    return msgspec.json.encode(about | {_OWNER: owner} if owner else about)
+def _encode(metadata: dict[str, Any], owner: str) -> bytes:
+    return msgspec.json.encode(metadata | {_OWNER: owner} if owner else metadata)

@@ -28,7 +28,7 @@ from headrace.serve.apis.llama_server.request import (
     TemplateRequest,
     are_many,
 )
-from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.call import TextCall, chat_of, spelled
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import convert
@@ -37,9 +37,7 @@ from headrace.serve.call.sampling import spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
-from headrace.text.templates import read_messages
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools.choice import ToolUse
 
 TOKEN_ID = re.compile("-?[0-9]{1,20}")
 
@@ -143,16 +141,7 @@ class LlamaServer:
     async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
         """The prompt that a chat becomes."""
         request = convert(TemplateRequest, body)
-        call = ChatCall(
-            model=request.model,
-            messages=read_messages(request.messages),
-            tools=ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False),
-            reasoning_effort=request.reasoning_effort,
-            template_variables=request.chat_template_kwargs or {},
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-        )
-        text, _ = await self.model.chat_prompt(call)
+        text, _ = await self.model.chat_prompt(chat_of(request, model=request.model))
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
     async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:

@@ -46,7 +46,8 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
         app, "/api/generate", ollama.generate, takes=GenerateRequest, gives=reply.GenerateReply, chunks=chunks, **lines
     )
     routing.post(app, "/api/embed", ollama.embed, API, takes=EmbedRequest, gives=reply.EmbedReply)
-    routing.post(app, "/api/embeddings", ollama.embeddings, API, takes=EmbedRequest, gives=reply.EmbeddingReply)
+    older: dict[str, Any] = {"gives": reply.EmbeddingReply, "summary": "The vector of one text."}
+    routing.post(app, "/api/embeddings", functools.partial(ollama.embed, older=True), API, takes=EmbedRequest, **older)
     routing.post(app, "/api/show", ollama.show, API, takes=ShowRequest, gives=reply.ShowReply)
     routing.post(
         app, "/api/pull", ollama.pull, takes=ShowRequest, gives=reply.PullReply, chunks=(reply.PullReply,), **lines

@@ -30,7 +30,7 @@ from headrace.serve.apis.ollama.request import (
     message_of,
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
-from headrace.serve.call.embedding import Vectors, vectors
+from headrace.serve.call.embedding import vectors
 from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.serve.call.sampling import spelling_of
@@ -116,51 +116,40 @@ class Ollama:
         call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
         return OllamaAnswer(await self.model.complete(call), request, chat=False, ids=not request.raw)
 
-    async def embed(self, body: dict[str, Any]) -> reply.EmbedReply:
+    async def embed(self, body: dict[str, Any], older: bool = False) -> reply.EmbedReply | reply.EmbeddingReply:
         """Vectors of texts.
 
-        Each has the length 1.
+        They have the length 1. `older`: for /api/embeddings, whose one vector has any length.
         """
         start_time = time.monotonic()
-        request, embedded = await self._embed(body, "input", "a text, or a list of texts", normalize=True)
+        request = convert(EmbedRequest, body, {"keep_alive": STAYS})
+        self.model.check_model(self._name(request.model))
+        if request.options:
+            request.warn("options", "ignored: none of them changes a vector")
+        field = "prompt" if older else "input"
+        value = getattr(request, field)
+        if value is None:
+            raise RequestError(field, None, "a text" if older else "a text, or a list of texts")
+        with spelled({"prompt": field}):
+            embedded = await vectors(
+                self.model.front,
+                [value] if isinstance(value, str) else value,
+                dimensions=request.dimensions,
+                normalize=not older,
+                field=field,
+                truncate_prompt_tokens=None if request.truncate is False else -1,
+            )
+        warnings = request.warnings.reply()
+        if older:
+            return reply.EmbeddingReply(embedding=embedded.rows[0], warnings=warnings)
         return reply.EmbedReply(
             model=request.model,
             embeddings=embedded.rows,
             prompt_eval_count=embedded.num_tokens,
             total_duration=int((time.monotonic() - start_time) * 1e9),
             load_duration=0,
-            warnings=request.warnings.reply(),
+            warnings=warnings,
         )
-
-    async def embeddings(self, body: dict[str, Any]) -> reply.EmbeddingReply:
-        """The vector of one text.
-
-        The older name of `embed`; the vector has any length.
-        """
-        request, embedded = await self._embed(body, "prompt", "a text", normalize=False)
-        return reply.EmbeddingReply(embedding=embedded.rows[0], warnings=request.warnings.reply())
-
-    async def _embed(
-        self, body: dict[str, Any], field: str, bound: str, normalize: bool
-    ) -> tuple[EmbedRequest, Vectors]:
-        """Return a request and the vectors of its `field`, which must be `bound`."""
-        request = convert(EmbedRequest, body, {"keep_alive": STAYS})
-        self.model.check_model(self._name(request.model))
-        if request.options:
-            request.warn("options", "ignored: none of them changes a vector")
-        value = getattr(request, field)
-        if value is None:
-            raise RequestError(field, None, bound)
-        with spelled({"prompt": field}):
-            embedded = await vectors(
-                self.model.front,
-                [value] if isinstance(value, str) else value,
-                dimensions=request.dimensions,
-                normalize=normalize,
-                field=field,
-                truncate_prompt_tokens=None if request.truncate is False else -1,
-            )
-        return request, embedded
 
     def tags(self) -> reply.OllamaModels:
         """The models that are there."""

@@ -181,7 +181,7 @@ class CompletionReply(Reply):
 
     def _choice(self, place: int, state: RequestState) -> reply.CompletionChoice:
         fields = self._opening_fields(place, state)
-        text = fields.pop("text", "") + state.text
+        text = fields.pop("body", "") + state.text
         logprobs = fields.pop("logprobs", None)
         if self._logprobs is not None:
             generated = self._logprobs[place].add(state.token_ids, state.logprobs)
@@ -190,7 +190,7 @@ class CompletionReply(Reply):
             else:
                 logprobs.extend(generated)
         ending = self._ending(state, state.token_ids)
-        return reply.CompletionChoice(index=place, text=text, logprobs=logprobs, **ending, **fields)
+        return reply.CompletionChoice(index=place, body=text, logprobs=logprobs, **ending, **fields)
 
     def _pieces(
         self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
@@ -199,18 +199,18 @@ class CompletionReply(Reply):
             return []
         logprobs = None if self._logprobs is None else self._logprobs[place].add(piece.token_ids, piece.logprobs)
         ending = self._ending(state, piece.token_ids)
-        return [reply.CompletionChunkChoice(index=place, text=piece.text, logprobs=logprobs, **ending)]
+        return [reply.CompletionChunkChoice(index=place, body=piece.text, logprobs=logprobs, **ending)]
 
     def _opening(self, place: int, state: RequestState) -> list[reply.CompletionChunkChoice]:
         fields = self._opening_fields(place, state)
-        empty: dict[str, Any] = {"index": place, "text": "", "logprobs": None, "finish_reason": None}
+        empty: dict[str, Any] = {"index": place, "body": "", "logprobs": None, "finish_reason": None}
         return [reply.CompletionChunkChoice(**(empty | fields))] if fields else []
 
     def _opening_fields(self, place: int, state: RequestState) -> dict[str, Any]:
         """The fields of the answer's beginning, which tells of the prompt alone."""
         fields = self._prompt_fields(state)
         if self.call.echo:
-            fields["text"] = self._echoed(place, state) or ""
+            fields["body"] = self._echoed(place, state) or ""
             if self._logprobs is not None:
                 prompt = state.request.prompt_token_ids
                 fields["logprobs"] = self._logprobs[place].add(prompt, [None, *state.prompt_logprobs])
@@ -224,7 +224,7 @@ class ChatReply(Reply):
     def _choice(self, place: int, state: RequestState) -> reply.ChatChoice:
         ending = self._ending(state, state.token_ids) | {"finish_reason": self.answer.finish_reason(place)}
         message, logprobs = _message(self.answer.message(place)), self._chat_logprobs(state)
-        return reply.ChatChoice(index=place, message=message, logprobs=logprobs, **ending)
+        return reply.ChatChoice(index=place, body=message, logprobs=logprobs, **ending)
 
     def _pieces(
         self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
@@ -242,7 +242,7 @@ class ChatReply(Reply):
             else:
                 ending["finish_reason"] = ending["stop_reason"] = None
             logprobs = self._chat_logprobs(piece) if is_first else None
-            choices.append(reply.ChatChunkChoice(index=place, delta=delta, logprobs=logprobs, **ending))
+            choices.append(reply.ChatChunkChoice(index=place, body=delta, logprobs=logprobs, **ending))
         return choices
 
     def _chat_logprobs(self, source: RequestState | TextDelta) -> reply.ChatLogprobs | None:
@@ -256,7 +256,7 @@ class ChatReply(Reply):
     def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
         delta = reply.ChatDelta(role="assistant", content="")
         fields = self._reply_fields()
-        return [reply.ChatChunkChoice(index=place, delta=delta, logprobs=None, finish_reason=None, **fields)]
+        return [reply.ChatChunkChoice(index=place, body=delta, logprobs=None, finish_reason=None, **fields)]
 
     def _reply_fields(self) -> dict[str, Any]:
         return self._prompt_fields(self.generation.states[0])

@@ -24,7 +24,7 @@ from headrace.protocol.step import EngineInfo
 from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
-from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.call import ChatCall, TextCall, chat_of, spelled
 from headrace.serve.call.replies import Tokenized, token_text
 from headrace.serve.call.schema import (
     PASSED_ON,
@@ -36,8 +36,6 @@ from headrace.serve.call.schema import (
     parse,
 )
 from headrace.serve.call.service import ServedModel
-from headrace.text.templates import read_messages
-from headrace.text.tools.choice import ToolUse
 
 # Parameters of a beam search, with the values that ask for nothing without `use_beam_search`.
 BEAM_FIELDS = {
@@ -47,6 +45,12 @@ BEAM_FIELDS = {
     "num_beam_groups": 1,
     "diversity_penalty": 0,
 }
+
+# The fields of a `Call` that requests have under the same name.
+CALL_FIELDS = (
+    "model", "stream_options", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "priority",
+    "timeout", "cache_salt", "request_id",
+)  # fmt: skip
 
 # vLLM's older ways to ask for a form, and the fields of `StructuredOutputs` that they are.
 GUIDED = {
@@ -103,16 +107,7 @@ def chat_call(request: ChatCompletionRequest) -> ChatCall:
     if request.max_completion_tokens is not None:
         fields["sampling"]["max_tokens"] = request.max_completion_tokens
         fields["spelling"]["max_tokens"] = "max_completion_tokens"
-    return ChatCall(
-        **fields,
-        messages=read_messages(request.messages),
-        tools=ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False),
-        reasoning_effort=request.reasoning_effort,
-        include_reasoning=request.include_reasoning is not False,
-        template_variables=request.chat_template_kwargs or {},
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-    )
+    return chat_of(request, **fields, include_reasoning=request.include_reasoning is not False)
 
 
 async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
@@ -123,16 +118,7 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
         raise RequestError("prompt", request.prompt, "given, or else messages, and not both")
     text = request.prompt
     if text is None:
-        call = ChatCall(
-            messages=read_messages(request.messages or []),
-            tools=ToolUse.of(request.tools, None, True),
-            reasoning_effort=request.reasoning_effort,
-            template_variables=request.chat_template_kwargs or {},
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-            warnings=request.warnings,
-        )
-        text = await model.render(call)
+        text = await model.render(chat_of(request, warnings=request.warnings))
     special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
     token_ids = await model.encode(text, special)
     texts = [token_text(model.tokenizer, token_id) for token_id in token_ids] if request.return_token_strs else UNSET
@@ -194,20 +180,13 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
         raise RequestError("best_of", request.best_of, "left out of a stream, or n: the best are known at the end")
     form, spelling = form_of(request)
     values = {name: getattr(request, name) for name in PASSED_ON}
+    alike = {name: getattr(request, name) for name in CALL_FIELDS}
     return {
-        "model": request.model,
+        **{name: value for name, value in alike.items() if value is not None},
         "sampling": {name: value for name, value in values.items() if value is not None},
         "form": form,
         "beam": beam_params(request),
         "stream": stream,
-        "stream_options": request.stream_options,
-        "return_token_ids": bool(request.return_token_ids),
-        "add_special_tokens": request.add_special_tokens,
-        "truncate_prompt_tokens": request.truncate_prompt_tokens,
-        "priority": request.priority or 0,
-        "timeout": request.timeout,
-        "cache_salt": request.cache_salt or "",
-        "request_id": request.request_id,
         "warnings": request.warnings,
         "spelling": spelling,
     }

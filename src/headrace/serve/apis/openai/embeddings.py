@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
-from headrace.serve.call.embedding import vectors
+from headrace.serve.call.embedding import Vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.service import ServedModel
 from headrace.text.inputs import new_request_id
@@ -147,9 +147,8 @@ class Embeddings:
         ones, others = _as_list(request.text_1), _as_list(request.text_2)
         if len(ones) not in (1, len(others)):
             raise RequestError("text_1", len(ones), f"one text, or as many as text_2 has ({len(others)})")
-        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        first = await vectors(self.model.front, ones, field="text_1", **options)
-        second = await vectors(self.model.front, others, field="text_2", **options)
+        first = await self._vectors(request, ones, "text_1")
+        second = await self._vectors(request, others, "text_2")
         rows = first.rows * len(others) if len(ones) == 1 else first.rows
         pairs = zip(rows, second.rows, strict=True)
         data = [Score(index=i, score=likeness(a, b)) for i, (a, b) in enumerate(pairs)]
@@ -163,9 +162,8 @@ class Embeddings:
         top_n = len(request.documents) if request.top_n is None else request.top_n
         if top_n < 0:
             raise RequestError("top_n", top_n, "at least 0; 0 is all of them")
-        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        query = await vectors(self.model.front, [request.query], field="query", **options)
-        documents = await vectors(self.model.front, request.documents, field="documents", **options)
+        query = await self._vectors(request, [request.query], "query")
+        documents = await self._vectors(request, request.documents, "documents")
         scores = [likeness(query.rows[0], row) for row in documents.rows]
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: top_n or None]
         results = [RankedResult(index=i, relevance_score=scores[i]) for i in order]
@@ -174,6 +172,10 @@ class Embeddings:
                 result.document = RankedDocument(text=request.documents[result.index])
         tail = self._tail(request, query.num_tokens + documents.num_tokens)
         return RerankReply(id=f"rerank-{new_request_id()}", results=results, **tail)
+
+    async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
+        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
+        return await vectors(self.model.front, texts, field=field, **options)
 
     def _tail(self, request: Body, num_tokens: int) -> dict[str, Any]:
         """The last fields of every reply."""

@@ -76,19 +76,19 @@ class Files:
         if not 0 < len(filename) <= MAX_FILENAME or not filename.isprintable():
             raise RequestError("file", filename, f"named, in 1 to {MAX_FILENAME} printable characters")
         file_id = self.store.new_id()
-        about = {"filename": filename, "purpose": purpose, "created_at": int(time.time()), "hidden": hidden}
-        self.store.put(file_id, about, content)
-        return self._object(file_id, about)
+        metadata = {"filename": filename, "purpose": purpose, "created_at": int(time.time()), "hidden": hidden}
+        self.store.put(file_id, metadata, content)
+        return self._object(file_id, metadata)
 
     def get(self, file_id: str) -> FileObject:
         """One file's description.
 
         Raises `NotFoundError`.
         """
-        about = self.store.about(file_id)
-        if about is None or about.get("hidden"):
+        metadata = self.store.metadata(file_id)
+        if metadata is None or metadata.get("hidden"):
             raise NotFoundError("file", file_id)
-        return self._object(file_id, about)
+        return self._object(file_id, metadata)
 
     def content(self, file_id: str) -> bytes:
         """Raises `NotFoundError`, `StorageError`."""
@@ -109,24 +109,24 @@ class Files:
 
     def reveal(self, file_id: str) -> None:
         """Show a file, which is whole now. Raises KeyError."""
-        self.store.tell(file_id, (self.store.about(file_id) or {}) | {"hidden": False})
+        self.store.set_metadata(file_id, (self.store.metadata(file_id) or {}) | {"hidden": False})
 
     def listed(self, purpose: str | None = None) -> list[FileObject]:
         """Return all files that clients may see, oldest first."""
-        entries = ((file_id, self.store.about(file_id) or {}) for file_id in self.store)
+        entries = ((file_id, self.store.metadata(file_id) or {}) for file_id in self.store)
         return [
-            self._object(file_id, about)
-            for file_id, about in entries
-            if not about.get("hidden") and purpose in (None, about.get("purpose"))
+            self._object(file_id, metadata)
+            for file_id, metadata in entries
+            if not metadata.get("hidden") and purpose in (None, metadata.get("purpose"))
         ]
 
-    def _object(self, file_id: str, about: dict[str, Any]) -> FileObject:
+    def _object(self, file_id: str, metadata: dict[str, Any]) -> FileObject:
         return FileObject(
             id=file_id,
             bytes=self.store.body_size(file_id),
-            created_at=int(about.get("created_at", 0)),
-            filename=str(about.get("filename", "")),
-            purpose=str(about.get("purpose", "")),
+            created_at=int(metadata.get("created_at", 0)),
+            filename=str(metadata.get("filename", "")),
+            purpose=str(metadata.get("purpose", "")),
         )
 
 

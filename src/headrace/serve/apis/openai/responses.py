@@ -55,6 +55,11 @@ logger = logging.getLogger("headrace.server")
 
 MAX_BACKGROUND = 256
 DEFAULT_PAGE = 20
+# The fields of a request that the response repeats.
+REPEATED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "user",
+)  # fmt: skip
 RUNNING = ("queued", "in_progress")
 
 
@@ -175,7 +180,7 @@ class ResponseAnswer(Readable):
 
 
 class Responses:
-    """The routes. `store` keeps the responses: `about` is empty, the body holds object, input and history."""
+    """The routes. `store` keeps the responses: the metadata is empty, the body holds object, input and history."""
 
     def __init__(self, model: ServedModel, store: Store) -> None:
         self.model = model
@@ -209,15 +214,6 @@ class Responses:
                 chat.close()
                 raise
         return answer
-
-    async def whole(self, body: dict[str, Any]) -> ResponseObject:
-        """Create a response and read it to its end, as batches do: not stored unless the body says so."""
-        answer = await self.create({"store": False} | body)
-        try:
-            return await answer.whole()
-        except BaseException:
-            answer.close()
-            raise
 
     def run_in_background(self, answer: ResponseAnswer) -> ResponseObject:
         """Go on with an answer when its caller is gone. -> the response object as it is now."""
@@ -338,7 +334,9 @@ class Responses:
         params = chat.generation.states[0].request.params
         form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
         effort = None if request.reasoning is None else request.reasoning.effort
+        repeated: dict[str, Any] = {name: getattr(request, name) for name in REPEATED}
         return ResponseObject(
+            **repeated,
             id=response_id,
             created_at=int(time.time()),
             completed_at=None,
@@ -346,16 +344,10 @@ class Responses:
             background=bool(request.background),
             error=None,
             incomplete_details=None,
-            instructions=request.instructions,
-            max_output_tokens=request.max_output_tokens,
-            max_tool_calls=request.max_tool_calls,
             model=self.model.name,
             output=[],
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            previous_response_id=request.previous_response_id,
-            prompt_cache_key=request.prompt_cache_key,
             reasoning=ReasoningSettings(effort=effort, summary=None),
-            safety_identifier=request.safety_identifier,
             service_tier="default",
             store=request.store is not False,
             temperature=params.temperature,
@@ -366,7 +358,6 @@ class Responses:
             top_p=params.top_p,
             truncation=request.truncation or "disabled",
             usage=None,
-            user=request.user,
             metadata=request.metadata or {},
             seed=cast(int, params.seed),
             warnings=chat.call.warnings.reply(),
