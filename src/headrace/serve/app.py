@@ -38,13 +38,9 @@ from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, HeadraceError, RequestError
 from headrace.serve import openapi, routing
-from headrace.serve.apis.anthropic import paths as anthropic_paths
-from headrace.serve.apis.anthropic import reply as anthropic
-from headrace.serve.apis.llama_server import paths as llama_paths
-from headrace.serve.apis.llama_server import reply as llama_server
-from headrace.serve.apis.llama_server.service import tokenize as tokenize_content
-from headrace.serve.apis.ollama import paths as ollama_paths
-from headrace.serve.apis.ollama import reply as ollama
+from headrace.serve.apis.anthropic import paths as anthropic
+from headrace.serve.apis.llama_server import service as llama_server
+from headrace.serve.apis.ollama import service as ollama
 from headrace.serve.apis.openai import completions as openai_completions
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
@@ -62,8 +58,6 @@ from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
 
-# The APIs whose errors have another shape than OpenAI's.
-APIS = (anthropic.API, ollama.API, llama_server.API)
 # Seconds that a client has to read the last event of its stream after draining ends.
 STREAM_END_S = 5.0
 
@@ -103,20 +97,22 @@ def create_app(
     app.state.lifespan = lifespan
     app.state.client = client
     openai_completions.add_routes(app, served, functools.partial(audit.of_form, audits))
-    anthropic_paths.add_routes(app, served)
-    ollama_paths.add_routes(app, served)
-    llama_paths.add_routes(app, served)
+    anthropic.add_routes(app, served)
+    ollama.add_routes(app, served)
+    llama_server.add_routes(app, served)
     _add_tokenize(app, served)
     add_storage_routes(app, storage)
     _add_operations(app, client, metrics, lifespan)
     openapi.add_routes(app, model, bool(ring))
+
+    apis = list(dict.fromkeys(operation.api for operation in routing.operations(app)))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return error_response(error)
         code = "not_found" if error.status_code == 404 else "invalid_request_error"
         route_error = CallError(error.status_code, code, f"route: {error.detail}", error.headers)
-        response = error_response(route_error, api_of(APIS, request.url.path))
+        response = error_response(route_error, api_of(apis, request.url.path))
         if error.status_code == 405:
             # Starlette names the methods of one route, and a path may have several.
             response.headers["allow"] = ", ".join(_methods(app, request.url.path))
@@ -125,7 +121,7 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_error)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
     gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
-    app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=APIS)
+    app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=apis)
     if not ring and not is_loopback(server.host):
         logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)
     return app
@@ -156,7 +152,7 @@ def _add_tokenize(app: Starlette, model: ServedModel) -> None:
         """Text, or messages, to token ids."""
         # llama-server's body has a content, vLLM's a prompt or messages.
         if body.get("content") is not None:
-            return await tokenize_content(model, schema.parse(schema.TokenizeRequest, body))
+            return await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
         return await openai_completions.tokenize(model, body)
 
     routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=Tokenized)

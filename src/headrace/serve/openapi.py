@@ -18,7 +18,7 @@ from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.parameters import APIS, names_in
 from headrace.serve import docs_page, routing
 from headrace.serve.call import schema
-from headrace.serve.call.llama_options import WIDER
+from headrace.serve.call.sampling import WIDER
 from headrace.serve.errors import STATUSES
 
 # Which row of the bounds table holds for a number, where the names differ.

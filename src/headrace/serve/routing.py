@@ -65,12 +65,18 @@ class Version(msgspec.Struct, kw_only=True):
 
 
 class Readable(ABC):
-    """An answer, read once: by `whole`, or by `events` if `stream`. `headers` are further ones of the reply."""
+    """An answer in the shape of an API, read once: by `whole`, or by `events` if `stream`.
 
-    id: str
-    stream: bool
+    `answer` is that of `serve.call`, `headers` are further ones of the reply.
+    """
+
     headers: Mapping[str, str] = {}
     media_type = EVENT_STREAM
+
+    def __init__(self, answer: Any, stream: bool) -> None:
+        self.answer = answer
+        self.id: str = answer.id
+        self.stream = stream
 
     @abstractmethod
     async def whole(self) -> Any:
@@ -80,9 +86,9 @@ class Readable(ABC):
     def events(self) -> AsyncIterator[bytes]:
         """Yield the reply in pieces. Raises the engine's errors."""
 
-    @abstractmethod
     def close(self) -> None:
         """Abort what still runs."""
+        self.answer.close()
 
 
 async def body(request: Request) -> dict[str, Any]:

@@ -75,7 +75,6 @@ class Store:
     ) -> None:
         self.prefix, self.folder = prefix, folder
         self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
-        self.num_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._lock: int | None = None
         if folder is not None:
@@ -100,6 +99,11 @@ class Store:
     def __contains__(self, entry_id: object) -> bool:
         return isinstance(entry_id, str) and self._visible(entry_id) is not None
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all metadata and bodies."""
+        return sum(entry.size for entry in self._entries.values())
+
     def close(self) -> None:
         """Release the folder's lock. May be called twice."""
         if self._lock is not None:
@@ -121,7 +125,6 @@ class Store:
         self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
         memory = bytearray(body) if self.folder is None else None
         self._entries[entry_id] = _Entry(text, memory, len(text) + len(body), owner)
-        self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
 
     def set_metadata(self, entry_id: str, metadata: dict[str, Any]) -> None:
         """Replace the metadata of an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
@@ -130,7 +133,6 @@ class Store:
         size = entry.size - len(entry.text) + len(text)
         self._make_room(entry_id, size, entry.size)
         self._write({f"{entry_id}.json": text})
-        self.num_bytes += size - entry.size
         entry.text, entry.size = text, size
 
     def append(self, entry_id: str, data: bytes) -> None:
@@ -150,7 +152,6 @@ class Store:
         elif entry.body is not None:
             entry.body += data
         entry.size += len(data)
-        self.num_bytes += len(data)
 
     def metadata(self, entry_id: str) -> dict[str, Any] | None:
         """Return a copy of an entry's metadata, or None if there is no entry."""
@@ -190,7 +191,7 @@ class Store:
                 (self.folder / f"{entry_id}.json").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 (self.folder / f"{entry_id}.bin").unlink(missing_ok=True)
-        self.num_bytes -= self._entries.pop(entry_id).size
+        del self._entries[entry_id]
         return True
 
     def discard(self, entry_id: str) -> None:
@@ -198,7 +199,7 @@ class Store:
         try:
             self.delete(entry_id)
         except StorageError:
-            self.num_bytes -= self._entries.pop(entry_id).size
+            del self._entries[entry_id]
 
     def _visible(self, entry_id: str) -> _Entry | None:
         """Return the entry if it exists and the current tenant may see it."""
@@ -276,7 +277,6 @@ class Store:
             return
         size = len(text) + status.st_size
         self._entries[entry_id] = _Entry(text, None, size, str(metadata.get(_OWNER, "")))
-        self.num_bytes += size
 
 
 @contextlib.contextmanager

@@ -144,22 +144,20 @@ MessageEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | Messa
 class MessagesAnswer(Readable):
     """A chat's answer as Anthropic's message. Read it once, by `whole` or by `events`."""
 
+    answer: Answer
+
     def __init__(self, answer: Answer, request: MessagesRequest, block_size: int) -> None:
-        self._answer = answer
+        super().__init__(answer, bool(request.stream))
         self._request = request
         self._block_size = block_size
         self._state = answer.generation.states[0]
         self.id = "msg_" + answer.id.partition("-")[2].replace("-", "")
-        self.stream = bool(request.stream)
         self.headers = {"request-id": self.id}
-
-    def close(self) -> None:
-        self._answer.close()
 
     async def whole(self) -> MessageReply:
         """Return the message. Raises the engine's errors."""
-        await self._answer.collect()
-        message = self._answer.message(0)
+        await self.answer.collect()
+        message = self.answer.message(0)
         content: list[Block] = []
         if message.reasoning:
             content.append(ReplyThinking(thinking=message.reasoning))
@@ -175,7 +173,7 @@ class MessagesAnswer(Readable):
         errors."""
         has_started = False
         index, kind = -1, ""
-        async for _, _, parts in self._answer.parts():
+        async for _, _, parts in self.answer.parts():
             if not has_started:
                 has_started = True
                 yield _event(MessageStart(message=self._message([], None)))
@@ -204,7 +202,7 @@ class MessagesAnswer(Readable):
             id=self.id,
             model=self._request.model,
             content=content,
-            warnings=self._answer.call.warnings.reply(),
+            warnings=self.answer.call.warnings.reply(),
             stop_reason=None if ending is None else ending.stop_reason,
             stop_sequence=None if ending is None else ending.stop_sequence,
             usage=usage,
@@ -215,7 +213,7 @@ class MessagesAnswer(Readable):
         stop = finish.stop_reason if finish is not None else None
         if isinstance(stop, str):
             return StopDelta(stop_reason="stop_sequence", stop_sequence=stop)
-        reason = self._answer.finish_reason(0) or ""
+        reason = self.answer.finish_reason(0) or ""
         return StopDelta(stop_reason=STOP_REASONS.get(reason, "end_turn"), stop_sequence=None)
 
     def _usage(self) -> MessageUsage:

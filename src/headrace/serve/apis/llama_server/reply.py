@@ -13,9 +13,9 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
 from headrace.serve.call.call import Answer
-from headrace.serve.call.llama_options import NO_SEED
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import Timings, clamp, timings, token_text
+from headrace.serve.call.sampling import NO_SEED
 from headrace.serve.errors import Api, ErrorBody, event
 from headrace.serve.routing import Readable
 from headrace.text.outputs import RequestState, TextDelta
@@ -139,21 +139,18 @@ class LlamaAnswer(Readable):
         many: the request has several prompts, so that the reply is a list.
     """
 
+    answer: Answer
+
     def __init__(self, answer: Answer, request: LlamaCompletionRequest, model: str, many: bool) -> None:
-        self._answer = answer
+        super().__init__(answer, bool(request.stream))
         self._request = request
         self._model = model
         self._many = many
-        self.id = answer.id
-        self.stream = bool(request.stream)
-
-    def close(self) -> None:
-        self._answer.close()
 
     async def whole(self) -> Any:
-        await self._answer.collect()
+        await self.answer.collect()
         results = []
-        for place, state in enumerate(self._answer.generation.states):
+        for place, state in enumerate(self.answer.generation.states):
             result = self._result(place, state)
             result.content = state.text
             result.tokens = list(state.token_ids) if self._request.return_tokens else []
@@ -163,9 +160,9 @@ class LlamaAnswer(Readable):
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield parts of the results, the last one of each with "stop": true. Raises the engine's errors."""
-        warnings = self._answer.call.warnings.reply()
-        async for place, piece, _ in self._answer.parts():
-            state = self._answer.generation.states[place]
+        warnings = self.answer.call.warnings.reply()
+        async for place, piece, _ in self.answer.parts():
+            state = self.answer.generation.states[place]
             part = LlamaPart(
                 index=place,
                 content=piece.text,
@@ -190,9 +187,9 @@ class LlamaAnswer(Readable):
         word = finish.stop_reason if finish is not None and isinstance(finish.stop_reason, str) else ""
         reason = finish.reason if finish is not None else ""
         kind = "word" if word else {"length": "limit", "stop": "eos"}.get(reason, "none")
-        text = self._answer.texts[place]
-        if text is None and self._answer.tokenizer is not None:
-            text = self._answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
+        text = self.answer.texts[place]
+        if text is None and self.answer.tokenizer is not None:
+            text = self.answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
         return LlamaResult(
             index=place,
             id_slot=-1,
@@ -208,7 +205,7 @@ class LlamaAnswer(Readable):
             stopping_word=word,
             tokens_cached=len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
             timings=timings([[state]]),
-            warnings=UNSET if self.stream else self._answer.call.warnings.reply(),
+            warnings=UNSET if self.stream else self.answer.call.warnings.reply(),
             content="",
             tokens=[],
         )
@@ -221,7 +218,7 @@ class LlamaAnswer(Readable):
         return LlamaTokenLogprob(**self._token(entry.token_id, entry.logprob), top_logprobs=top)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self._answer.tokenizer
+        tokenizer = self.answer.tokenizer
         raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
         return {
             "id": token_id,

@@ -6,10 +6,14 @@ wherever it runs, so `/slots` shows places and no request can name one.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol import bounds
@@ -17,8 +21,9 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.protocol.params import SamplingParams
+from headrace.serve import routing
 from headrace.serve.apis.llama_server import reply
-from headrace.serve.apis.llama_server.reply import NO_SLOT, LlamaAnswer, settings
+from headrace.serve.apis.llama_server.reply import API, NO_SLOT, UNSERVED, LlamaAnswer, settings
 from headrace.serve.apis.llama_server.request import (
     IGNORED,
     MAX_PIECES,
@@ -30,10 +35,9 @@ from headrace.serve.apis.llama_server.request import (
 )
 from headrace.serve.call.call import TextCall, chat_of, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.replies import Tokenized, TokenPiece
-from headrace.serve.call.sampling import spelling_of
+from headrace.serve.call.sampling import llama_sampling_of, spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
@@ -56,7 +60,7 @@ class LlamaServer:
 
     async def _call(self, request: LlamaCompletionRequest) -> TextCall:
         prompts = await self._prompts(request.prompt)
-        sampling = sampling_of(request, LLAMA_SERVER)
+        sampling = llama_sampling_of(request, LLAMA_SERVER)
         spelling = spelling_of(LLAMA_SERVER)
         if request.n_predict is None:
             spelling["max_tokens"] = "max_tokens"
@@ -216,3 +220,28 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
+
+
+def add_routes(app: Starlette, model: ServedModel) -> None:
+    """Add `/completion`, `/embedding`, `/apply-template`, `/props` and `/slots`."""
+    llama = LlamaServer(model)
+
+    def unserved(path: str, slot_id: str = "") -> Response:
+        """Not done by this server."""
+        raise CallError(501, UNSERVED, f"{path}{slot_id}: not done here")
+
+    completion: dict[str, Any] = {
+        "takes": LlamaCompletionRequest,
+        "gives": reply.LlamaResult | list[reply.LlamaResult],
+        "streams": routing.EVENT_STREAM,
+        "chunks": (reply.LlamaPart, reply.LlamaResult),
+    }
+    for path in ("/completion", "/completions"):
+        routing.post(app, path, llama.completion, API, **completion)
+    for path in ("/embedding", "/embeddings"):
+        routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
+    routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
+    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps)
+    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
+    for path, parameter in (("/props", ""), ("/slots/", "{slot_id}"), ("/infill", "")):
+        routing.post(app, path + parameter, functools.partial(unserved, path), API, unserved=True)

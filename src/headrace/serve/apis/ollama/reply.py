@@ -181,33 +181,29 @@ class OllamaAnswer(Readable):
         ids: whether to return the token ids of prompt and answer, as the `context` of a next call.
     """
 
+    answer: Answer
     media_type = NDJSON
 
     def __init__(self, answer: Answer, request: GenerationRequest, chat: bool, ids: bool) -> None:
-        self._answer = answer
+        # Ollama's API streams unless a request says otherwise.
+        super().__init__(answer, request.stream is not False)
         self._request = request
         self._chat = chat
         self._ids = ids
         self._state = answer.generation.states[0]
         self._num_calls = 0
-        self.id = answer.id
-        # Ollama's API streams unless a request says otherwise.
-        self.stream = request.stream is not False
-
-    def close(self) -> None:
-        self._answer.close()
 
     async def whole(self) -> ChatReply | GenerateReply:
-        await self._answer.collect()
-        message = self._answer.message(0)
+        await self.answer.collect()
+        message = self.answer.message(0)
         fields = self._message(message.content, message.reasoning, self._whole_calls())
-        return self._reply(fields, self._answer.call.warnings.reply(), self._logprobs(self._state))
+        return self._reply(fields, self.answer.call.warnings.reply(), self._logprobs(self._state))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield lines of JSON, the last one with "done": true. Raises the engine's errors."""
-        warnings = self._answer.call.warnings.reply()
+        warnings = self.answer.call.warnings.reply()
         chunk_type = ChatChunk if self._chat else GenerateChunk
-        async for _, piece, parts in self._answer.parts():
+        async for _, piece, parts in self.answer.parts():
             content = "".join(part.text for part in parts if isinstance(part, Content))
             thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
             calls, logprobs = self._whole_calls(), self._logprobs(piece)
@@ -228,7 +224,7 @@ class OllamaAnswer(Readable):
     def _whole_calls(self) -> list[WholeCall]:
         """Return the tool calls that are whole now and were not before: all but the last one, until the answer has
         ended. Ollama sends each at once, with its arguments as an object."""
-        calls, begin = self._answer.message(0).calls, self._num_calls
+        calls, begin = self.answer.message(0).calls, self._num_calls
         self._num_calls = len(calls) if self._state.finish is not None else max(len(calls) - 1, 0)
         return [
             WholeCall(
@@ -241,7 +237,7 @@ class OllamaAnswer(Readable):
     def _logprobs(self, source: RequestState | TextDelta) -> list[ChatTokenLogprob] | UnsetType:
         if not self._request.logprobs:
             return UNSET
-        return chat_logprobs(self._answer.tokenizer, source.logprobs) or UNSET
+        return chat_logprobs(self.answer.tokenizer, source.logprobs) or UNSET
 
     def _reply(
         self, message: dict[str, Any], warnings: WarningLines, logprobs: list[ChatTokenLogprob] | UnsetType

@@ -5,21 +5,25 @@ Options that belong to loading a model are listed in `warnings`: here the comman
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.applications import Starlette
 from starlette.responses import Response
 
+from headrace import __version__
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
+from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
-from headrace.serve.apis.ollama.reply import NDJSON, OllamaAnswer, line, now
+from headrace.serve.apis.ollama.reply import API, NDJSON, OllamaAnswer, line, now
 from headrace.serve.apis.ollama.request import (
     ChatRequest,
     EmbedRequest,
@@ -31,10 +35,10 @@ from headrace.serve.apis.ollama.request import (
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import Warnings, convert
-from headrace.serve.call.sampling import spelling_of
+from headrace.serve.call.sampling import llama_sampling_of, spelling_of
 from headrace.serve.call.service import ServedModel
+from headrace.serve.errors import CallError
 from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
@@ -244,7 +248,7 @@ class Ollama:
             request.warn(f"options.{name}", "ignored: set when the server starts")
         with spelled(SPELLING):
             # Also where the request only loads the model.
-            SamplingParams(**sampling_of(request.options or Options(), OLLAMA, "options."))
+            SamplingParams(**llama_sampling_of(request.options or Options(), OLLAMA, "options."))
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self.model.check_model(self._name(request.model))
@@ -253,7 +257,7 @@ class Ollama:
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
         options = request.options or Options()
-        sampling = sampling_of(options, OLLAMA, "options.")
+        sampling = llama_sampling_of(options, OLLAMA, "options.")
         context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
             request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
@@ -293,3 +297,44 @@ def _template_fields(request: GenerationRequest) -> dict[str, Any]:
         return {}
     effort = LEVELS[request.think] if isinstance(request.think, str) else None
     return {"template_variables": {"enable_thinking": bool(request.think)}, "reasoning_effort": effort}
+
+
+def add_routes(app: Starlette, model: ServedModel) -> None:
+    """Add `/` and `/api/...`."""
+    ollama = Ollama(model)
+
+    def root() -> Response:
+        """Something answers here."""
+        return Response("headrace is running\n", media_type="text/plain")
+
+    def version() -> routing.Version:
+        """headrace's version."""
+        return routing.Version(version=__version__)
+
+    def unserved(path: str) -> Response:
+        """Not done by this server, whose one model is named when it starts."""
+        message = f"{path}: not done here; the model is named when the server starts"
+        raise CallError(501, "not_implemented", message)
+
+    # HEAD on the root is how Ollama's own client asks whether somebody is there.
+    routing.get(app, "/", root, API, media_type="text/plain")
+    lines: dict[str, Any] = {"api": API, "streams": NDJSON}
+    chunks: tuple[Any, ...] = (reply.ChatChunk, reply.ChatReply)
+    routing.post(app, "/api/chat", ollama.chat, takes=ChatRequest, gives=reply.ChatReply, chunks=chunks, **lines)
+    chunks = (reply.GenerateChunk, reply.GenerateReply)
+    routing.post(
+        app, "/api/generate", ollama.generate, takes=GenerateRequest, gives=reply.GenerateReply, chunks=chunks, **lines
+    )
+    routing.post(app, "/api/embed", ollama.embed, API, takes=EmbedRequest, gives=reply.EmbedReply)
+    older: dict[str, Any] = {"gives": reply.EmbeddingReply, "summary": "The vector of one text."}
+    routing.post(app, "/api/embeddings", functools.partial(ollama.embed, older=True), API, takes=EmbedRequest, **older)
+    routing.post(app, "/api/show", ollama.show, API, takes=ShowRequest, gives=reply.ShowReply)
+    routing.post(
+        app, "/api/pull", ollama.pull, takes=ShowRequest, gives=reply.PullReply, chunks=(reply.PullReply,), **lines
+    )
+    routing.get(app, "/api/tags", ollama.tags, API, gives=reply.OllamaModels)
+    routing.get(app, "/api/ps", ollama.ps, API, gives=reply.OllamaModels)
+    routing.get(app, "/api/version", version, API, gives=routing.Version)
+    for method, name in (("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")):
+        path = f"/api/{name}"
+        routing.add(app, path, functools.partial(unserved, path), (method,), API, unserved=True)

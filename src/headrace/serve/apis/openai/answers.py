@@ -33,12 +33,12 @@ DONE = b"data: [DONE]\n\n"
 class Reply(Readable):
     """A reply to an accepted call."""
 
+    answer: Answer
     reply_type: type[Any]
     chunk_type: type[Any]
 
     def __init__(self, answer: Answer, model: ServedModel) -> None:
-        self.answer = answer
-        self.id, self.stream = answer.id, answer.call.stream
+        super().__init__(answer, answer.call.stream)
         self.generation = answer.generation
         self.tokenizer = answer.tokenizer
         self.groups = answer.groups
@@ -95,9 +95,6 @@ class Reply(Readable):
             counts = {"usage": usage(self.groups), "timings": timings(self.groups)}
             yield event(self.chunk_type(**head, choices=[], **counts))
         yield DONE
-
-    def close(self) -> None:
-        self.answer.close()
 
     def _shows_tokens(self, piece: TextDelta) -> bool:
         has_details = self.generation.states[0].request.params.logprobs is not None or self.answer.call.return_token_ids

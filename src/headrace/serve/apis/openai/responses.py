@@ -78,16 +78,19 @@ class Entry(msgspec.Struct, kw_only=True):
 class ResponseAnswer(Readable):
     """An accepted response."""
 
+    answer: Answer
+
     def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: ResponseObject) -> None:
-        self.api, self.request, self.chat, self.response = api, request, chat, response
+        super().__init__(chat, bool(request.stream))
+        self.api, self.request, self.response = api, request, response
+        self.id = response.id
         self.output = Output(response)
-        self.id, self.stream = response.id, bool(request.stream)
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
 
     async def whole(self) -> ResponseObject:
         try:
-            async for _, piece, parts in self.chat.parts():
+            async for _, piece, parts in self.answer.parts():
                 self._take(piece, parts)
         except HeadraceError as error:
             self._fail(error)
@@ -101,7 +104,7 @@ class ResponseAnswer(Readable):
         yield _encode(self.output.whole("created"))
         yield _encode(self.output.whole("in_progress"))
         try:
-            async for _, piece, parts in self.chat.parts():
+            async for _, piece, parts in self.answer.parts():
                 for event in self._take(piece, parts):
                     yield _encode(event)
         except HeadraceError as error:
@@ -114,7 +117,7 @@ class ResponseAnswer(Readable):
 
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
-        self.chat.close()
+        super().close()
         if self.response.status in RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
@@ -123,8 +126,8 @@ class ResponseAnswer(Readable):
     def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
         """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
         has one token at most where there are some, so the cut of the answer into pieces does not matter."""
-        if self.chat.call.logprobs is not None:
-            self._logprobs += chat_logprobs(self.chat.tokenizer, piece.logprobs)
+        if self.answer.call.logprobs is not None:
+            self._logprobs += chat_logprobs(self.answer.tokenizer, piece.logprobs)
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
@@ -134,14 +137,14 @@ class ResponseAnswer(Readable):
         """Count the tokens of the reasoning's text. How the text came in pieces must not matter, so it is tokenised
         again."""
         texts = [item.part.text for item in self.output.items if item.type == "reasoning"]
-        tokenizer = self.chat.tokenizer
+        tokenizer = self.answer.tokenizer
         if texts and tokenizer is not None:
             count = lambda: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
             self._num_reasoning = await off_loop(sum(map(len, texts)), count)
 
     def _finish(self) -> list[Event]:
         """Close the response: its status, its usage, its place in the store."""
-        cut = self.chat.finish_reason(0) == "length"
+        cut = self.answer.finish_reason(0) == "length"
         events: list[Event] = []
         # An empty answer has a message all the same: readers look for one. The log-probabilities of tokens without
         # text, such as the one that ends an answer, go with an empty text, as in a chat.
@@ -155,7 +158,7 @@ class ResponseAnswer(Readable):
         else:
             response.completed_at = int(time.time())
         response.usage = self._usage()
-        response.timings = timings(self.chat.groups)
+        response.timings = timings(self.answer.groups)
         self.api.keep(response)
         return [*events, self.output.whole(response.status)]
 
@@ -167,7 +170,7 @@ class ResponseAnswer(Readable):
         self.api.keep(self.response)
 
     def _usage(self) -> ResponseUsage:
-        counts = usage(self.chat.groups)
+        counts = usage(self.answer.groups)
         num_cached = counts.prompt_tokens_details.cached_tokens
         num_reasoning = min(self._num_reasoning, counts.completion_tokens)
         return ResponseUsage(
