@@ -1,7 +1,7 @@
 """`CallContext`: the id and the trace of a call, for its replies, log lines and errors; and the call's deadline (R-13).
 
 `serve.gates.calls` enters the context with `answering`; code that works for a call reads it with `current`. The
-deadline is set by `within`: by `serve.gates.deadlines` for every route, and by requests that have a timeout. Its time
+deadline is set by `within`: by `serve.gates.calls` for every route, and by requests that have a timeout. Its time
 counts from the arrival of the headers, so it covers body, template, tokeniser, queue and answer; `engine.client` keeps
 it. Knows no routes, no requests and no HTTP.
 """

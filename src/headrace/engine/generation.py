@@ -7,7 +7,9 @@ event loop stays quick (R-03). Called by `async_llm.AsyncLLM` and `serve.apis.op
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -164,7 +166,8 @@ class Generation:
     """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. `num_returned` of n are returned.
 
     An async iterator of lists of (index in `states`, delta). Use it in an `async with`: leaving that aborts the
-    requests that still run.
+    requests that still run. With log-probabilities each delta has one token at most: then a reader that ends an answer,
+    or says which text a token belongs to, does so alike however many tokens came at once.
     """
 
     def __init__(
@@ -182,6 +185,8 @@ class Generation:
         self._stream = stream
         self._per_request = per_request
         self._observer = observer
+        # What came and was not read yet, in the order in which it is read.
+        self._unread: deque[list[tuple[int, Delta]]] = deque()
         # Called with the number of tokens that came, where the caller has a limit.
         self.meter: Callable[[int], None] | None = None
 
@@ -201,10 +206,15 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, TextDelta]]:
         text_deltas = []
-        deltas = await self._stream.__anext__()
-        if self.meter is not None:
-            self.meter(sum(len(delta.token_ids) for _, delta in deltas))
-        for place, delta in self._places(deltas):
+        if not self._unread:
+            deltas = await self._stream.__anext__()
+            if self.meter is not None:
+                self.meter(sum(len(delta.token_ids) for _, delta in deltas))
+            parts = [[(place, part) for part in delta.by_token()] for place, delta in self._places(deltas)]
+            self._unread.extend([pair for pair in pairs if pair] for pairs in itertools.zip_longest(*parts))
+        for place, delta in self._unread.popleft():
+            if self.states[place].finish is not None:
+                continue
             state = self.states[place]
             text_delta = state.feed(delta)
             if state.finish is None:

@@ -55,6 +55,21 @@ class Delta(msgspec.Struct):
         self.beams = self.beams or later.beams
         self.pooled = self.pooled or later.pooled
 
+    def by_token(self) -> list[Delta]:
+        """Return this delta cut into deltas of one token each, if it has log-probabilities; else, and for a search,
+        this delta alone."""
+        if len(self.token_ids) < 2 or not self.logprobs or self.beams is not None:
+            return [self]
+        parts = [
+            Delta(self.time, self.first_time, self.last_time, [token_id], [entry])
+            for token_id, entry in zip(self.token_ids, self.logprobs, strict=True)
+        ]
+        first, last = parts[0], parts[-1]
+        first.prompt_logprobs, first.start_time = self.prompt_logprobs, self.start_time
+        first.num_cached_tokens = self.num_cached_tokens
+        last.finish, last.pooled = self.finish, self.pooled
+        return parts
+
 
 def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
     """Yield, from the columns of a step, one delta for each request in it."""

@@ -1,7 +1,7 @@
 """The parts of a chat answer, content, reasoning and tool calls, and the protocol of the parsers that split it.
 
 A parser gets the text of one answer in pieces, cut anywhere, and returns the parts that each piece adds. Called by
-`serve.call.answers`, and its parts are read by every API for chats; `reasoning` and `tools` have the parsers. Knows no
+`serve.call.call`, and its parts are read by every API for chats; `reasoning` and `tools` have the parsers. Knows no
 tokens.
 """
 

@@ -158,11 +158,6 @@ class Event(msgspec.Struct, kw_only=True):
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
 
 
-def encode(event: Event) -> bytes:
-    """Return one server-sent event, with its type as the event's name."""
-    return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
-
-
 class Output:
     """The output items of one response, and the events that build them up.
 
