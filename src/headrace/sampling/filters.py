@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,10 +72,8 @@ class Cut(NamedTuple):
     key: tuple[int, int] | None = None
 
 
-class Select(Protocol):
-    def __call__(self, rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
-        """Apply `select` to every row."""
-        ...
+Select = Callable[[list[F32], list[float], list[Cut]], list[Candidates]]
+"""Applies `select` to each row, with its greatest logit and its cut."""
 
 
 def select_all(rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:

@@ -10,6 +10,7 @@ depend on the batch. Knows no sequences and no requests; called by the runner.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,27 +121,18 @@ class Sampler:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,
         and their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
         `sample_rows`."""
-        self._verify(logits)
-        distributions: list[tuple[Ids, F64] | ValueError] = []
-        for x, row in zip(logits, rows, strict=True):
-            try:
-                pool = self._pool(x, row)
-            except (RequestError, ValueError) as error:
-                distributions.append(_as_value_error(error))
-                continue
-            distributions.append((pool.token_ids, filters.probabilities(pool)))
-        return distributions
+        return [
+            pool if isinstance(pool, ValueError) else (pool.token_ids, filters.probabilities(pool))
+            for pool in self._pools(logits, rows)
+        ]
 
     def rank(self, logits: F32, rows: list[Row], width: int) -> list[Ids | ValueError]:
         """Return the `width` tokens with the greatest sums of scaled logit and noise, best first, for each row of
         `logits` [S, V]: the first is that of `sample_rows`. Where fewer may be drawn, there are fewer."""
-        self._verify(logits)
         rankings: list[Ids | ValueError] = []
-        for x, row in zip(logits, rows, strict=True):
-            try:
-                pool = self._pool(x, row)
-            except (RequestError, ValueError) as error:
-                rankings.append(_as_value_error(error))
+        for x, row, pool in zip(logits, rows, self._pools(logits, rows), strict=True):
+            if isinstance(pool, ValueError):
+                rankings.append(pool)
                 continue
             sums = pool.scaled
             if not row.params.greedy and len(pool.token_ids) > 1:
@@ -152,15 +144,19 @@ class Sampler:
             rankings.append(pool.token_ids[largest(sums, min(width, len(sums)))])
         return rankings
 
-    def _pool(self, x: F32, row: Row) -> Candidates:
-        """Return the candidates of a row after all filters."""
-        opened = self._open(0, x, row)
-        if not isinstance(opened, _Open):
-            return Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
-        pool = select(opened.x, opened.greatest, opened.cut._replace(key=None))
-        for stage in opened.plan.stages:
-            pool = self._stage(stage, pool, row)
-        return _steered(pool, row, self.vocab_size) if opened.plan.steers else pool
+    def _pools(self, logits: F32, rows: list[Row]) -> Iterator[Candidates | ValueError]:
+        """Yield the candidates of each row after all filters, or its error."""
+        self._verify(logits)
+        for x, row in zip(logits, rows, strict=True):
+            try:
+                opened = self._open(0, x, row)
+                if isinstance(opened, _Open):
+                    pool = self._staged(opened, select(opened.x, opened.greatest, opened.cut._replace(key=None)))
+                    yield _steered(pool, row, self.vocab_size)
+                else:
+                    yield Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
+            except (RequestError, ValueError) as error:
+                yield _as_value_error(error)
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         """Return log-probabilities of known tokens: `next_token_ids[i]` under row i of `logits` [P, V]."""
@@ -279,24 +275,23 @@ class Sampler:
         edited[[token_id for token_id in bans if token_id < self.vocab_size]] = -np.inf
         return edited
 
-    def _draw(self, open_rows: list[_Open]) -> list[Drawn | ValueError]:
+    def _draw(self, open_rows: list[_Open]) -> list[Drawn]:
         if not open_rows:
             return []
         rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in open_rows), strict=True)
         pools = self._select(list(rows), list(greatest), list(cuts))
-        samples: list[Drawn | ValueError] = []
-        finals: list[Candidates] = []
-        wholes: list[Candidates] = []
-        for opened, pool in zip(open_rows, pools, strict=True):
-            for stage in opened.plan.stages:
-                pool = self._stage(stage, pool, opened.row)
-            wholes.append(pool)
-            finals.append(_steered(pool, opened.row, self.vocab_size) if opened.plan.steers else pool)
-        for opened, whole, token_id in zip(open_rows, wholes, _gumbel_argmax(open_rows, finals), strict=True):
-            row = opened.row
-            state = _next_state(row, whole, token_id) if opened.plan.steers else row.state
-            samples.append(Drawn(token_id, state=state))
-        return samples
+        wholes = [self._staged(opened, pool) for opened, pool in zip(open_rows, pools, strict=True)]
+        finals = [_steered(whole, each.row, self.vocab_size) for each, whole in zip(open_rows, wholes, strict=True)]
+        token_ids = _gumbel_argmax(open_rows, finals)
+        return [
+            Drawn(token_id, state=_next_state(opened.row, whole, token_id))
+            for opened, whole, token_id in zip(open_rows, wholes, token_ids, strict=True)
+        ]
+
+    def _staged(self, opened: _Open, pool: Candidates) -> Candidates:
+        for stage in opened.plan.stages:
+            pool = self._stage(stage, pool, opened.row)
+        return pool
 
     def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
         params = row.params
@@ -326,15 +321,19 @@ def _state(row: Row) -> float:
 
 
 def _steered(pool: Candidates, row: Row, vocab_size: int) -> Candidates:
-    """Apply mirostat or adaptive-p to the candidates."""
+    """Apply mirostat or adaptive-p to the candidates, if the parameters request either."""
+    if not row.params.steers:
+        return pool
     if row.params.mirostat:
         return filters.mirostat(pool, row.params, _state(row), vocab_size)
     return filters.adaptive_p(pool, row.params, _state(row))
 
 
-def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
-    """The state of mirostat or adaptive-p after `token_id`; `pool` are the candidates before either."""
+def _next_state(row: Row, pool: Candidates, token_id: int) -> float | None:
+    """Return the state of mirostat or adaptive-p after `token_id`; `pool` are the candidates before either."""
     params = row.params
+    if not params.steers:
+        return row.state
     place = int(np.searchsorted(pool.token_ids, token_id))
     if params.mirostat:
         return _state(row) - params.mirostat_eta * (float(filters.surprise(pool)[place]) - params.mirostat_tau)
