@@ -192,15 +192,11 @@ class Tokenizer:
         want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
         if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
             return
-        ends: list[tuple[str, int]] = []
-        single = ["$A"]
-        if want_bos and self.bos_token_id is not None:
-            single.insert(0, self.special_tokens["bos_token"])
-            ends.append((self.special_tokens["bos_token"], self.bos_token_id))
-        if want_eos and self.eos_token_id is not None:
-            single.append(self.special_tokens["eos_token"])
-            ends.append((self.special_tokens["eos_token"], self.eos_token_id))
-        self._tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(set(ends)))
+        begin = [self.special_tokens["bos_token"]] if want_bos else []
+        end = [self.special_tokens["eos_token"]] if want_eos else []
+        self._tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end], special_tokens=[(text, self.token_to_id(text)) for text in {*begin, *end}]
+        )
 
 
 class DetokenizeStream:
