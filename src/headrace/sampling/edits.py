@@ -11,10 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
+from headrace.sampling.filters import F32, F64, I64
 
 MAX_DRY_EXCESS = 50
 """Tokens of a repetition beyond the allowed length that count: the penalty is beyond all bounds long before, and

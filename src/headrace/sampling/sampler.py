@@ -21,11 +21,7 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams, Watermark
 from headrace.protocol.step import TokenLogprob
 from headrace.sampling import edits, filters, noise, watermark
-from headrace.sampling.filters import Candidates, Cut, Select, largest, select, select_all
-
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from headrace.sampling.filters import F32, F64, I64, Candidates, Cut, Select, largest, select, select_all
 
 SPAN = 32
 """Rows that are sampled together: bounds the memory for edited rows and for candidates."""
@@ -117,7 +113,7 @@ class Sampler:
             samples += self._sample_some(logits[start : start + SPAN], rows[start : start + SPAN])
         return samples
 
-    def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
+    def shares(self, logits: F32, rows: list[Row]) -> list[tuple[I64, F64] | ValueError]:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,
         and their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
         `sample_rows`."""
@@ -126,10 +122,10 @@ class Sampler:
             for pool in self._pools(logits, rows)
         ]
 
-    def rank(self, logits: F32, rows: list[Row], width: int) -> list[Ids | ValueError]:
+    def rank(self, logits: F32, rows: list[Row], width: int) -> list[I64 | ValueError]:
         """Return the `width` tokens with the greatest sums of scaled logit and noise, best first, for each row of
         `logits` [S, V]: the first is that of `sample_rows`. Where fewer may be drawn, there are fewer."""
-        rankings: list[Ids | ValueError] = []
+        rankings: list[I64 | ValueError] = []
         for x, row, pool in zip(logits, rows, self._pools(logits, rows), strict=True):
             if isinstance(pool, ValueError):
                 rankings.append(pool)
@@ -254,7 +250,7 @@ class Sampler:
         self._plans[id(params)] = params, plan
         return plan
 
-    def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
+    def _edit(self, index: int, x: F32, row: Row, history: I64, first: list[str], bans: list[int]) -> F32:
         """Return a copy of the row after processors, biases, penalties, the watermark, masks and bans."""
         params = row.params
         if index >= len(self._edited):

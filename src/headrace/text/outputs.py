@@ -101,19 +101,19 @@ class RequestMetrics(msgspec.Struct):
 
     @property
     def time_in_queue(self) -> float | None:
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+        return _between(self.arrival_time, self.first_scheduled_time)
 
     @property
     def prefill_time(self) -> float | None:
-        if self.first_token_time is None or self.first_scheduled_time is None:
-            return None
-        return self.first_token_time - self.first_scheduled_time
+        return _between(self.first_scheduled_time, self.first_token_time)
 
     @property
     def decode_time(self) -> float | None:
-        if self.last_token_time is None or self.first_token_time is None:
-            return None
-        return self.last_token_time - self.first_token_time
+        return _between(self.first_token_time, self.last_token_time)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -42,7 +42,13 @@ STYLES: dict[str, Style] = {
 ALIASES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
 """vLLM's other names for what is one style here."""
 
-_SIGNS = (("[THINK]", "mistral"), ("<|channel>thought", "gemma4"), ("Here is my thought process:", "granite"))
+# The text in a chat template that shows its style; the first row whose text is there decides.
+_SIGNS = (
+    ("[THINK]", "mistral"),
+    ("<|channel>thought", "gemma4"),
+    ("Here is my thought process:", "granite"),
+    ("</think>", "qwen3"),
+)
 
 
 def style_name(name: str) -> str:
@@ -56,10 +62,7 @@ def style_name(name: str) -> str:
 def detect(templates: Iterable[str]) -> str | None:
     """Return the key of the style that chat templates show, or None."""
     text = "\n".join(templates)
-    for sign, name in _SIGNS:
-        if sign in text:
-            return name
-    return "qwen3" if "</think>" in text else None
+    return next((name for sign, name in _SIGNS if sign in text), None)
 
 
 def marks(name: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Renders a conversation into the prompt of a model: checks the messages, then runs the model's chat template.
 
-Every template is rendered by `TemplateRunner.run`, in a sandboxed process of bounded time, memory and output. Templates
-come from the model or the server's flags, never from a request. Every API gives its messages as `ChatMessage`s. Knows
-no tokens and no engine; called by `serve.call.service` and by the offline `chat`.
+The program `sandbox` renders templates in a process of bounded time, memory and output. Templates come from the model
+or the server's flags, never from a request. Every API gives its messages as `ChatMessage`s. Knows no tokens and no
+engine; called by `serve.call.service` and by the offline `chat`.
 """
 
 from __future__ import annotations
@@ -100,13 +100,14 @@ class ChatTemplate:
     """A model's chat template, or the one that replaces it."""
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], runner: TemplateRunner | None = None
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], process: BoundedProcess | None = None
     ) -> None:
         """`sources`: Jinja sources by name. "tool_use", if there is one, serves requests with tools, "default" the
-        others. `special_tokens`: the template's variables bos_token, eos_token and the like."""
+        others. `special_tokens`: the template's variables bos_token, eos_token and the like. `process`: runs
+        `sandbox`; None: the process that all templates share."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._runner = runner or shared_runner()
+        self._process = process or shared_process()
         self._forms: dict[str, sandbox.ContentForm] = {}
 
     @classmethod
@@ -185,9 +186,10 @@ class ChatTemplate:
 
     def _run(self, source: str, variables: dict[str, Any] | None, roles: list[str]) -> sandbox.RenderResult:
         try:
-            result = self._runner.run(sandbox.RenderJob(source, variables))
+            reply = self._process.run(sandbox.RenderJob(source, variables), sandbox.RenderResult)
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise RequestError("messages", roles, f"plain JSON in Unicode, not too deep ({error})") from None
+        result = sandbox.RenderResult(error=reply) if isinstance(reply, str) else reply
         if result.error is not None:
             # Python's text of an object may hold its address, which clients must not learn.
             message = re.sub(r"0x[0-9a-fA-F]+", "0x...", result.error)[:500]
@@ -195,33 +197,10 @@ class ChatTemplate:
         return result
 
 
-class TemplateRunner:
-    """One sandbox process, started when it is first needed and again after it had to be killed.
-
-    It does one job at a time, for whichever thread calls; a job that exceeds its bounds delays only others of this
-    runner.
-    """
-
-    def __init__(self, max_cpu_seconds: float = sandbox.MAX_CPU_SECONDS) -> None:
-        """`max_cpu_seconds`: processor time of one job, after which its process is killed."""
-        self._process = BoundedProcess(sandbox.__name__, [str(max_cpu_seconds)], max_cpu_seconds)
-
-    def run(self, job: sandbox.RenderJob) -> sandbox.RenderResult:
-        """Render. Raises what msgspec raises for variables that are not plain JSON; other errors are in the result."""
-        reply = self._process.run(msgspec.msgpack.encode(job))
-        if isinstance(reply, str):
-            return sandbox.RenderResult(error=reply)
-        return msgspec.msgpack.decode(reply, type=sandbox.RenderResult)
-
-    def close(self) -> None:
-        """End the process. A later `run` starts another."""
-        self._process.close()
-
-
 @functools.cache
-def shared_runner() -> TemplateRunner:
-    """Return the runner that all templates share by default."""
-    return TemplateRunner()
+def shared_process() -> BoundedProcess:
+    """Return the process that all templates share by default."""
+    return BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
 
 
 def _source(chat_template: str) -> str:
