@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
-from headrace.text.parts import MessageParser, MessagePart, Reasoning
+from headrace.text.outputs import MessageParser, MessagePart, Reasoning
 from headrace.text.tools.reader import Reader, Reading
 
 
@@ -101,7 +101,7 @@ def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, An
 
 
 class ReasoningParser:
-    """A `MessageParser` (see `parts`) that passes the text after the reasoning to `inner`.
+    """A `MessageParser` (see `outputs`) that passes the text after the reasoning to `inner`.
 
     Only an answer's beginning can be reasoning. Reasoning that never ends leaves no content.
     """

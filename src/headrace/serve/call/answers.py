@@ -15,7 +15,7 @@ from headrace.engine import context
 from headrace.engine.generation import Generation
 from headrace.serve.call.call import Call
 from headrace.text.inputs import new_request_id
-from headrace.text.parts import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning
+from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning
 from headrace.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ from tests.support.server import HTTP, Live, brittle, inproc
 from headrace import __version__
 from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.ollama.reply import Calls
-from headrace.text.parts import ToolCall
+from headrace.text.outputs import ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wer reitet?"}]

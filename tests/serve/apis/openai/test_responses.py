@@ -33,8 +33,7 @@ from headrace.serve.call.call import ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.call.service import ServedModel
 from headrace.serve.storage.store import Store
-from headrace.text.outputs import Delta, RequestState
-from headrace.text.parts import Content, Reasoning, ToolCall
+from headrace.text.outputs import Content, Delta, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 

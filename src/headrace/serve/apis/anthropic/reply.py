@@ -12,7 +12,7 @@ from headrace.serve.apis.anthropic.errors import AnthropicError, error_body
 from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
 from headrace.serve.call.answers import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
-from headrace.text.parts import Content, MessagePart, Reasoning
+from headrace.text.outputs import Content, MessagePart, Reasoning
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

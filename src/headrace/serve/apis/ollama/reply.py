@@ -14,7 +14,7 @@ from headrace.serve.apis.ollama.request import GenerationRequest
 from headrace.serve.call.answers import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs
-from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
 
 NDJSON = "application/x-ndjson"
 

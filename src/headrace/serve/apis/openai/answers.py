@@ -23,8 +23,7 @@ from headrace.serve.call.call import TextCall
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import chat_logprobs, event, timings, usage
 from headrace.serve.call.service import ServedModel
-from headrace.text.outputs import RequestState, TextDelta
-from headrace.text.parts import Content, MessageBuilder, MessagePart, Reasoning
+from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, RequestState, TextDelta
 
 DONE = b"data: [DONE]\n\n"
 

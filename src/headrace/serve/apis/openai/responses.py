@@ -52,7 +52,7 @@ from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import error_body, json_response
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
-from headrace.text.parts import Content, MessagePart
+from headrace.text.outputs import Content, MessagePart
 
 logger = logging.getLogger("headrace.server")
 
