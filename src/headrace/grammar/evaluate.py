@@ -8,7 +8,7 @@ by value, and the result is an `enum`. Follows the core and validation vocabular
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +16,7 @@ MAX_VALUES = 1000
 MAX_MATCHED = 16
 """Characters of a text that a pattern is matched with: a bad pattern takes twice as long with each."""
 MAX_DEPTH = 32
-_COUNTED: dict[str, type] = {"Length": str, "Items": list, "Properties": dict}
+_COUNTED: dict[str, type[Sized]] = {"Length": str, "Items": list, "Properties": dict}
 _TYPES: dict[str, type] = {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}
 BESIDE_REFERENCES = frozenset("$ref $schema $id $comment title description default examples $defs definitions".split())
 

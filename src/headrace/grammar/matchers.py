@@ -86,7 +86,7 @@ class Matchers:
         return len(self._followers)
 
     def warm(self) -> None:
-        """Begin to read the tokenizer, which the first request would wait for otherwise. Only the first call acts."""
+        """Begin to read the tokenizer, so that the first request need not wait for it. Only the first call does so."""
         if not self._warmed:
             self._warmed = True
             self._builder.submit(self._get_tokenizer)
@@ -158,7 +158,7 @@ class Matchers:
                 if next_id is None:
                     break
                 if next_id in barred and num_generated + len(forced) < params.min_tokens:
-                    # The sampler reports why this cannot be.
+                    # The sampler refuses the token and says why.
                     break
                 forced.append(next_id)
                 self._take(follower, [next_id])
@@ -187,7 +187,7 @@ class Matchers:
             return mask
         num_known = len(follower.tokens)
         if follower.tokens != tokens[:num_known]:
-            # A step was taken back.
+            # The scheduler did not commit the last step.
             follower.matcher.reset()
             follower.tokens, num_known = [], 0
         self._take(follower, tokens[num_known:])

@@ -44,7 +44,7 @@ MAX_PLACES = 4
 """Of an unbounded array, the first items among which the required one is placed."""
 MAX_NODES = 5000
 MAX_NUMBER = 24
-"""Greatest distance from zero of a number that is to be no multiple of another."""
+"""Numbers that are not multiples of another are sought up to this distance from zero."""
 
 
 class Rewriter:
@@ -146,9 +146,9 @@ class Rewriter:
         schema = either(ways)
         if errors and schema is False:
             raise errors[0]
-        for error in errors:
-            # To break one rule is enough; this one is never broken.
-            self._narrow(path, f"answers that differ by {error} are left out")
+        for unsupported in errors:
+            # It is enough that the answer breaks one keyword; it never breaks this one.
+            self._narrow(path, f"answers that differ by {unsupported} are left out")
         return schema
 
     # -- negated keywords
@@ -224,7 +224,7 @@ class Rewriter:
             case "multipleOf" if value > 0:
                 self._narrow(path, f"numbers are sought from -{MAX_NUMBER} to {MAX_NUMBER} only")
                 numbers: list[Schema] = [{"enum": [x for x in range(-MAX_NUMBER, MAX_NUMBER + 1) if x % value]}]
-                # Between two multiples there is none.
+                # No number between 0 and `value` is a multiple of it.
                 numbers.append({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": value})
                 return either(numbers)
             case "pattern":
@@ -238,16 +238,16 @@ class Rewriter:
             case "patternProperties":
                 ways = []
                 for pattern, inner in value.items():
-                    name = witness.example(pattern)
-                    if name is not None and (denied := self.deny(inner, f"{path}/{pattern}")) is not False:
-                        ways.append(self._with_property(name, denied, path))
+                    example = witness.example(pattern)
+                    if example is not None and (denied := self.deny(inner, f"{path}/{pattern}")) is not False:
+                        ways.append(self._with_property(example, denied, path))
                 if ways or all(inner in (True, {}) for inner in value.values()):
                     return either(ways)
             case "propertyNames":
                 pattern = self._pattern_of(self.deny(value, path), path)
-                name = "other" if pattern is None else witness.example(pattern)
-                if name is not None and pattern != "":
-                    return self._with_property(name, True, path)
+                example = "other" if pattern is None else witness.example(pattern)
+                if example is not None and pattern != "":
+                    return self._with_property(example, True, path)
         raise UnsupportedError(f'a negated "{key}" at {path}')
 
     def _with_property(self, name: str, value: Schema, path: str) -> Schema:

@@ -1,7 +1,8 @@
-"""Examples for regexes: a text that matches one, and regexes of texts that surely do not.
+"""Finds, for a regex, a text that matches it, and regexes of texts that do not match it.
 
-For schemas in which some property, or some text, must not be of a form. The results are sound and seldom all there are.
-Python's own parser reads the patterns; one that it cannot read has no examples. Called by `rewrite`.
+For schemas that say which form a text or a property's name must not have. All results are right, but others may exist
+that are not found. Python's parser of regexes reads the patterns; one that it can not read has no examples. Called by
+`rewrite`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def example(pattern: str) -> str | None:
 
 
 def others(pattern: str) -> list[str]:
-    """Return regexes of texts in which `pattern` is not patterns: each is right; together they need not cover all."""
+    """Return regexes of texts in which `pattern` is not found. Some of these texts may match none of them."""
     try:
         parsed = _parser.parse(pattern)
         least, most = parsed.getwidth()

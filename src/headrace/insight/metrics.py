@@ -148,7 +148,8 @@ class ServerMetrics:
         for name, (doc, value) in counters.items():
             # The start's own probe is subtracted, which must not give a negative count.
             yield self._family(CounterMetricFamily, name, doc, {(): max(0, value)})
-        counts = {(str(position),): count for position, count in enumerate(total.num_accepted_per_pos)}
+        accepted = enumerate(total.num_accepted_per_pos)
+        counts: dict[tuple[str, ...], float] = {(str(position),): count for position, count in accepted}
         doc = "Draft tokens that were kept, by how many came before them in the draft."
         yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", doc, counts, ("position",))
         if client.is_started:

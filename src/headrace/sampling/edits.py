@@ -14,8 +14,8 @@ from headrace.protocol.params import SamplingParams
 from headrace.sampling.filters import F32, F64, I64
 
 MAX_DRY_EXCESS = 50
-"""Tokens of a repetition beyond the allowed length that count: the penalty is beyond all bounds long before, and
-the work stays bounded."""
+"""Tokens of a repetition beyond the allowed length that count. The penalty is greater than any logit long before,
+and the work stays bounded."""
 
 _LEAST = float(np.finfo(np.float32).min)
 
@@ -173,7 +173,7 @@ def forced(params: SamplingParams, history: I64) -> int | None:
     since = history[begin + len(start) :]
     if _last(since, end) >= 0 or len(since) < params.thinking_token_budget:
         return None
-    # The end may have begun.
+    # The first tokens of the end may be there already.
     for num_done in range(min(len(end) - 1, len(since)), 0, -1):
         if since[len(since) - num_done :].tolist() == end[:num_done]:
             return end[num_done]

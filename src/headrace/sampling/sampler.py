@@ -80,7 +80,6 @@ class _Plan(NamedTuple):
 class _Open(NamedTuple):
     """A row that needs a draw: its logits after all edits, their maximum, and the stages to come."""
 
-    place: int
     row: Row
     x: F32
     greatest: float
@@ -96,7 +95,7 @@ class Sampler:
         self.eos_token_ids = list(eos_token_ids)
         self._select = select
         self._edited = np.empty((0, vocab_size), np.float32)
-        # By the parameters' id, which is theirs alone as long as they are held here.
+        # By the parameters' id, which no other object can have while the entry refers to them.
         self._plans: dict[int, tuple[SamplingParams, _Plan]] = {}
 
     def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
@@ -135,7 +134,7 @@ class Sampler:
                 words = noise.bits(row.params.seed or 0, row.position, pool.token_ids)
                 sums = sums + noise.gumbel(words)
             elif row.params.greedy:
-                # Any token may follow; the likeliest does.
+                # Greedy rows are ranked by their logits, without filters.
                 pool, sums = Candidates(np.arange(len(x)), x.astype(np.float64), 0.0), x.astype(np.float64)
             rankings.append(pool.token_ids[largest(sums, min(width, len(sums)))])
         return rankings
@@ -144,15 +143,14 @@ class Sampler:
         """Yield the candidates of each row after all filters, or its error."""
         self._verify(logits)
         for x, row in zip(logits, rows, strict=True):
-            try:
-                opened = self._open(0, x, row)
-                if isinstance(opened, _Open):
-                    pool = self._staged(opened, select(opened.x, opened.greatest, opened.cut._replace(key=None)))
-                    yield _steered(pool, row, self.vocab_size)
-                else:
-                    yield Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
-            except (RequestError, ValueError) as error:
-                yield _as_value_error(error)
+            opened = self._opened(0, x, row)
+            if isinstance(opened, _Open):
+                pool = self._staged(opened, select(opened.x, opened.greatest, opened.cut._replace(key=None)))
+                yield _steered(pool, row, self.vocab_size)
+            elif isinstance(opened, Drawn):
+                yield Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
+            else:
+                yield opened
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         """Return log-probabilities of known tokens: `next_token_ids[i]` under row i of `logits` [P, V]."""
@@ -166,21 +164,9 @@ class Sampler:
             raise ValueError(f"logits have shape {logits.shape}, expected [S, {self.vocab_size}]")
 
     def _sample_some(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
-        results: list[Drawn | ValueError] = []
-        open_rows: list[_Open] = []
-        for index, (x, row) in enumerate(zip(logits, rows, strict=True)):
-            try:
-                opened = self._open(index, x, row)
-            except (RequestError, ValueError) as error:
-                results.append(_as_value_error(error))
-                continue
-            if isinstance(opened, _Open):
-                open_rows.append(opened)
-                results.append(Drawn(-1))
-            else:
-                results.append(opened)
-        for opened, sample in zip(open_rows, self._draw(open_rows), strict=True):
-            results[opened.place] = sample
+        opened = [self._opened(index, x, row) for index, (x, row) in enumerate(zip(logits, rows, strict=True))]
+        samples = iter(self._draw([each for each in opened if isinstance(each, _Open)]))
+        results = [next(samples) if isinstance(each, _Open) else each for each in opened]
         for index, sample in enumerate(results):
             if isinstance(sample, Drawn) and rows[index].params.logprobs is not None:
                 try:
@@ -195,8 +181,14 @@ class Sampler:
             sample.logprob = token_logprob(x, sample.token_id, row.params.logprobs)
         return sample
 
+    def _opened(self, index: int, x: F32, row: Row) -> _Open | Drawn | ValueError:
+        """Return the row after all edits; or its token, where that needs no draw; or its error."""
+        try:
+            return self._open(index, x, row)
+        except (RequestError, ValueError) as error:
+            return error if isinstance(error, ValueError) else ValueError(str(error))
+
     def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
-        """Return the row after all edits; or its token, where that needs no draw."""
         params, best = row.params, row.best
         history = np.array(row.history, np.int64)
         token_id = edits.replayed(params, row.position - row.num_prompt)
@@ -226,7 +218,7 @@ class Sampler:
         cut = plan.cut
         if not plan.stages and not plan.steers:
             cut = Cut(cut.temperature, cut.floor, cut.top_k, cut.top_p, (params.seed, row.position))
-        return _Open(index, row, x, float(x[best]), cut, plan)
+        return _Open(row, x, float(x[best]), cut, plan)
 
     def _plan(self, params: SamplingParams) -> _Plan:
         entry = self._plans.get(id(params))
@@ -238,15 +230,9 @@ class Sampler:
         first = []
         while stages and stages[0] in ("penalties", "dry"):
             first.append(stages.pop(0))
-        edits = bool(
-            first
-            or params.logits_processors
-            or params.logit_bias
-            or params.allowed_token_ids
-            or params.watermark is not None
-        )
+        edits = (first, params.logits_processors, params.logit_bias, params.allowed_token_ids, params.watermark)
         cut, stages = _leading_cut(params, stages)
-        plan = _Plan(first, cut, stages, edits, params.greedy, params.steers)
+        plan = _Plan(first, cut, stages, any(edits), params.greedy, params.steers)
         self._plans[id(params)] = params, plan
         return plan
 
@@ -299,10 +285,6 @@ class Sampler:
         if stage == "xtc":
             return filters.xtc(pool, params, noise.uniform(params.seed or 0, row.position, noise.XTC))
         return filters.FILTERS[stage].apply(pool, params)
-
-
-def _as_value_error(error: Exception) -> ValueError:
-    return error if isinstance(error, ValueError) else ValueError(str(error))
 
 
 def _allows(mask: NDArray[np.uint32], token_id: int) -> bool:

@@ -27,7 +27,7 @@ from headrace.protocol.errors import HeadraceError
 Reply = TypeVar("Reply")
 
 MAX_WALL_SECONDS = 30.0
-"""A backstop behind the bound on processor time, wide enough for a machine under load."""
+"""For a process that uses no processor time and does not answer; long enough for a machine under load."""
 
 
 class BoundedProcess:
@@ -84,7 +84,7 @@ class BoundedProcess:
             write_frame(stdin, body)
         except BrokenPipeError:
             return None
-        # The program writes its frame in one go, so what can be read will come to its end.
+        # The program writes a frame in one call: once a part of it can be read, the rest comes too.
         if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return None
         return read_frame(stdout)
@@ -103,7 +103,7 @@ class BoundedProcess:
 
 def _end(process: subprocess.Popen[bytes]) -> int:
     stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
-    # A process whose input has ended exits; one that has closed its output is about to.
+    # The process exits at the end of its input.
     with contextlib.suppress(BrokenPipeError):
         stdin.close()
     try:

@@ -269,7 +269,7 @@ def request_output(
     if len(states) > params.n:
         for index, output in enumerate(outputs):
             output.index = index
-            # They were requested only to choose by; the sum stays.
+            # They were requested only to choose the best answers; the sum stays.
             output.logprobs = None if params.logprobs is None else output.logprobs
     return RequestOutput(
         request_id=request_id,

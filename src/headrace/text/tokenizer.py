@@ -1,8 +1,8 @@
-"""`Tokenizer` turns text into token ids and back; `DetokenizeStream` does so for text that grows token by token.
+"""`Tokenizer` turns text into token ids and back; `DetokenizeStream` turns ids into text as they come.
 
-Decoding goes by bytes: every token stands for some bytes, which depend only on whether it is the first; the text is all
-bytes together read as UTF-8, ill-formed ones as U+FFFD. So the text of a stream is always a prefix of what `decode`
-returns for all tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
+Each token stands for bytes, which depend only on whether it is the first token. The text is all these bytes, decoded as
+UTF-8, with U+FFFD for ill-formed ones. So the text of a stream is always a prefix of what `decode` returns for all
+tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
 and `AsyncLLM`. `tokenizer_files` and `tokenizer_gguf` read the files of tokenizers.
 """
 
@@ -23,8 +23,8 @@ from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.tokenizer_files import TokenizerFile
 
-# From so many characters on, a text is encoded as a batch of one: of the two calls only that one releases the
-# interpreter's lock, so that a thread that tokenises a megabyte delays no other.
+# A text of at least so many characters is encoded as a batch of one: of the two calls only the one for batches releases
+# the interpreter's lock, so that other threads run while a megabyte is tokenised.
 LONG_TEXT = 4096
 MAX_GAPS = 2**20
 """Unused ids, at most, between those of tokens; each takes eight bytes."""

@@ -110,7 +110,7 @@ def byte_level_bpe(
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], model_type: str | None) -> TokenizerFile:
     """Byte-level BPE with the splitting rule of `model_type`."""
     if model_type not in SPLITS:
-        # Without a word from config.json: vocabularies above 100,000 came after GPT-2's rule.
+        # config.json names no type that is known. Vocabularies of more than 100,000 tokens are newer than GPT-2's rule.
         model_type = "llama" if len(vocab) > 100_000 else "gpt2"
     pattern = SPLITS[model_type]
     cuts = () if pattern is None else (pattern,)

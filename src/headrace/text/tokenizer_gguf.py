@@ -149,7 +149,7 @@ def _scored(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.Toke
     dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix") is not False
     tokenizer = tokenizer_files.scored(pieces, unk_id or 0, dummy_prefix)
     if dummy_prefix:
-        # Such a token is found in text whose spaces are marked already; there a prefix would come before it too.
+        # Such a token is found in text whose spaces are "▁" already, and the prefix would be put before it as well.
         for token_id, (text, _, kind) in enumerate(pieces):
             if kind == USER_DEFINED and "▁" in text:
                 key = f"tokenizer.ggml.tokens[{token_id}]"
@@ -177,7 +177,7 @@ def _byte_level(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.
 
 
 def _word_piece(file: GGUF, pieces: list[tuple[str, float, int]], roles: dict[str, str]) -> tokenizers.Tokenizer:
-    """BERT's WordPiece (Devlin et al. 2018), uncased. The file marks the beginnings of words, BERT what goes on."""
+    """BERT's WordPiece (Devlin et al. 2018), uncased. The file marks the pieces that begin a word, BERT the others."""
     for role in ("unk_token", "cls_token", "sep_token"):
         if role not in roles:
             _refuse(file, f"tokenizer.ggml.{ROLES[role]}_token_id", None, "there for a model of kind bert")

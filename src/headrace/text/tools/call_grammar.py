@@ -110,7 +110,7 @@ def _bare_string(schema: Any, name: str, key: str, closing: str) -> FormatPart:
         return _either([{"type": "const_string", "value": value} for value in values])
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if low or high != "":
-        # No mark begins in it, so that none can end it before its time.
+        # Without a "<" it contains no mark, which would end it too soon.
         return {"type": "regex", "pattern": f"[^<]{{{low},{high}}}"}
     return {"type": "any_text"}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 
-# Whatever the format, a name must not look like a part of it.
+# A name must not contain what is a part of some format.
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 Mode = Literal["none", "auto", "required"]

@@ -239,7 +239,7 @@ class Reader:
 
     def _json_members(self, brackets: str, depth: int) -> Reading[None]:
         """Read an array or an object, as the brackets say."""
-        opening, closing = brackets
+        opening, closing = brackets[0], brackets[1]
         if depth >= MAX_DEPTH:
             raise IllFormed
         yield from self.expect(opening)
