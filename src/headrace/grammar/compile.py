@@ -152,8 +152,8 @@ def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Gramm
 
 
 def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Grammar:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text; or {"format": {...}}: see
-    `tags`."""
+    """Return the grammar of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text; or that of
+    {"format": {...}}: see `tags`."""
     warnings: list[str] = []
 
     def body(schema: Any) -> str:

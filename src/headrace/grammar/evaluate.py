@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_VALUES = 1000
 MAX_MATCHED = 16
-"""Characters of a text that a pattern is matched with: a bad pattern takes twice as long with each."""
+"""Characters of a text that a pattern is matched with: some patterns take twice as long with each more."""
 MAX_DEPTH = 32
 _COUNTED: dict[str, type[Sized]] = {"Length": str, "Items": list, "Properties": dict}
 _TYPES: dict[str, type] = {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}
@@ -207,7 +207,7 @@ def _is(value: Any, name: str) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    """Whether two values are equal as JSON: 1 and 1.0 are, 1 and true are not."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):

@@ -79,7 +79,7 @@ def _plain(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
 
 
 def _check_count(schema: dict[str, Any], path: str) -> None:
-    """llguidance counts a property that is written twice as two. Raises `UnsupportedError` where that would matter."""
+    """Raise `UnsupportedError` where it matters that llguidance counts a property that is written twice as two."""
     least = schema.get("minProperties")
     if not isinstance(least, int) or (
         schema.get("additionalProperties") is False and not schema.get("patternProperties")

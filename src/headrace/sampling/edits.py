@@ -43,8 +43,8 @@ def penalized(values: F64, counts: I64, params: SamplingParams) -> F64:
 
 
 def dried(values: F64, lengths: I64, params: SamplingParams) -> F64:
-    """Logits of tokens that would prolong a repetition of `lengths` tokens after DRY (p-e-w, text-generation-webui
-    #5677): each loses dry_multiplier * dry_base ** (length - dry_allowed_length)."""
+    """Return the logits, after DRY, of tokens that would prolong a repetition of `lengths` tokens (p-e-w,
+    text-generation-webui #5677): each loses dry_multiplier * dry_base ** (length - dry_allowed_length)."""
     with np.errstate(over="ignore"):
         penalty = params.dry_multiplier * np.power(params.dry_base, lengths - float(params.dry_allowed_length))
     logits: F64 = values - penalty

@@ -292,7 +292,7 @@ def _allows(mask: NDArray[np.uint32], token_id: int) -> bool:
 
 
 def _state(row: Row) -> float:
-    """Mirostat's mu, twice the aim before the first token; or adaptive-p's mean, at its aim before that."""
+    """Return mirostat's mu, twice the aim before the first token; or adaptive-p's mean, at its aim before that."""
     if row.state is not None:
         return row.state
     return 2.0 * row.params.mirostat_tau if row.params.mirostat else row.params.adaptive_target
@@ -351,7 +351,7 @@ def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[s
 
 
 def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
-    """Log-softmax of `row` [V] at `token_id`, its rank, and the `num_top` likeliest (-1: all), best first."""
+    """Return the log-softmax of `row` [V] at `token_id`, its rank, and the `num_top` likeliest (-1: all) in order."""
     if not 0 <= token_id < len(row):
         raise ValueError(f"token id {token_id} is not below the vocabulary size {len(row)}")
     x = row.astype(np.float64)
@@ -369,7 +369,7 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
 
 
 def _gumbel_argmax(open_rows: list[_Open], pools: list[Candidates]) -> list[int]:
-    """Of each pool the id whose scaled logit plus noise is greatest."""
+    """Return for each pool the id whose scaled logit plus noise is greatest."""
     token_ids = [int(pool.token_ids[0]) if len(pool.token_ids) == 1 else -1 for pool in pools]
     few = [i for i, pool in enumerate(pools) if 1 < len(pool.token_ids) <= FEW]
     if few:
@@ -393,7 +393,7 @@ def _gumbel_argmax(open_rows: list[_Open], pools: list[Candidates]) -> list[int]
 
 
 def _of_many(pool: Candidates, seed: int, position: int) -> int:
-    """The same for one pool of any size."""
+    """Return the same for one pool of any size."""
     token_ids, scaled = pool.token_ids, pool.scaled
     # Noise cannot lift a token from further below the likeliest one's sum.
     first = token_ids[np.argmax(scaled)][None]
@@ -411,7 +411,10 @@ def _of_many(pool: Candidates, seed: int, position: int) -> int:
 
 
 def _likeliest(x: F32 | F64) -> int:
-    """Lowest index of the greatest entry. numpy's argmax gives the first, and the first NaN where there is one."""
+    """Return the lowest index of the greatest entry: numpy's argmax gives the first, or the first NaN if there is one.
+
+    Raises `NonFiniteLogitsError`.
+    """
     best = int(np.argmax(x))
     _verify_greatest(x, best)
     return best

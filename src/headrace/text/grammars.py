@@ -23,7 +23,7 @@ from headrace.text.tokenizer import Tokenizer
 MAX_VERDICTS = 1024
 MAX_CPU_SECONDS = 1.0
 SANDBOX = "headrace.text.grammar_sandbox"
-"""The program of the process, by name, so that its imports cost nothing where there are no constraints."""
+"""The program of the process, by name: without constraints, its imports take no time."""
 
 
 class Verdict(msgspec.Struct):

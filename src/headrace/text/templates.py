@@ -37,11 +37,11 @@ class ToolCall(NamedTuple):
 
     @classmethod
     def of(cls, call_id: str, name: str, arguments: Any, field: str) -> ToolCall:
-        """A call of which no more is known than this."""
+        """Return a call with nothing but these."""
         return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
 
     def template_form(self) -> dict[str, Any]:
-        """The call with its arguments as an object. Raises `RequestError` for arguments that are not JSON."""
+        """Return the call with its arguments as an object. Raises `RequestError` for arguments that are not JSON."""
         function = self.form["function"]
         arguments = function.get("arguments")
         if isinstance(arguments, str):
@@ -55,7 +55,7 @@ class ToolCall(NamedTuple):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation, checked. `content` is a text, or several that the template puts together; unset
     and None are two things to a template. `extra` are further fields that templates may read: name, tool_call_id, and
-    whatever else a client sends."""
+    whatever other fields a client sends."""
 
     role: str
     content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
@@ -64,8 +64,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     extra: dict[str, Any] = {}
 
     def template_form(self, form: sandbox.ContentForm) -> dict[str, Any]:
-        """The message as templates read it; `form` is the one in which this template takes content. Raises
-        `RequestError`."""
+        """Return the message as templates read it; `form` is the one in which this template takes content.
+
+        Raises `RequestError`."""
         message: dict[str, Any] = {"role": self.role}
         if isinstance(self.content, list):
             texts = self.content
@@ -84,14 +85,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 def check_role(role: object, field: str) -> str:
-    """A role that a template may be given. Raises `RequestError`."""
+    """Return `role` if a template may get it. Raises `RequestError`."""
     if not isinstance(role, str) or not 0 < len(role) <= 64:
         raise RequestError(field, role, "a string of 1 to 64 characters")
     return role
 
 
 def read_messages(messages: Sequence[object]) -> list[ChatMessage]:
-    """Messages in OpenAI's form, from a request's `messages`. Raises `RequestError`."""
+    """Return a request's `messages`, which are in OpenAI's form. Raises `RequestError`."""
     bounds.check("messages", messages)
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -137,7 +138,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt for `messages` (or dicts in OpenAI's form), special tokens written out in it.
+        """Return the prompt for `messages` (or dicts in OpenAI's form), special tokens written out in it.
 
         `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last message
         open, so that the answer continues it. `kwargs` are further variables for the template. Raises `RequestError`

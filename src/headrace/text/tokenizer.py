@@ -385,16 +385,13 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
             elif kind == "ByteLevel" and not added and all(letter in letters for letter in token):
                 data = bytes(letters[letter] for letter in token)
             elif kind == "WordPiece":
-                token = token if first else _joined(token, step["prefix"])
+                if not first:
+                    token = token.removeprefix(step["prefix"]) if token.startswith(step["prefix"]) else " " + token
                 for long, short in _CLEANUP if step["cleanup"] else ():
                     token = token.replace(long, short)
         return (token.encode() if data is None else data).removeprefix(strip)
 
     return bytes_of
-
-
-def _joined(token: str, prefix: str) -> str:
-    return token.removeprefix(prefix) if token.startswith(prefix) else " " + token
 
 
 def _content(token: object) -> str | None:

@@ -93,7 +93,7 @@ def _read_json(path: Path) -> TokenizerFile:
 def byte_level_bpe(
     vocab: dict[str, int], merges: list[tuple[str, str]], cuts: Sequence[str], composed: bool, whole_words: bool
 ) -> tokenizers.Tokenizer:
-    """Byte-level BPE (Radford et al. 2019). `cuts` split the text one after another; without any, GPT-2's rule does.
+    """Return byte-level BPE (Radford et al. 2019). `cuts` split the text one after another; none: GPT-2's rule.
 
     `composed`: the text is brought into the form NFC. `whole_words`: a word in the vocabulary needs no merges.
     """
@@ -108,7 +108,7 @@ def byte_level_bpe(
 
 
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], model_type: str | None) -> TokenizerFile:
-    """Byte-level BPE with the splitting rule of `model_type`."""
+    """Return byte-level BPE with the splitting rule of `model_type`."""
     if model_type not in SPLITS:
         # config.json names no type that is known. Vocabularies of more than 100,000 tokens are newer than GPT-2's rule.
         model_type = "llama" if len(vocab) > 100_000 else "gpt2"
@@ -136,7 +136,7 @@ def _read_vocab_and_merges(path: Path) -> TokenizerFile:
 
 
 def _read_tiktoken(path: Path) -> TokenizerFile:
-    """Lines of a base64 token and its rank. A token's merge is the pair that merging by lower ranks ends with."""
+    """Read lines of a base64 token and its rank. A token's merge is the pair that merging by lower ranks ends with."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
     letters = byte_letters()
 
@@ -179,7 +179,7 @@ SPECIAL = (UNKNOWN, CONTROL)
 
 
 def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool = True) -> tokenizers.Tokenizer:
-    """BPE whose merges are ordered by the scores of what they make (Kudo and Richardson 2018), with byte fallback.
+    """Return BPE whose merges are ordered by their results' scores (Kudo and Richardson 2018), with byte fallback.
 
     `pieces` are (text, score, kind). The dummy prefix, a space, goes before every text between special tokens: as in
     training with SentencePiece, which encodes those texts one by one.
@@ -226,7 +226,7 @@ def add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, i
 
 
 def _read_dot_model(path: Path) -> TokenizerFile:
-    """A .model file is SentencePiece's protobuf, or, in Llama 3's own release, tiktoken's lines."""
+    """Read a .model file: SentencePiece's protobuf, or, in Llama 3's own release, tiktoken's lines."""
     data = path.read_bytes()
     if data[:1] != b"\n":
         return _read_tiktoken(path)
@@ -282,7 +282,7 @@ def _message(data: bytes) -> dict[int, list[Any]]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) pairs of one protobuf message: ints for varints, bytes for all else."""
+    """Yield (field number, value) of one protobuf message: ints for varints, bytes for all else."""
     at = 0
 
     def varint() -> int:
@@ -312,7 +312,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _read_llama2c(path: Path) -> TokenizerFile:
-    """llama2.c's tokenizer.bin: int32 longest, then (float32 score, int32 length, bytes) for every id.
+    """Read llama2.c's tokenizer.bin: int32 longest, then (float32 score, int32 length, bytes) for every id.
 
     Ids 0, 1, 2 are unknown, begin and end; 3 to 258 the bytes; spaces in pieces are literal.
     """

@@ -177,7 +177,10 @@ def _byte_level(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.
 
 
 def _word_piece(file: GGUF, pieces: list[tuple[str, float, int]], roles: dict[str, str]) -> tokenizers.Tokenizer:
-    """BERT's WordPiece (Devlin et al. 2018), uncased. The file marks the pieces that begin a word, BERT the others."""
+    """Return BERT's WordPiece (Devlin et al. 2018), uncased.
+
+    The file marks the pieces that begin a word, BERT the others.
+    """
     for role in ("unk_token", "cls_token", "sep_token"):
         if role not in roles:
             _refuse(file, f"tokenizer.ggml.{ROLES[role]}_token_id", None, "there for a model of kind bert")

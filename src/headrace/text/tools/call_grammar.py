@@ -88,7 +88,7 @@ def _tagged_arguments(
     for key, inner, is_required in _properties(schema):
         closing = layout.value[1]
         if is_string(required.schemas, name, key):
-            # A part of its own: free text ends at the first closing tag, whatever comes after that.
+            # The tag is a part by itself: free text ends at the first one, even if other text follows it.
             value = required.sequence(_bare_string(inner, name, key, closing.strip()), closing.strip())
         else:
             value = required.sequence(_json(inner), closing)

@@ -55,12 +55,12 @@ class Layout(NamedTuple):
 
 
 def call_id() -> str:
-    """A fresh id, as OpenAI's look."""
+    """Return a fresh id, which looks like OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def _short_id() -> str:
-    """Nine letters or digits: Mistral's templates take no other id."""
+    """Return nine letters or digits: Mistral's templates take no other id."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -82,7 +82,7 @@ class ToolFormat(NamedTuple):
         return (self.marks[0].strip(), *self.openers)
 
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of the format that may be special tokens."""
+        """Return the texts of the format that may be special tokens."""
         return tuple(text for text in (*self.all_openers(), self.marks[1].strip(), *self.special) if text)
 
 
