@@ -17,8 +17,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.anthropic.reply import MessagesAnswer
 from headrace.serve.apis.anthropic.request import MessagesRequest
 from headrace.serve.call.parsing import Warnings, convert
-from headrace.text.outputs import TextDelta
-from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import Content, MessagePart, Reasoning, TextDelta, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "Wer fährt so spät?"}]}

@@ -16,7 +16,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.protocol.step import Finish
 from headrace.serve.apis.ollama.reply import OllamaAnswer
 from headrace.serve.apis.ollama.request import ChatRequest
-from headrace.text.parts import MessageBuilder, ToolCall
+from headrace.text.outputs import MessageBuilder, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wer reitet?"}]

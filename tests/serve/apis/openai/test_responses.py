@@ -34,8 +34,7 @@ from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.call.service import ServedModel
 from headrace.serve.storage.store import Store
-from headrace.text.outputs import Delta, RequestState
-from headrace.text.parts import Content, ContentParser, MessageParser, Reasoning, ToolCall
+from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.calls import new_parser
 

@@ -14,7 +14,7 @@ from headrace.serve.call.call import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.errors import Api, ErrorBody, event
 from headrace.serve.routing import Readable
-from headrace.text.parts import Content, MessagePart, Reasoning
+from headrace.text.outputs import Content, MessagePart, Reasoning
 
 # The statuses whose errors have another type than OpenAI's, beside "server_error".
 ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error"}

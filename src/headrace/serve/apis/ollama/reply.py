@@ -15,8 +15,7 @@ from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs
 from headrace.serve.errors import Api
 from headrace.serve.routing import Readable
-from headrace.text.outputs import RequestState, TextDelta
-from headrace.text.parts import Content, Reasoning
+from headrace.text.outputs import Content, Reasoning, RequestState, TextDelta
 
 NDJSON = "application/x-ndjson"
 

@@ -24,8 +24,7 @@ from headrace.serve.call.replies import chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import event
 from headrace.serve.routing import Readable
-from headrace.text.outputs import RequestState, TextDelta
-from headrace.text.parts import Content, MessageBuilder, MessagePart, Reasoning
+from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, RequestState, TextDelta
 
 DONE = b"data: [DONE]\n\n"
 

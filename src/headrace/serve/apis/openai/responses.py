@@ -48,8 +48,7 @@ from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings
 from headrace.serve.call.service import ServedModel
 from headrace.serve.routing import Readable
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
-from headrace.text.outputs import TextDelta
-from headrace.text.parts import Content, MessagePart
+from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
 

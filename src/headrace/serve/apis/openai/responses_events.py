@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, Timings
-from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
 
 ItemType = Literal["message", "reasoning", "function_call"]
 _IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
