@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from tests.campaigns.oracle_server import oracle
 from tests.support import fake
-from tests.support.simulated import Oracle
 
+from headrace.insight.simulated import Oracle
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 

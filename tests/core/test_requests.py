@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.support.simulated import Oracle, SimulatedExecutor
 
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore, verify
+from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from tests.support import fake
 from tests.support.server import child, inproc
-from tests.support.simulated import Oracle
 
 from headrace.core.requests import verify_model
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.watchdog import Watchdog
+from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import (
     CheckpointError,

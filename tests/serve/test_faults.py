@@ -344,7 +344,7 @@ class Served:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
         self.children = list(commands)
-        (self.engine,) = [pid for pid, command in commands.items() if "tests.support.fake" in command]
+        (self.engine,) = [pid for pid, command in commands.items() if "fake.py" in command]
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -374,8 +374,7 @@ def test_depth_64_is_allowed(live: Live) -> None:
 
 
 def test_R_16_every_chunk_is_strict_json(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.simulated import Oracle
-
+    from headrace.insight.simulated import Oracle
     from headrace.protocol.step import TokenLogprob
 
     def hostile(self: Oracle, token_id: int, position: int, num_top: int) -> TokenLogprob:

@@ -1,19 +1,18 @@
 """An engine without a model for the server's tests: the real `EngineCore` and scheduler over the simulated executor.
 
-Run as a program it is the child process (`python -m tests.support.fake DELAY FD`); imported, it builds the same engine
-in this process.
+Run as a script it is the child process (`fake.py DELAY FD`); imported, it builds the same engine in this process.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-
-from tests.support.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
+from pathlib import Path
 
 from headrace.core.scheduler import Scheduler
 from headrace.engine.child import main
 from headrace.engine.core import EngineCore
+from headrace.insight.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import EngineInfo
 
@@ -57,7 +56,7 @@ def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None
 
 def command(delay: float = 0.0) -> tuple[str, ...]:
     """What `ProcessLink` is to run."""
-    return (sys.executable, "-m", "tests.support.fake", str(delay))
+    return (sys.executable, str(Path(__file__)), str(delay))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import httpx
 import pytest
 import uvicorn
 from tests.support import fake
-from tests.support.simulated import Oracle
 
 from headrace.engine import logs
 from headrace.engine.client import EngineClient, InprocClient
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ProcessLink
+from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app

@@ -1,4 +1,4 @@
-"""Observation of the engine: metrics, traces, and the audit of weight files.
+"""Observation of the engine: metrics, traces, the audit of weight files, and the simulated executor for tests.
 
-Other rooms use `metrics.ServerMetrics`, `tracing.Tracer` and `audit`.
+Other rooms use `metrics.ServerMetrics`, `tracing.Tracer` and `simulated.SimulatedExecutor`.
 """

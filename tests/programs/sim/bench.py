@@ -1,8 +1,7 @@
 """`Bench`: a scheduler over the oracle runner, driven step by step by tests that can be followed by hand."""
 
-from tests.support.simulated import Oracle, SimulatedExecutor
-
 from headrace.core.scheduler import Scheduler
+from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 

@@ -17,10 +17,10 @@ from random import Random
 import msgspec
 from tests.programs.sim.plain_beams import plain_beams
 from tests.programs.sim.world import World, draw_draft, draw_params, draw_request, draw_search, draw_world
-from tests.support.simulated import Oracle, SimulatedExecutor
 
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
+from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.step import BeamResult, Draft, Finish, Request, ScheduledBatch, StepOutput
 

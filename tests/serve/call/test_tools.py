@@ -12,9 +12,9 @@ import openai
 import pytest
 from tests.support import fake
 from tests.support.server import Live, write_tokenizer
-from tests.support.simulated import Oracle
 
 from headrace.engine.client import InprocClient
+from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams

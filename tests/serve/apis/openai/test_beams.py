@@ -15,9 +15,9 @@ from tests.engine.test_client import pid_of
 from tests.programs.sim.plain_beams import plain_beams
 from tests.support import fake
 from tests.support.server import Live, child
-from tests.support.simulated import Oracle
 
 from headrace import AsyncLLM, BeamSearchParams
+from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.text.tokenizer import Tokenizer

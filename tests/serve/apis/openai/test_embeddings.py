@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 from tests.support.server import HTTP, Live, child, inproc
-from tests.support.simulated import HIDDEN_SIZE
 
+from headrace.insight.simulated import HIDDEN_SIZE
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vectors import finished
