@@ -137,7 +137,7 @@ class AsyncLLM:
             generation.close()
 
     def get_metrics(self) -> Stats:
-        """Gauges and counters of the engine, as of its last step."""
+        """Return the gauges and counters of the engine, as of its last step."""
         return self._front.client.total
 
     def reset_prefix_cache(self) -> None:

@@ -17,7 +17,7 @@ from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Request, Stats
+from headrace.protocol.step import Stats
 from headrace.text import inputs
 from headrace.text.beams import BeamSearchOutput, beam_output, make_search
 from headrace.text.grammars import GrammarChecker
@@ -82,8 +82,7 @@ class LLM:
         for prompt, params, rank in zip(listed, chosen, ranks, strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
-            requests = self._requests(token_ids, params, rank)
-            groups.append([RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)])
+            groups.append(self._states(token_ids, params, rank))
         self._run(groups, use_tqdm)
         return [
             request_output(states, str(place), text, params)
@@ -99,7 +98,7 @@ class LLM:
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt: the hidden state after the final norm of its last token, or the "mean" over all.
+        """Return the vector of each prompt: the hidden state of its last token after the final norm, or the "mean".
 
         float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
         `RequestError` before any work is done if a prompt can not be served, `HeadraceError` if one fails on its way.
@@ -180,13 +179,12 @@ class LLM:
         """Complete one prompt, giving the output so far after each step that added to it."""
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
         params = sampling_params or SamplingParams()
-        requests = self._requests(token_ids, params)
-        states = [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
+        states = self._states(token_ids, params)
         for _ in self._steps([states]):
             yield request_output(states, "0", text, params)
 
     def get_metrics(self) -> Stats:
-        """Gauges and counters of the engine, as they are now."""
+        """Return the gauges and counters of the engine, as they are now."""
         return self.core.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -199,12 +197,13 @@ class LLM:
         self._grammars.close()
         self.core.close()
 
-    def _requests(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[Request]:
+    def _states(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[RequestState]:
+        """Return the states of the requests that answer one prompt."""
         requests = inputs.make_requests(
             token_ids, params, self.core.info, priority=priority, draw=self._draw, tokenizer=self._tokenizer
         )
         self._grammars.check(params)
-        return requests
+        return [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
 
     def _run(self, groups: list[list[RequestState]], show: bool) -> None:
         if not (show and sys.stderr.isatty()):
@@ -233,20 +232,20 @@ class LLM:
         """Add all requests and run steps until all have ended. Those still open when the caller stops are aborted."""
         if self._closed:
             raise HeadraceError("this LLM is closed")
-        mine = {state.request.request_id for group in groups for state in group}
+        request_ids = {state.request.request_id for group in groups for state in group}
         turn = self._num_turns
         try:
             for state in (state for group in groups for state in group):
                 self.core.add(state.request)
                 self._open[state.request.request_id] = state
-            while not mine.isdisjoint(self._open):
+            while not request_ids.isdisjoint(self._open):
                 self._turn()
                 turn = self._num_turns
                 yield
             if turn != self._num_turns:
                 yield
         finally:
-            for request_id in mine & self._open.keys():
+            for request_id in request_ids & self._open.keys():
                 del self._open[request_id]
                 self.core.abort(request_id)
             # Step once more to drop the scheduler's output for aborted requests, so that the next call starts clean. A
@@ -255,7 +254,7 @@ class LLM:
                 self._turn()
 
     def _turn(self) -> None:
-        """Run one step and hand its tokens to the open requests: calls and streams may share a step."""
+        """Run one step and add its tokens to the open requests: calls and streams may share a step."""
         self._num_turns += 1
         for request_id, delta in deltas_of(self.core.step()):
             state = self._open.get(request_id)

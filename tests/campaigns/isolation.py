@@ -14,7 +14,7 @@ from tests.campaigns import probing
 
 from headrace.core.blocks import BlockPool
 from headrace.core.prefix import PrefixCache
-from headrace.serve.gates.keys import KeyRing
+from headrace.serve.gates.auth import KeyRing
 
 MAX_T = 4.5
 """Beyond it two times differ for certain (Goodwill et al., A testing methodology for side-channel resistance, 2011)."""

@@ -37,7 +37,7 @@ from headrace.serve.apis.openai import completions, responses, responses_input
 from headrace.serve.call import schema
 from headrace.serve.gates.limits import parse_json
 from headrace.text import sandbox
-from headrace.text.templates import TemplateRunner
+from headrace.text.bounded import BoundedProcess
 from headrace.text.tokenizer import Tokenizer
 
 MAX_SECONDS = 2.0
@@ -150,7 +150,7 @@ def wire_frames() -> Target:
         frames.Start(EngineConfig(model="m")),
         Abort("a"),
         frames.Output(output),
-        frames.Failed("ValueError", "no", True),
+        frames.Failed("ValueError", "no"),
         frames.Rejected("a", "prompt", "[]", "longer", "code"),
     ]
 
@@ -265,7 +265,7 @@ def constraints() -> Target:
     return Target(as_json(*made), use, RequestError)
 
 
-def templates(runner: TemplateRunner) -> Target:
+def templates(runner: BoundedProcess) -> Target:
     """Chat templates, and what they are told, in the process that renders."""
     loop = (
         "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'x' %}"
@@ -275,9 +275,10 @@ def templates(runner: TemplateRunner) -> Target:
     messages = [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {"x": [1]}}}]}]
 
     def use(data: bytes) -> None:
-        result = runner.run(sandbox.RenderJob(data.decode("utf-8", "replace"), {"messages": messages}))
-        if result.error is not None:
-            raise RequestError("messages", "", result.error)
+        job = sandbox.RenderJob(data.decode("utf-8", "replace"), {"messages": messages})
+        result = runner.run(job, sandbox.RenderResult)
+        if isinstance(result, str) or result.error is not None:
+            raise RequestError("messages", "", result if isinstance(result, str) else str(result.error))
 
     return Target([TEMPLATE.encode(), loop.encode(), macro.encode()], use, RequestError)
 
@@ -310,7 +311,7 @@ def attack(target: Target, name: str, count: int, seed: int) -> tuple[Counter[st
     return outcomes, wrong
 
 
-def targets(folder: Path, runner: TemplateRunner) -> dict[str, Callable[[], Target]]:
+def targets(folder: Path, runner: BoundedProcess) -> dict[str, Callable[[], Target]]:
     def place(name: str) -> Path:
         (folder / name).mkdir()
         return folder / name
@@ -328,7 +329,7 @@ def targets(folder: Path, runner: TemplateRunner) -> dict[str, Callable[[], Targ
 
 def run_campaign(counts: dict[str, int], seed: int) -> dict[str, Any]:
     """Every target, so many mutations of each."""
-    runner = TemplateRunner()
+    runner = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
     report: dict[str, Any] = {"mutations": sum(counts.values()), "parsers": {}}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -259,7 +259,7 @@ def preempted_and_still_running(s, _):
         leave(seq)
         if now():
             s.running.append(seq)
-            s.families.enter(seq)
+            s.tables.enter_family(seq)
 
     s._leave = staying
 

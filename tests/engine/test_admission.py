@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.server import Live
 
-from headrace.engine.admission import FIRST_GUESS, Admission
+from headrace.engine.admission import FIRST_MEAN, Admission
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import QueueFullError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -34,7 +34,7 @@ def fill(queue: Admission, name: str, work: int = 1, most: int = 10**6) -> int:
 def test_R_12_work_is_the_prompt_and_the_answer_that_is_to_be_expected() -> None:
     queue = Admission(100, 1000)
     assert queue.work_of(request(10, 20)) == 30
-    assert queue.work_of(request(10, 10**6)) == 10 + FIRST_GUESS
+    assert queue.work_of(request(10, 10**6)) == 10 + FIRST_MEAN
     assert queue.work_of(request(10, 20, pooling="last")) == 10
     assert queue.work_of(request(10, 20, beam=BeamSearchParams(beam_width=4, max_tokens=20))) == 90
     for _ in range(1000):

@@ -235,7 +235,7 @@ def test_a_refusal_to_start_keeps_its_reason(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(
         "import sys\nfrom headrace.protocol.errors import CheckpointError\nfrom headrace.engine.child import main\n"
-        "def build(config):\n    raise CheckpointError('config.json is missing')\n"
+        "def build(config, is_restart):\n    raise CheckpointError('config.json is missing')\n"
         "sys.exit(main(int(sys.argv[1]), build))\n"
     )
     client = EngineClient(ProcessLink(EngineConfig(), (sys.executable, str(script))), max_restarts=3)

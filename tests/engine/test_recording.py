@@ -29,8 +29,7 @@ def build(config, is_restart):
     make = composition.recorded(config, config.record_schedule, core.info, None, None, is_restart)
     return make(core.scheduler, core.executor, core.info, time.monotonic)
 
-composition.build_engine = build
-sys.exit(main(int(sys.argv[1])))
+sys.exit(main(int(sys.argv[1]), build))
 """
 
 

@@ -95,7 +95,7 @@ def test_a_circle_is_reported() -> None:
         ("insight.metrics", "from headrace.quantize import driver"),
         ("quant.base", "from headrace.sampling import noise"),
         ("serve.gates.auth", "from headrace.serve import app"),
-        ("serve.apis.ollama.paths", "from headrace.serve.apis.anthropic import request"),
+        ("serve.apis.ollama.reply", "from headrace.serve.apis.anthropic import request"),
         ("serve.apis.ollama.service", "from headrace.serve.apis.openai.completions import chat"),
         ("core.blocks", "from . import prefix"),
         ("newcomer", "x = 1"),

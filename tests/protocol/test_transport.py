@@ -55,7 +55,7 @@ TO_ENGINE = [
 ]
 FROM_ENGINE = [
     frames.Ready(INFO),
-    frames.Failed("ValueError", "no", True),
+    frames.Failed("ValueError", "no"),
     frames.Output(OUTPUT),
     frames.Rejected("a", "prompt", "[]", "longer", "code"),
 ]

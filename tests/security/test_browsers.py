@@ -8,7 +8,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
-from headrace.serve.gates.headers import HeaderGate, allowed_hosts, allowed_origins, flag_values
+from headrace.serve.gates.calls import HeaderGate, allowed_hosts, allowed_origins, flag_values
 from headrace.text.tokenizer import Tokenizer
 
 EVIL = {"origin": "https://evil.example"}

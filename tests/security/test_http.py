@@ -13,7 +13,7 @@ from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
-from headrace.serve.gates import connection, headers, limits
+from headrace.serve.gates import calls, connection, limits
 from headrace.text.tokenizer import Tokenizer
 
 CONNECTION = "Connection: close"
@@ -24,12 +24,12 @@ def status(said: bytes) -> int:
 
 
 def test_S_19_headers_are_bounded_on_every_route(live: Live) -> None:
-    many = {f"x-{index}": "1" for index in range(headers.MAX_HEADERS)}
-    large = {"x-large": "y" * headers.MAX_HEADER_BYTES}
+    many = {f"x-{index}": "1" for index in range(calls.MAX_HEADERS)}
+    large = {"x-large": "y" * calls.MAX_HEADER_BYTES}
     for method, path in rig.routes(live.app):
         for group in (many, large):
             assert rig.call(live, method, path, headers=group).status_code == 431, (method, path)
-        assert rig.call(live, method, path, query="x=" + "y" * headers.MAX_TARGET_BYTES).status_code == 414
+        assert rig.call(live, method, path, query="x=" + "y" * calls.MAX_TARGET_BYTES).status_code == 414
 
 
 def test_S_19_headers_without_an_end_are_a_431(live: Live) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 from starlette.responses import Response
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
@@ -17,8 +16,8 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
-from headrace.serve.gates import auth, keys
-from headrace.serve.gates.keys import KeyRing
+from headrace.serve.gates import auth
+from headrace.serve.gates.auth import KeyRing
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -43,12 +42,12 @@ def test_S_18_every_route_is_in_the_table_of_access(locked: Live) -> None:
 
 
 def test_S_18_control_a_new_route_is_red_until_it_is_covered(tokenizer: Tokenizer, key_file: str) -> None:
-    async def endpoint(request: Request) -> Response:
+    def function(*parameters: str) -> Response:
         return Response("new")
 
     live = Live(inproc(), tokenizer, ServerConfig(api_key_file=key_file, log_stats_interval=0))
-    routing.post(live.app, "/v1/new", endpoint)
-    routing.add(live.app, "/new/{name:path}", endpoint, ("GET", "PUT"))
+    routing.post(live.app, "/v1/new", function)
+    routing.add(live.app, "/new/{name:path}", function, ("GET", "PUT"))
     assert rig.uncovered(live.app) == {
         "POST /v1/new",
         "POST /v1/new (its body)",
@@ -155,7 +154,7 @@ def test_S_18_all_keys_of_a_ring_are_compared_in_constant_time(monkeypatch: pyte
         seen.clear()
         ring.find(given)
         assert seen == [(32, 32)] * 8, given[:10]
-    source = Path(keys.__file__).read_text()
+    source = Path(auth.__file__).read_text()
     assert "digest ==" not in source
     assert "== digest" not in source
 

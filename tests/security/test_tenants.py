@@ -188,18 +188,18 @@ def test_owners_outlive_the_server(tmp_path: Path) -> None:
     with acting_as(Tenant("alice")):
         alices = first.new_id()
         first.put(alices, {"a": 2}, b"body")
-    first.tell(alices, {"a": 3})
+    first.set_metadata(alices, {"a": 3})
     first.close()
     second = opened()
     assert set(second) == {nobodys, alices}
     with acting_as(Tenant("bob")):
         assert list(second) == []
         assert alices not in second
-        assert second.about(alices) is None
+        assert second.metadata(alices) is None
         with pytest.raises(KeyError):
             second.body(alices)
     with acting_as(Tenant("alice")):
-        assert (second.about(alices), second.body(alices), list(second)) == ({"a": 3}, b"body", [alices])
+        assert (second.metadata(alices), second.body(alices), list(second)) == ({"a": 3}, b"body", [alices])
     with acting_as(Tenant("root", is_admin=True)):
         assert list(second) == [nobodys]
     second.close()

@@ -26,7 +26,7 @@ from tests.support.server import HTTP, Live, child, inproc, write_tokenizer
 from headrace.engine.client import InprocClient
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.serve.gates import streams
+from headrace.serve import routing
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -72,8 +72,6 @@ def test_R_04_a_client_that_leaves_frees_its_blocks(live: Live, path: str, strea
 
 
 def test_control_without_the_watch_a_plain_reply_would_run_on(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.serve import routing
-
     async def careless(receive: Any, work: Any) -> Any:
         return await work
 
@@ -179,7 +177,7 @@ def test_R_12_whoever_is_refused_is_neither_rendered_nor_tokenised(
 
 
 def test_R_14_a_client_that_does_not_read_holds_up_nobody(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "STALL_S", 1.0)
+    monkeypatch.setattr(routing, "STALL_S", 1.0)
     body = json.dumps(dict(LONG, max_tokens=1500, n=16, logprobs=20, stream=True)).encode()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -450,7 +448,7 @@ def test_I_24_serving_is_true_both_ways(mortal: Live) -> None:
 def test_a_server_that_drains_takes_nothing_new(tokenizer: Tokenizer) -> None:
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         live.client.is_draining = True
-        live.app.state.life.draining = True
+        live.app.state.lifespan.draining = True
         reply = live.post("/v1/completions", LONG)
         assert reply.status_code == 503
         assert "shutting down" in reply.json()["error"]["message"]

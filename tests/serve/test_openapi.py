@@ -288,7 +288,7 @@ def test_schemathesis_finds_nothing(tokenizer: Tokenizer) -> None:
 
 def test_schemathesis_control_a_broken_reply_is_found(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("schemathesis")
-    from headrace.serve.apis.ollama import paths as ollama
+    from headrace.serve.apis.ollama import service as ollama
 
     monkeypatch.setattr(ollama, "__version__", 5)
     done = fuzz_openapi.run(live.url, 2, "--phases", "fuzzing", "--include-path", "/api/version")

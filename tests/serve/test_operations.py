@@ -49,7 +49,7 @@ def test_R_12_the_collector_leaves_alone_what_lives_as_long_as_the_server(monkey
         return gc.get_freeze_count()
 
     monkeypatch.setattr(app.asyncio, "run", serving)
-    application: Any = SimpleNamespace(state=SimpleNamespace(life=None))
+    application: Any = SimpleNamespace(state=SimpleNamespace(lifespan=None))
     try:
         # All that was imported: tens of thousands of objects. Walked, they are a pause for everybody who calls.
         assert app.run(application, ServerConfig()) > 10_000
@@ -202,9 +202,9 @@ def test_async_llm_gives_vllms_outputs(tokenizer: Tokenizer) -> None:
 
 
 def test_draining_is_not_ready(fresh: Live) -> None:
-    fresh.app.state.life.draining = True
+    fresh.app.state.lifespan.draining = True
     assert HTTP.get(fresh.url + "/health/ready").json() == {"status": "draining"}
-    assert isinstance(fresh.app.state.life, app.Life)
+    assert isinstance(fresh.app.state.lifespan, app.Lifespan)
 
 
 def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) -> None:
@@ -238,7 +238,7 @@ def test_R_27_a_start_that_fails_for_any_reason_ends_the_server(
 
     monkeypatch.setattr(client, "start", broken)
     with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live:
-        life = live.app.state.life
+        life = live.app.state.lifespan
         live.wait(life.ended.is_set)
         assert life.status() == "dead"
     assert "planted" in caplog.text

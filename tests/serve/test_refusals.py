@@ -21,7 +21,7 @@ from tests.support.server import HTTP, Live
 
 from headrace.protocol.bounds import BOUNDS
 from headrace.serve.apis.anthropic import request as anthropic_request
-from headrace.serve.apis.llama_server import errors as llama_errors
+from headrace.serve.apis.llama_server import reply as llama_reply
 from headrace.serve.apis.llama_server import request as llama_request
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import embeddings, responses_input
@@ -111,7 +111,7 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     path = reply.request.url.path
     if path.startswith("/api/"):
         assert isinstance(error, str)
-    elif path.startswith(llama_errors.UNDER):
+    elif path.startswith(llama_reply.API.prefixes):
         assert (error["code"], set(error)) == (status, {"message", "type", "code"})
     elif path.startswith("/v1/messages"):
         assert (body["type"], set(error)) == ("error", {"type", "message"})

@@ -51,4 +51,4 @@ def command(delay: float = 0.0) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[2]), lambda config: build(config, float(sys.argv[1]))))
+    sys.exit(main(int(sys.argv[2]), lambda config, is_restart: build(config, float(sys.argv[1]))))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.text.parts import MessageBuilder, MessageParser, MessagePart
+from headrace.text.outputs import MessageBuilder, MessageParser, MessagePart
 from headrace.text.tools import calls
 
 Read = tuple[str, str, list[tuple[str, str]]]

@@ -81,7 +81,7 @@ class Live:
     def __enter__(self) -> Live:
         self.thread.start()
         self.wait(lambda: HTTP.get(self.url + "/health/live").status_code == 200)
-        self.wait(lambda: self.client.is_alive or self.app.state.life.failure is not None)
+        self.wait(lambda: self.client.is_alive or self.app.state.lifespan.failure is not None)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -135,10 +135,10 @@ def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch
     asked = 0
     right = checker._process.run
 
-    def ask(body: bytes) -> bytes | str:
+    def ask(job: object, reply_type: type[Any]) -> Any:
         nonlocal asked
         asked += 1
-        return right(body)
+        return right(job, reply_type)
 
     monkeypatch.setattr(checker._process, "run", ask)
     for _ in range(3):

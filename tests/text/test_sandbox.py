@@ -13,7 +13,8 @@ import pytest
 import headrace
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
-from headrace.text.templates import ChatTemplate, TemplateRunner
+from headrace.text.bounded import BoundedProcess
+from headrace.text.templates import ChatTemplate
 
 USER = {"role": "user", "content": "hi"}
 
@@ -64,18 +65,18 @@ MARKS = ["<class", "posix", "__globals__", "<module", "<function", "root:", "<co
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[TemplateRunner]:
-    made = TemplateRunner(max_cpu_seconds=0.3)
+def runner() -> Iterator[BoundedProcess]:
+    made = BoundedProcess(sandbox.__name__, 0.3)
     yield made
     made.close()
 
 
-def rendered(source: str, runner: TemplateRunner) -> str:
+def rendered(source: str, runner: BoundedProcess) -> str:
     return ChatTemplate({"default": source}, {}, runner).render([USER])
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_S_07_nothing_gets_out(source: str, runner: TemplateRunner) -> None:
+def test_S_07_nothing_gets_out(source: str, runner: BoundedProcess) -> None:
     try:
         text = rendered(source, runner)
     except RequestError:
@@ -135,7 +136,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_S_08_bombs_are_stopped(name: str, runner: TemplateRunner) -> None:
+def test_S_08_bombs_are_stopped(name: str, runner: BoundedProcess) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(RequestError, match="the chat template takes; it says"):
         rendered(BOMBS[name], runner)
@@ -145,12 +146,12 @@ def test_S_08_bombs_are_stopped(name: str, runner: TemplateRunner) -> None:
     assert rendered("{{ messages[0].content }}", runner) == "hi", "the next rendering is not harmed"
 
 
-def test_S_08_control_the_bound_on_time_is_what_stops_a_loop(runner: TemplateRunner) -> None:
+def test_S_08_control_the_bound_on_time_is_what_stops_a_loop(runner: BoundedProcess) -> None:
     with pytest.raises(RequestError, match=r"more than 0\.3 s of processor time"):
         rendered(BOMBS["nested loops"], runner)
 
 
-def test_S_08_deep_variables_are_refused(runner: TemplateRunner) -> None:
+def test_S_08_deep_variables_are_refused(runner: BoundedProcess) -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
@@ -162,8 +163,8 @@ def test_S_08_deep_variables_are_refused(runner: TemplateRunner) -> None:
         ChatTemplate({"default": "x"}, {}, runner).render([USER], documents=[object()])
 
 
-def test_S_08_others_go_on_beside_a_bomb(runner: TemplateRunner) -> None:
-    own = TemplateRunner()  # with the whole second that a server gives
+def test_S_08_others_go_on_beside_a_bomb(runner: BoundedProcess) -> None:
+    own = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)  # with the whole second that a server gives
     done = threading.Event()
 
     def explode() -> None:
@@ -182,7 +183,7 @@ def test_S_08_others_go_on_beside_a_bomb(runner: TemplateRunner) -> None:
     assert num_rendered > 50, "another runner's jobs do not wait for it"
 
 
-def test_threads_share_a_runner(runner: TemplateRunner) -> None:
+def test_threads_share_a_runner(runner: BoundedProcess) -> None:
     wrong = []
 
     def work(word: str) -> None:
@@ -197,9 +198,9 @@ def test_threads_share_a_runner(runner: TemplateRunner) -> None:
     assert wrong == []
 
 
-def test_a_killed_process_is_started_again(runner: TemplateRunner) -> None:
+def test_a_killed_process_is_started_again(runner: BoundedProcess) -> None:
     assert rendered("x", runner) == "x"
-    process = runner._process._process
+    process = runner._process
     assert process is not None
     process.kill()
     process.wait()
@@ -207,16 +208,16 @@ def test_a_killed_process_is_started_again(runner: TemplateRunner) -> None:
 
 
 def test_closing_ends_the_process() -> None:
-    made = TemplateRunner()
+    made = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
     assert rendered("x", made) == "x"
-    process = made._process._process
+    process = made._process
     assert process is not None
     made.close()
     assert process.poll() is not None
     made.close()
 
 
-def test_large_prompts_pass(runner: TemplateRunner) -> None:
+def test_large_prompts_pass(runner: BoundedProcess) -> None:
     text = "é" * 10**6
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, runner)
     assert template.render([{"role": "user", "content": text}]) == text

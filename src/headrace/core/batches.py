@@ -43,7 +43,11 @@ def make_batch(
     for i, seq in special:
         samples[i] = samples[i] and not seq.pooling
     if asks:
-        histories = {i: s.tokens for i, s in enumerate(flight) if samples[i] and (s.needs_history or may_draft(s))}
+        histories = {
+            i: s.tokens
+            for i, s in enumerate(flight)
+            if samples[i] and (s.needs_history or (s.params.speculation and not s.is_beam))
+        }
     else:
         histories = {i: s.tokens for i, s in special if s.needs_history and samples[i]}
     batch = ScheduledBatch(
@@ -66,11 +70,6 @@ def make_batch(
         asks=asks,
     )
     return flight, batch
-
-
-def may_draft(seq: Sequence) -> bool:
-    """Whether draft tokens after `seq` are of use."""
-    return seq.params.speculation and not seq.is_beam
 
 
 def pools_rows(seq: Sequence, length: int) -> bool:

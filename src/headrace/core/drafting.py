@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.core.counters import Counters
 from headrace.core.sequence import Sequence, Status
 from headrace.core.tables import BlockTables
-from headrace.protocol.step import Draft, ScheduledBatch, StepResult
+from headrace.protocol.step import Draft, ScheduledBatch, Stats, StepResult
 
 
 class Drafts:
@@ -22,7 +21,7 @@ class Drafts:
     The executor may rest (`StepResult.rest`): the steps until then request no drafts, and cost nothing for them.
     """
 
-    def __init__(self, tables: BlockTables, counters: Counters, enabled: bool) -> None:
+    def __init__(self, tables: BlockTables, counters: Stats, enabled: bool) -> None:
         self.tables = tables
         self.counters = counters
         self.enabled = enabled
@@ -92,7 +91,18 @@ class Drafts:
                 if draft.tails:
                     num_whole = (batch.starts[index] + batch.lens[index]) // self.tables.pool.block_size
                     self.tables.adopt(seq, num_whole, result.paths.get(index, 0))
-                self.counters.verified(len(draft.token_ids), len(result.further.get(index, ())))
+                self._count(len(draft.token_ids), len(result.further.get(index, ())))
+
+    def _count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one draft, and how many of its tokens were accepted."""
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.num_draft_tokens += num_drafted
+        counters.num_accepted_tokens += num_accepted
+        per_pos = counters.num_accepted_per_pos
+        per_pos += [0] * (num_accepted - len(per_pos))
+        for place in range(num_accepted):
+            per_pos[place] += 1
 
     def keep(self, flight: list[Sequence], batch: ScheduledBatch, result: StepResult, failed: set[int]) -> None:
         """Release the blocks of rejected draft tokens, and keep the new drafts of the sequences that go on."""

@@ -17,11 +17,6 @@ LENGTH = Finish("length")
 STOP = Finish("stop")
 
 
-def is_pooled(pooling: str, num_computed: int, num_tokens: int) -> bool:
-    """Whether a sequence that is pooled, and so samples nothing, has ended: all of its prompt is computed."""
-    return bool(pooling) and num_computed == num_tokens
-
-
 def stop_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
     """Return every token id that may end a sequence with these parameters."""
     return frozenset(() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids or ())

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 
 from headrace.core.beams.searches import Searches
 from headrace.core.blocks import BlockPool
-from headrace.core.families import Families
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
@@ -54,7 +53,7 @@ def check_lists(
     waiting: WaitingQueue,
     running: Collection[Sequence],
     searches: Searches,
-    families: Families,
+    families: Mapping[bytes, Collection[Sequence]],
 ) -> None:
     """I-10, I-18: every sequence is listed by its status, and the queue is sorted. Of a search all beams are listed as
     running, and the first alone as waiting."""
@@ -70,7 +69,7 @@ def check_lists(
             raise InvariantError("I-10", "a sequence that is listed as waiting is not")
         if index and waiting[index - 1].order >= waiting[index].order:
             raise InvariantError("I-18", "the queue is out of order")
-    in_families = [id(seq) for _, family in families for seq in family]
+    in_families = [id(seq) for family in families.values() for seq in family]
     if sorted(in_families) != sorted(id(seq) for seq in running if seq.family):
         raise InvariantError("I-10", "the families are not those of the running sequences")
 

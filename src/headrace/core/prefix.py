@@ -1,7 +1,7 @@
 """`PrefixCache`: finds the blocks that already hold the beginning of a token list, and publishes new ones.
 
-A full block is known by a keyed BLAKE2b of (key of all before it, its token ids); the root key covers salt, adapter
-and the fingerprint of model and cache. Knows ints and bytes: no requests, no model. The secret key is an argument,
+A full block is known by a keyed BLAKE2b of (key of all before it, its token ids); the root key covers the
+salt and the fingerprint of model and cache. Knows ints and bytes: no requests, no model. The secret key is an argument,
 since the core draws no randomness. Whole blocks are found by walking keys, the next block by its first token; that one
 is reused as far as it agrees, so that reuse is by token, as in a radix tree (SGLang, arXiv:2312.07104, section 3).
 """
@@ -44,9 +44,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def root(self, salt: str, adapter: bytes = b"") -> bytes:
-        """Return the key before the first block, for a salt and an adapter (a digest of its content)."""
-        return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), adapter, self._fingerprint)
+    def root(self, salt: str) -> bytes:
+        """Return the key before the first block, for a salt."""
+        return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)
 
     def family_key(self, root: bytes, group: str, tokens: list[int]) -> bytes:
         """Return the key of the requests of one group with one prompt under one root."""

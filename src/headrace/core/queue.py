@@ -88,7 +88,7 @@ class Ranks:
         if self.policy != "fair":
             return request.priority if self.policy == "priority" else 0
         if least_waiting == float("inf"):
-            # With an empty queue, tenants that were served owe nothing to those that were absent.
+            # With an empty queue, tenants that were served have no disadvantage against those that were absent.
             self._now = max([self._now, *self._ends.values()])
             self._ends.clear()
         else:

@@ -15,11 +15,9 @@ from headrace.core import invariants
 from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Searches
 from headrace.core.blocks import BlockPool
-from headrace.core.counters import Counters
 from headrace.core.drafting import Drafts
-from headrace.core.families import Families
-from headrace.core.finish import STOP, append_known, finish_of, is_pooled
-from headrace.core.outputs import add_logprobs, add_pooled, add_states
+from headrace.core.finish import STOP, append_known, finish_of
+from headrace.core.outputs import add_rare, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
 from headrace.core.requests import make_sequence, verify_fit
@@ -93,8 +91,7 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         self.waiting = WaitingQueue(max_overtaking)
         self.running: list[Sequence] = []
-        self.families = Families()
-        self.tables = BlockTables(self.pool, self.cache, self.families, enable_prefix_caching)
+        self.tables = BlockTables(self.pool, self.cache, enable_prefix_caching)
         self._next_id = count(1).__next__
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
         # The step in flight: its batch, its sequences in the same order, and those of them that were aborted since.
@@ -111,7 +108,7 @@ class Scheduler:
 
         self.num_added = 0
         self.num_finished = 0
-        self.counters = Counters()
+        self.counters = Stats(num_blocks=num_blocks)
         self.drafts = Drafts(self.tables, self.counters, speculates)
 
     # -- requests in and out -------------------------------------------------------------------------------------
@@ -263,7 +260,8 @@ class Scheduler:
                     finish = finish_of(seq, self.eos_token_ids)
                     if finish:
                         ends.append((seq, finish))
-            elif is_pooled(seq.pooling, num, len(seq.tokens)):
+            elif seq.pooling and num == len(seq.tokens):
+                # A pooled sequence samples nothing, and ends with its prompt.
                 ends.append((seq, STOP))
         added = [[s.tokens[-1]] for s in seqs]
         if result.further:
@@ -284,9 +282,7 @@ class Scheduler:
         output.request_ids = [s.request_id for s in seqs]
         if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
             valid = {i for i, s in enumerate(flight) if i not in failed and not s.is_beam}
-            add_logprobs(batch, flight, result, output, valid)
-            add_states(flight, result, output, valid)
-            add_pooled(batch, flight, result, output, valid)
+            add_rare(batch, flight, result, output, valid)
         self.num_finished += len(finished)
         for request_id in finished:
             del self.sequences[request_id]
@@ -359,7 +355,7 @@ class Scheduler:
         room = self.max_num_seqs - len(self.running) - self.searches.num_absent()
         while index < len(waiting) and budget and room:
             seq = waiting[index]
-            if self.families.awaited(seq):
+            if self.tables.awaits_sibling(seq):
                 index += 1
                 continue
             search = self.searches.get(seq)
@@ -375,7 +371,7 @@ class Scheduler:
             num_promised += self.tables.missing(seq)
             if search is not None and search.pending:
                 num_promised += search.reserve(self.block_size)
-            if self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.families.awaited):
+            if self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.tables.awaits_sibling):
                 index = 0
 
     def _admit(self, seq: Sequence, budget: int, num_promised: int) -> int:
@@ -402,11 +398,14 @@ class Scheduler:
             return 0
         seq.move(Status.RUNNING)
         self.running.append(seq)
-        self.families.enter(seq)
+        self.tables.enter_family(seq)
         if not seq.started:
             seq.started = True
             num_hits = self._started[seq.request_id] = min(num_shared, seq.num_prompt)
-            self.counters.count_start(seq.num_prompt, num_hits, seq.may_share and self.tables.enable_prefix_caching)
+            self.counters.num_prompt_tokens += seq.num_prompt
+            if seq.may_share and self.tables.enable_prefix_caching:
+                self.counters.prefix_cache_queries += seq.num_prompt
+                self.counters.prefix_cache_hits += num_hits
         return length
 
     def _start(
@@ -457,7 +456,7 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         """Take `seq` out of the running set."""
         self.running.remove(seq)
-        self.families.leave(seq)
+        self.tables.leave_family(seq)
 
     def _end(self, seq: Sequence, finish: Finish) -> None:
         """End a request. The blocks that a step in flight may still write stay held until it is retired (I-7)."""
@@ -478,7 +477,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Return the present gauges and the counters since the start."""
-        return self.counters.stats(self.pool, self.searches.num_requests(), len(self.waiting), self.searches.blocks())
+        return stats_of(self.counters, self.pool, self.searches, len(self.waiting))
 
     def check(self) -> None:
         """Raise `InvariantError` with the first broken one of I-1 ... I-10, I-12, I-15 ... I-19. May be called at any
@@ -488,7 +487,7 @@ class Scheduler:
         self.pool.check(table for seq in holders for table in (seq.block_table, *seq.tails))
         invariants.check_cache(self.cache, sequences, self.running)
         invariants.check_ledger(self.sequences, self.finished, self.num_added - self.num_finished)
-        invariants.check_lists(sequences, self.waiting, self.running, self.searches, self.families)
+        invariants.check_lists(sequences, self.waiting, self.running, self.searches, self.tables.families)
         invariants.check_tables(self.tables, holders, self.flight, self.batch)
         invariants.check_sequences(sequences, self.searches, self.waiting.max_overtaking)
         invariants.check_searches(self.searches, self.sequences, self.max_num_seqs)

@@ -7,10 +7,12 @@ scheduler closes the gap. Holds no policy and knows neither queue, blocks nor se
 from __future__ import annotations
 
 import sys
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 
 from headrace.protocol.errors import InvariantError
-from headrace.protocol.step import Draft, Request
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Draft, Pooling, Request
 
 NEVER = sys.maxsize
 
@@ -31,6 +33,7 @@ _LEGAL = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request, or one beam of a search, between its arrival and its end.
 
@@ -45,73 +48,52 @@ class Sequence:
     `draft` holds draft tokens for the next step, `tails` the blocks of a tree of them in the step in flight.
     """
 
-    __slots__ = (
-        "arrival",
-        "block_table",
-        "draft",
-        "family",
-        "high_water",
-        "is_beam",
-        "keys",
-        "max_len",
-        "needs_history",
-        "num_computed",
-        "num_forced",
-        "num_known",
-        "num_overtaken",
-        "num_preemptions",
-        "num_prompt",
-        "num_published",
-        "num_recomputed",
-        "params",
-        "pooled",
-        "pooling",
-        "publish_at",
-        "rank",
-        "request",
-        "request_id",
-        "seq_id",
-        "special",
-        "started",
-        "state",
-        "status",
-        "stop_ids",
-        "tails",
-        "tokens",
-    )
+    request: Request
+    seq_id: int
+    max_len: int
+    stop_ids: frozenset[int]
+    root: InitVar[bytes]
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    needs_history: bool = field(init=False)
+    special: bool = field(init=False)
+    state: float | None = field(init=False)
+    pooling: Pooling = field(init=False)
+    tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    num_known: int = field(init=False)
+    keys: list[bytes] = field(init=False)
+    arrival: int = field(init=False)
+    is_beam: bool = False
+    family: bytes = b""
+    rank: float = 0
+    status: Status = Status.WAITING
+    started: bool = False
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    draft: Draft | None = None
+    tails: list[list[int]] = field(default_factory=list)
+    num_published: int = 0
+    publish_at: int = NEVER
+    high_water: int = 0
+    num_preemptions: int = 0
+    num_forced: int = 0
+    num_recomputed: int = 0
+    num_overtaken: int = 0
+    pooled: list[float] = field(default_factory=list)
 
-    def __init__(self, request: Request, seq_id: int, max_len: int, stop_ids: frozenset[int], root: bytes) -> None:
-        self.request = request
+    def __post_init__(self, root: bytes) -> None:
+        request = self.request
         self.request_id = request.request_id
         self.params = request.params
         self.needs_history = request.params.needs_history
         self.state = request.resume_state
-        self.seq_id = seq_id
-        self.arrival = seq_id
-        self.is_beam = False
+        self.pooling = request.pooling
         self.tokens = [*request.prompt_token_ids, *request.resume_token_ids]
         self.num_prompt = len(request.prompt_token_ids)
         self.num_known = len(self.tokens)
-        self.max_len = max_len
-        self.stop_ids = stop_ids
         self.keys = [root]
-        self.family = b""
-        self.rank: float = 0
-        self.status = Status.WAITING
-        self.started = False
-        self.num_computed = 0
-        self.block_table: list[int] = []
-        self.draft: Draft | None = None
-        self.tails: list[list[int]] = []
-        self.num_published = 0
-        self.publish_at = NEVER
-        self.high_water = 0
-        self.num_preemptions = 0
-        self.num_forced = 0
-        self.num_recomputed = 0
-        self.num_overtaken = 0
-        self.pooling = request.pooling
-        self.pooled: list[float] = []
+        self.arrival = self.seq_id
         self.special = self.needs_history or self.state is not None or self.pooling != ""
 
     @property

@@ -3,26 +3,52 @@
 Joins the pool, the prefix cache and the families of siblings, so that sharing is one mechanism whatever its reason:
 take a reference, start in the middle, and copy the one block that would be written. Decides nothing about which
 sequence runs. Called by the scheduler, the drafts and the beam searches.
+
+A family is a group of requests with equal prompt and salt (`n` > 1). The first to run computes the prompt; its siblings
+wait for that and then share its blocks. If the first has ended, another running sibling is the source, or else the next
+sibling computes the prompt itself.
 """
 
 from __future__ import annotations
 
 from headrace.core.blocks import BlockPool
-from headrace.core.families import Families, shareable
 from headrace.core.prefix import PrefixCache
 from headrace.core.sequence import NEVER, Sequence
 
 
 class BlockTables:
     """The block tables of all running sequences. `copies` are the (source, target) pairs that the next step copies
-    before it writes."""
+    before it writes. `families` are the running sequences of each family, in the order in which they started."""
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, families: Families, enable_prefix_caching: bool) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, enable_prefix_caching: bool) -> None:
         self.pool = pool
         self.cache = cache
-        self.families = families
         self.enable_prefix_caching = enable_prefix_caching
         self.copies: list[tuple[int, int]] = []
+        self.families: dict[bytes, list[Sequence]] = {}
+
+    def enter_family(self, seq: Sequence) -> None:
+        """Note that `seq` runs."""
+        if seq.family:
+            self.families.setdefault(seq.family, []).append(seq)
+
+    def leave_family(self, seq: Sequence) -> None:
+        """Note that `seq` does not run any more."""
+        if seq.family:
+            members = self.families[seq.family]
+            members.remove(seq)
+            if not members:
+                del self.families[seq.family]
+
+    def source(self, seq: Sequence) -> Sequence | None:
+        """Return a running sibling that has computed all tokens that `seq` can share, or None."""
+        num_shareable = shareable(seq)
+        siblings = self.families.get(seq.family, ())
+        return next((sibling for sibling in siblings if sibling.num_computed >= num_shareable), None)
+
+    def awaits_sibling(self, seq: Sequence) -> bool:
+        """Whether a running sibling is still computing the prompt, so that `seq` waits to share its blocks."""
+        return seq.family in self.families and seq.may_share and self.source(seq) is None
 
     def worst_case(self, seq: Sequence) -> int:
         """Return the blocks that `seq` holds at its greatest length. Its last token is never computed."""
@@ -38,7 +64,7 @@ class BlockTables:
         caching = self.enable_prefix_caching
         if not seq.may_share:
             return [], 0, caching
-        source = self.families.source(seq)
+        source = self.source(seq)
         if source is not None:
             num = shareable(seq)
             seq.keys = max(seq.keys, source.keys[: num // self.pool.block_size + 1], key=len)
@@ -164,3 +190,9 @@ class BlockTables:
     def take_copies(self) -> list[tuple[int, int]]:
         copies, self.copies = self.copies, []
         return copies
+
+
+def shareable(seq: Sequence) -> int:
+    """Return the number of tokens that `seq` can share with a sibling: the prompt, less one if nothing follows it, so
+    that one token remains to compute."""
+    return min(seq.num_prompt, len(seq.tokens) - 1)

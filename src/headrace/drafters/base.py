@@ -1,6 +1,6 @@
 """The interface between drafters and what calls them: `Context` goes in, a `Draft` comes out.
 
-Holds `Context` (what a drafter learns of a sequence), `Drafter` (the protocol that each method implements), `Guide`
+Holds `Context` (a drafter's view of a sequence), `Drafter` (the protocol that each method implements), `Guide`
 (how drafters with logits choose tokens) and `Target` (the model that is drafted for). A draft cannot change the output:
 the target's own sample decides. Knows tokens and rows of numbers; must not know the scheduler, requests or the server.
 Implemented by the files beside this one, called by `drafters.speculator`.
@@ -48,10 +48,11 @@ class Drafter(Protocol):
     """One method of drafting. It raises nothing for what a sequence holds; without a guess it returns an empty draft.
 
     A sequence may be unknown, or have more tokens than at the last call (it was not drafted for, was preempted, or has
-    a long prompt): `tokens` is always the truth, and what a drafter keeps of a sequence only saves time.
+    a long prompt): `tokens` is always the truth, and what a drafter keeps of a sequence only saves time. Most drafters
+    need neither features nor outcomes, and inherit methods that ignore them.
     """
 
-    feature_layers: tuple[int, ...] | None
+    feature_layers: tuple[int, ...] | None = None
     """None: the drafter needs tokens alone. (): it needs the target's hidden states after the final norm. Otherwise:
     the residual stream before the layers of these ids (num_layers: after the last), side by side."""
 
@@ -59,7 +60,7 @@ class Drafter(Protocol):
         """Take in the target's `features` [len(token_ids), F] of positions `start` ... of a sequence, whose tokens are
         `token_ids`. The array is valid until this returns. Called only for drafters that need features, without the
         rows of rejected draft tokens."""
-        ...
+        return None
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         """Return a draft for each of the sequences."""
@@ -68,7 +69,7 @@ class Drafter(Protocol):
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
         """Take in the outcome of a draft: `best[i]` is the target's likeliest token after node i (-1: not computed),
         `accepted` are the accepted nodes, in their order."""
-        ...
+        return None
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that has ended or begins anew. An unknown one is no error."""
@@ -119,7 +120,7 @@ class Target(NamedTuple):
     A drafter is made before the target's `Program`, which is made with the drafter's `feature_layers` and whose KV
     cache takes the memory that the drafter leaves. `directory` may be a GGUF file; `config` are the values of
     config.json. `kv_dtype` and `quantization` are the target's own. `load` reads another model: (directory,
-    quantization, max_model_len) -> its backend, the model, its config; it raises as `engine.load.load_model` does.
+    quantization, max_model_len) -> its backend, the model, its config; it raises what `engine.load.load_model` raises.
     """
 
     model: Model

@@ -40,7 +40,7 @@ class Line:
 
 
 class LineRows(NamedTuple):
-    """Tokens to put behind a line, with the features [len(token_ids), F] of a model that looks at such."""
+    """Tokens to compute after a line, with the features [len(token_ids), F] of a model that reads features."""
 
     line: Line
     token_ids: list[int]
@@ -64,14 +64,35 @@ class Computed(NamedTuple):
         return Computed(self.logits[rows], features, [self.finite[row] for row in rows])
 
 
+class DraftVocabulary:
+    """The target's id of each of a model's tokens (None: they are the same), and the size of the target's
+    vocabulary."""
+
+    def __init__(self, token_ids: NDArray[np.int64] | None, size: int) -> None:
+        self._token_ids = token_ids
+        self._wide = np.empty((0, size), np.float32)
+
+    def widened(self, logits: F32) -> F32:
+        """Return logits over the target's vocabulary, valid until the next call; tokens that the model does not have
+        get -inf."""
+        if self._token_ids is None:
+            return logits
+        if len(self._wide) < len(logits):
+            self._wide = np.full((len(logits), self._wide.shape[1]), -np.inf, np.float32)
+        wide = self._wide[: len(logits)]
+        wide[:, self._token_ids] = logits
+        return wide
+
+
 class PrivateContext:
     """A model over its own cache.
 
     Args:
+        backend: the model's. The cache has the target's dtype if that backend has it, else the backend's own.
         window: positions that a line may have.
         most_lines: most lines at a time, branches of trees included.
         feature_layers: features that the program keeps of the rows (`Backend.program`).
-        token_ids: the target's id of each of the model's own, for models with a vocabulary of their own size.
+        token_ids: the target's id of each of the model's own; None if they are the same.
     """
 
     def __init__(
@@ -79,21 +100,19 @@ class PrivateContext:
         model: Model,
         backend: Backend,
         target: Target,
-        kv_dtype: str,
         window: int,
         most_lines: int,
         feature_layers: Sequence[int] = (),
         token_ids: NDArray[np.int64] | None = None,
-        num_blocks: int | None = None,
     ) -> None:
         size = target.block_size
+        kv_dtype = target.kv_dtype if target.kv_dtype in backend.kv_dtypes else backend.dtype
         self.window = window
-        self._per_line = -(-window // size)
-        if num_blocks is None:
-            bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
-            room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
-            needed = target.max_num_seqs * self._per_line + 2 * most_lines
-            num_blocks = max(min(needed, room), self._per_line + 2)
+        per_line = -(-window // size)
+        bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
+        room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
+        needed = target.max_num_seqs * per_line + 2 * most_lines
+        num_blocks = max(min(needed, room), per_line + 2)
         self.program = backend.program(
             model,
             num_blocks=num_blocks,
@@ -101,18 +120,17 @@ class PrivateContext:
             kv_dtype=kv_dtype,
             max_num_seqs=min(most_lines, MAX_LINES),
             max_num_batched_tokens=MAX_ROWS,
-            max_blocks_per_seq=self._per_line,
+            max_blocks_per_seq=per_line,
             num_threads=target.num_threads,
             feature_layers=feature_layers,
         )
         self._most_lines = min(most_lines, MAX_LINES)
         self.pool = BlockPool(num_blocks, size)
         self.lines: OrderedDict[int, Line] = OrderedDict()
-        self._token_ids = token_ids
-        self._wide = np.empty((0, target.vocab_size), np.float32)
+        self._vocabulary = DraftVocabulary(token_ids, target.vocab_size)
 
     def line(self, seq_id: int) -> Line:
-        """The line of a sequence, most recently used from now on; empty if it is unknown."""
+        """Return the line of a sequence, and mark it as the last used; an empty one if it is unknown."""
         line = self.lines.setdefault(seq_id, Line())
         self.lines.move_to_end(seq_id)
         return line
@@ -123,7 +141,7 @@ class PrivateContext:
             self.empty(line)
 
     def empty(self, line: Line, start: int = 0) -> None:
-        """Give the line's blocks back; it begins anew, at `start` of its sequence."""
+        """Release the line's blocks; it begins anew, at `start` of its sequence."""
         self.pool.release(line.table)
         line.start, line.tokens, line.table = start, [], []
 
@@ -132,7 +150,7 @@ class PrivateContext:
         del line.tokens[length:]
 
     def reserve(self, line: Line, num: int, keep: Collection[int] = ()) -> bool:
-        """Blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
+        """Add blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
         first. Return False, with this line unchanged, if that is not enough or the window ends."""
         length = len(line.tokens) + num
         if length > self.window:
@@ -166,7 +184,7 @@ class PrivateContext:
 
     def extend(self, jobs: Sequence[LineRows], keep_features: bool = False) -> Computed:
         """Compute the jobs' tokens, for which room is reserved; no two jobs have the same line."""
-        results: list[tuple[F32, F32 | None, list[bool], list[int]]] = []
+        results: list[tuple[Computed, list[int]]] = []
         most = self.program.max_rows
         portion: list[tuple[int, int, int]] = []  # job, first and last of its tokens
         room = most
@@ -185,19 +203,19 @@ class PrivateContext:
         for job in jobs:
             job.line.tokens += job.token_ids
         if len(results) == 1:
-            logits, features, finite, _ = results[0]
-            return Computed(logits, features, finite)
-        sound = [True] * len(jobs)
-        for _, _, finite, owners in results:
-            for i, right in zip(owners, finite, strict=True):
-                sound[i] = sound[i] and right
-        features = np.concatenate([part[1] for part in results if part[1] is not None]) if keep_features else None
-        return Computed(np.concatenate([part[0] for part in results]), features, sound)
+            return results[0][0]
+        finite = [True] * len(jobs)
+        for part, owners in results:
+            for i, right in zip(owners, part.finite, strict=True):
+                finite[i] = finite[i] and right
+        features = [part.features for part, _ in results if part.features is not None]
+        logits = np.concatenate([part.logits for part, _ in results])
+        return Computed(logits, np.concatenate(features) if keep_features else None, finite)
 
     def _run(
         self, jobs: Sequence[LineRows], portion: list[tuple[int, int, int]], keep_features: bool, is_lent: bool = False
-    ) -> tuple[F32, F32 | None, list[bool], list[int]]:
-        """Return logits and features of the jobs that end here, and of each piece whether it is finite and its job."""
+    ) -> tuple[Computed, list[int]]:
+        """Return logits and features of the jobs that end here, and of each piece whether it is finite; and its job."""
         starts, pieces, tables, rows, feature_parts = [], [], [], [], []
         row = 0
         ended = []
@@ -220,18 +238,8 @@ class PrivateContext:
             broken = {i for i, right in zip(ended, logits.finite, strict=True) if not right}
             finite = [right and i not in broken for right, (i, _, _) in zip(finite, portion, strict=True)]
         row_features = self.program.features(rows) if keep_features else None
-        wide = self._widened(logits.fetch())
-        return (wide if is_lent else wide.copy()), row_features, finite, [i for i, _, _ in portion]
-
-    def _widened(self, logits: F32) -> F32:
-        """Return logits over the target's vocabulary; tokens that the model does not have get -inf."""
-        if self._token_ids is None:
-            return logits
-        if len(self._wide) < len(logits):
-            self._wide = np.full((len(logits), self._wide.shape[1]), -np.inf, np.float32)
-        wide = self._wide[: len(logits)]
-        wide[:, self._token_ids] = logits
-        return wide
+        wide = self._vocabulary.widened(logits.fetch())
+        return Computed(wide if is_lent else wide.copy(), row_features, finite), [i for i, _, _ in portion]
 
     def check(self, others: Sequence[Line] = ()) -> None:
         """Check that every held block is held by a line. Raises `InvariantError`."""

@@ -8,90 +8,44 @@ serves `early_exit` as well. Called by `drafters.speculator`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from itertools import takewhile
 from operator import eq
 
 from headrace.backends.base import Backend
-from headrace.drafters.base import F32, Context, Target
-from headrace.drafters.context import LineRows, PrivateContext
+from headrace.drafters.base import Context, Target
+from headrace.drafters.context import LineRows
 from headrace.drafters.files import directory_of
-from headrace.drafters.grow import Grower
+from headrace.drafters.grow import ModelDrafter
 from headrace.hub import read_json
 from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
-from headrace.protocol.step import Draft
 
 logger = logging.getLogger(__name__)
 
 
-class TokenDrafter:
+class TokenDrafter(ModelDrafter):
     """`Drafter` with a model over the tokens, of which it reads the last, at most `window` and at least half as
     many."""
 
-    feature_layers: tuple[int, ...] | None = None
-
-    def __init__(
-        self,
-        model: Model,
-        backend: Backend,
-        spec: SpeculativeConfig,
-        target: Target,
-        window: int,
-        num_blocks: int | None = None,
-    ) -> None:
-        width = spec.tree_width if spec.num_nodes > spec.num_drafts else 1
+    def __init__(self, model: Model, backend: Backend, spec: SpeculativeConfig, target: Target, window: int) -> None:
         self._half = max(1, window // 2)
-        self.private = PrivateContext(
-            model,
-            backend,
-            target,
-            target.kv_dtype if target.kv_dtype in backend.kv_dtypes else backend.dtype,
-            2 * self._half + spec.num_drafts,
-            target.max_num_seqs * width,
-            num_blocks=num_blocks,
-        )
-        self._grower = Grower(self.private, target.guide, width, feeds=False)
+        super().__init__(model, backend, spec, target, 2 * self._half)
 
-    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        return None
-
-    def propose(self, contexts: Sequence[Context]) -> list[Draft]:
-        keep = {context.seq_id for context in contexts}
-        jobs, ready = [], []
-        for i, context in enumerate(contexts):
-            line = self.private.line(context.seq_id)
-            start = max(0, len(context.tokens) // self._half - 1) * self._half
-            if start != line.start:
-                self.private.empty(line, start)
-            tokens = context.tokens[start:] if start else context.tokens
-            num_same = len(line.tokens)
-            if line.tokens != tokens[:num_same]:
-                num_same = sum(1 for _ in takewhile(bool, map(eq, line.tokens, tokens)))
-            # At least the last token is computed again, for its logits.
-            self.private.rewind(line, min(num_same, len(tokens) - 1))
-            missing = tokens[len(line.tokens) :]
-            if context.num_drafts > 0 and self.private.reserve(line, len(missing), keep):
-                jobs.append(LineRows(line, missing))
-                ready.append(i)
-        drafts = [Draft([]) for _ in contexts]
-        if jobs:
-            first = self.private.extend(jobs)
-            grown = self._grower.grow([contexts[i] for i in ready], [job.line for job in jobs], first)
-            for i, draft in zip(ready, grown, strict=True):
-                drafts[i] = draft
-        return drafts
-
-    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        return None
-
-    def drop(self, seq_id: int) -> None:
-        self.private.drop(seq_id)
-
-    def close(self) -> None:
-        self.private.close()
+    def job(self, context: Context, keep: set[int]) -> LineRows | None:
+        line = self.private.line(context.seq_id)
+        start = max(0, len(context.tokens) // self._half - 1) * self._half
+        if start != line.start:
+            self.private.empty(line, start)
+        tokens = context.tokens[start:] if start else context.tokens
+        num_same = len(line.tokens)
+        if line.tokens != tokens[:num_same]:
+            num_same = sum(1 for _ in takewhile(bool, map(eq, line.tokens, tokens)))
+        # At least the last token is computed again, for its logits.
+        self.private.rewind(line, min(num_same, len(tokens) - 1))
+        missing = tokens[len(line.tokens) :]
+        return LineRows(line, missing) if self.private.reserve(line, len(missing), keep) else None
 
 
 def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:

@@ -8,7 +8,7 @@ vocabulary of its own. The tensors of a checkpoint show which it is; layouts in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ from headrace.backends.base import Array, Cache, Matrix, Rows
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
 from headrace.drafters.features import FeatureDrafter, Fusing, RowProgram
-from headrace.drafters.files import directory_of, integers, load
+from headrace.drafters.files import directory_of, integers, load, verify_token_ids
 from headrace.hub import read_json
-from headrace.models import Model
+from headrace.models import Model, llama
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder, GatedMLP
 from headrace.protocol.errors import CheckpointError
@@ -29,8 +29,6 @@ from headrace.protocol.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from headrace.models.weights import SplitWeights, Weights
-
-NUM_FEATURES = 3
 
 
 class Frame(Decoder):
@@ -57,25 +55,6 @@ class Frame(Decoder):
         elif (head_size, self.hidden_size) != (target.vocab_size, target.hidden_size):
             raise CheckpointError("lm_head.weight is missing from the checkpoint, and the model's head does not fit")
 
-    def attention_bias(self) -> bool:
-        return self.config.flag("attention_bias", False)
-
-
-class PlainLayer:
-    """A decoder layer of Llama; without a norm before the attention if `first`."""
-
-    def __init__(self, frame: Frame, name: str, layer_id: int, first: bool) -> None:
-        bias = frame.attention_bias()
-        self.attention_norm = None if first else frame.make_norm(f"{name}.input_layernorm")
-        self.attention = Attention(frame, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias)
-        self.mlp_norm = frame.make_norm(f"{name}.post_attention_layernorm")
-        self.mlp = GatedMLP(frame, f"{name}.mlp", bias=frame.config.flag("mlp_bias", False))
-
-    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
-        normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = x + self.attention(normed, rows, kv)
-        return x + self.mlp(self.mlp_norm(x))
-
 
 class Eagle1(Frame):
     """x = fc [embedding, feature]; layers; the output is a feature, which the target's head takes as it is."""
@@ -87,7 +66,11 @@ class Eagle1(Frame):
         biased = weights.has("fc.bias")
         self.of_embedding = weights.columns(["fc"], size, [size], first=0, width=2 * size, bias=biased)
         self.of_feature = weights.columns(["fc"], size, [size], first=size, width=2 * size)
-        self.layers = [PlainLayer(self, f"layers.{i}", i, first=not i) for i in range(self.num_layers)]
+        self.layers = [llama.Layer(self, f"layers.{i}", i) for i in range(self.num_layers)]
+
+    def make_norm(self, name: str) -> Callable[[Array], Array]:
+        """Return a norm. Before the attention of the first layer there is none."""
+        return super().make_norm(name) if name != "layers.0.input_layernorm" else lambda x: x
 
     def enter(self, rows: Rows) -> Array:
         x = self.ops.linear(self.ops.embedding(rows.token_ids, self.embedding), self.of_embedding)
@@ -128,14 +111,14 @@ class Eagle3(Frame):
     ) -> None:
         super().__init__(values, weights, target, max_positions, head_size)
         name = "midlayer" if weights.has_prefix("midlayer.") else "layers.0"
-        bias = self.attention_bias()
+        bias = self.config.flag("attention_bias", False)
         self.embedding_norm = self.make_norm(f"{name}.input_layernorm")
         self.feature_norm = self.make_norm(f"{name}.hidden_norm")
         self.attention = WideAttention(self, weights, f"{name}.self_attn", bias)
         self.mlp_norm = self.make_norm(f"{name}.post_attention_layernorm")
         self.mlp = GatedMLP(self, f"{name}.mlp", bias=self.config.flag("mlp_bias", False))
         self.normed_residual = self.config.flag("norm_before_residual", False)
-        self.layers = [PlainLayer(self, f"layers.{i}", i, first=False) for i in range(1, self.num_layers)]
+        self.layers = [llama.Layer(self, f"layers.{i}", i) for i in range(1, self.num_layers)]
         self.norm = self.make_norm("norm")
 
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
@@ -205,8 +188,6 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     model."""
     directory = directory_of(spec, target, "eagle")
     form = form_of(directory, target)
-    quantization = spec.quantization or target.quantization
-    quantized = form.values.get("quantization_config")
     window = min(spec.max_model_len, target.max_model_len)
     vocab_size = ModelConfig(form.values).integer("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
@@ -215,16 +196,18 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
         )
     if not form.third:
         first: Model = load(
-            directory, target, quantization, quantized,
+            directory,
+            spec,
+            target,
+            form.values,
             lambda weights: Eagle1(form.values, weights, target, window + spec.num_drafts),
-        )  # fmt: skip
+        )
         return FeatureDrafter(first, spec, target, (), (len(first.layers),), window)
     size = ModelConfig(form.values).integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
     token_ids = integers(directory, "d2t", size)
     if token_ids is not None:
         token_ids = np.arange(size) + token_ids
-        if len(np.unique(token_ids)) != size or token_ids.min() < 0 or token_ids.max() >= target.vocab_size:
-            raise CheckpointError(f"{directory}: d2t does not lead to {size} tokens of {target.vocab_size}")
+        verify_token_ids(directory, "d2t", token_ids, target)
     elif size != target.vocab_size:
         raise CheckpointError(f"{directory}: draft_vocab_size is {size} of {target.vocab_size}, and there is no d2t")
 
@@ -233,6 +216,6 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
         width = len(form.layers) * target.hidden_size
         return model, weights.linear(["fc"], width, [model.hidden_size], bias=weights.has("fc.bias"))
 
-    third, matrix = load(directory, target, quantization, quantized, build, spare="d2t|t2d")
+    third, matrix = load(directory, spec, target, form.values, build, spare="d2t|t2d")
     fuse = RowProgram(Fusing(target.backend, matrix), target.backend, target.num_threads, (0,))
     return FeatureDrafter(third, spec, target, form.layers, (0,), window, token_ids, fuse)

@@ -7,16 +7,14 @@ layers predict the last ones badly. Called by `drafters.speculator`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
 from pathlib import Path
 
 from headrace import hub
-from headrace.backends.base import Array, Cache, Rows
 from headrace.drafters.base import Target
 from headrace.drafters.draft_model import TokenDrafter
 from headrace.drafters.files import own_of
 from headrace.models import Model
-from headrace.models.decoder import through
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.speculation import FIELD, SpeculativeConfig
 
@@ -24,21 +22,12 @@ FEWEST = 3
 """Of a model of few layers the first one or two predict little."""
 
 
-class FirstLayers:
-    """`Model` of the first `num_layers` layers of another."""
-
-    feature_size = 0
-
-    def __init__(self, model: Model, num_layers: int) -> None:
-        self._model = model
-        self.ops, self.embedding, self.head = model.ops, model.embedding, model.head
-        self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
-        self.layers = model.layers[:num_layers]
-        self.kv_shape = model.kv_shape._replace(num_layers=num_layers)
-        self.enter, self.final, self.logits = model.enter, model.final, model.logits
-
-    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
-        return through(self.layers, self.enter(rows), rows, kv, streams)
+def first_layers(model: Model, num_layers: int) -> Model:
+    """Return a model of the first `num_layers` layers of another."""
+    part = copy.copy(model)
+    part.layers = model.layers[:num_layers]
+    part.kv_shape = model.kv_shape._replace(num_layers=num_layers)
+    return part
 
 
 def exit_of(directory: Path, num_layers: int) -> int:
@@ -64,6 +53,6 @@ def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
         raise RequestError(
             f"{FIELD}.exit_layer", num_layers, f"from 1 to {target.num_layers - 1}, the model has {target.num_layers}"
         )
-    model = FirstLayers(target.model, num_layers)
+    model = first_layers(target.model, num_layers)
     window = min(spec.max_model_len, target.max_model_len - spec.num_drafts)
     return TokenDrafter(model, target.backend, spec, target, window)

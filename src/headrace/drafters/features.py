@@ -1,7 +1,7 @@
 """Drafters that read the target's features: shared by `eagle` and `mtp`.
 
-Row i of such a model pairs the target's features of position i with token i + 1, and foretells token i + 2. What the
-target has computed waits here until the next token is known; on its own draft tokens the model reads its own features.
+Row i of such a model has the target's features of position i and token i + 1, and predicts token i + 2. Features that
+the target has computed wait here until the next token is known; for its own draft tokens the model reads its own.
 A sequence that was not observed from its beginning starts where observing did. Knows features and tokens; must not know
 how a model uses them. Called by `drafters.speculator`.
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Backend, Cache, Chunks, KVShape, Rows
 from headrace.drafters.base import F32, Context, Target
-from headrace.drafters.context import MAX_LINES, MAX_ROWS, Line, LineRows, PrivateContext
-from headrace.drafters.grow import Grower
+from headrace.drafters.context import MAX_LINES, MAX_ROWS, LineRows
+from headrace.drafters.grow import ModelDrafter
 from headrace.models import Model
 from headrace.protocol.speculation import SpeculativeConfig
-from headrace.protocol.step import Draft
 
 MAX_WAITING = 256
 """Most rows that wait to be computed; those of a long prompt are computed as they come."""
@@ -28,12 +28,12 @@ MAX_WAITING = 256
 STATELESS = KVShape(0, 1, 1)
 
 
-class RowsOnly:
+class RowsOnly(Model):
     """The frame of a `Model` that reads features alone and keeps nothing between calls."""
 
     kv_shape = STATELESS
-    layers: Sequence[Any] = ()
-    embedding: Array = None
+    layers = ()
+    embedding = None
     head: Any = None
 
     def __init__(self, backend: Backend, feature_size: int, hidden_size: int, vocab_size: int) -> None:
@@ -48,7 +48,7 @@ class RowsOnly:
 
 
 class RowProgram:
-    """A program for such a model. `feature_layers` as in `Backend.program`."""
+    """The program of a `RowsOnly` model. `feature_layers` as in `Backend.program`."""
 
     def __init__(self, model: Model, backend: Backend, num_threads: int, feature_layers: Sequence[int] = ()) -> None:
         self._program = backend.program(
@@ -104,18 +104,18 @@ class Waiting:
         self.rows.append(rows.copy())
 
     def take(self, num: int) -> F32:
-        """The first `num` rows, which wait no longer."""
+        """Remove and return the first `num` rows."""
         rows = self.rows[0] if len(self.rows) == 1 else np.concatenate(self.rows)
         self.begin, self.ids, self.rows = self.begin + num, self.ids[num:], [rows[num:]] if num < len(rows) else []
         return rows[:num]
 
 
-class FeatureDrafter:
+class FeatureDrafter(ModelDrafter):
     """`Drafter` over a model with `feature_size` features.
 
     Args:
         feature_layers: see `Drafter`.
-        own_layers: what the model's own program keeps for the next guess, as `Backend.program` takes it.
+        own_layers: features that the model's program keeps for the next draft token, as `Backend.program` takes it.
         window: rows of a sequence that are seen at most; a longer one starts over.
         token_ids: the target's id of each of the model's own; None if they are the same.
         fuse: makes the model's features of the target's, where these are not the same.
@@ -129,26 +129,13 @@ class FeatureDrafter:
         feature_layers: tuple[int, ...],
         own_layers: tuple[int, ...],
         window: int,
-        token_ids: Any = None,
+        token_ids: NDArray[np.int64] | None = None,
         fuse: RowProgram | None = None,
-        num_blocks: int | None = None,
     ) -> None:
-        width = spec.tree_width if spec.num_nodes > spec.num_drafts else 1
-        self.feature_layers: tuple[int, ...] | None = feature_layers
-        self.private = PrivateContext(
-            model,
-            target.backend,
-            target,
-            target.kv_dtype,
-            window + spec.num_drafts,
-            target.max_num_seqs * width,
-            own_layers,
-            token_ids,
-            num_blocks,
-        )
+        super().__init__(model, target.backend, spec, target, window, True, own_layers, token_ids)
+        self.feature_layers = feature_layers
         self._window = window
         self._fuse = fuse
-        self._grower = Grower(self.private, target.guide, width, feeds=True)
         self._waiting: dict[int, Waiting] = {}
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
@@ -166,54 +153,38 @@ class FeatureDrafter:
             self._waiting[seq_id] = waiting = Waiting(start + num_known)
         waiting.put(token_ids[num_known:], features[num_known:])
         if len(waiting.ids) > MAX_WAITING:
-            job = self._job(seq_id, waiting, waiting.ids[1:], ())
+            job = self._job(seq_id, waiting, waiting.ids[1:], {seq_id})
             if job is None:
                 del self._waiting[seq_id]
             else:
                 self.private.extend([job])
 
-    def propose(self, contexts: Sequence[Context]) -> list[Draft]:
-        keep = {context.seq_id for context in contexts}
-        jobs, ready = [], []
-        for i, context in enumerate(contexts):
-            waiting = self._waiting.get(context.seq_id)
-            # The features before the last token must be there, and not be computed yet.
-            if waiting is None or not waiting.ids or waiting.end != len(context.tokens) - 1 or not context.num_drafts:
-                continue
-            job = self._job(context.seq_id, waiting, [*waiting.ids[1:], context.tokens[-1]], keep)
-            if job is not None:
-                jobs.append(job)
-                ready.append(i)
-        drafts = [Draft([]) for _ in contexts]
-        if jobs:
-            first = self.private.extend(jobs, keep_features=True)
-            grown = self._grower.grow([contexts[i] for i in ready], [job.line for job in jobs], first)
-            for i, draft in zip(ready, grown, strict=True):
-                drafts[i] = draft
-        return drafts
+    def job(self, context: Context, keep: set[int]) -> LineRows | None:
+        waiting = self._waiting.get(context.seq_id)
+        # The features before the last token must be there, and not be computed yet.
+        if waiting is None or not waiting.ids or waiting.end != len(context.tokens) - 1:
+            return None
+        return self._job(context.seq_id, waiting, [*waiting.ids[1:], context.tokens[-1]], keep)
 
-    def _job(self, seq_id: int, waiting: Waiting, token_ids: list[int], keep: Any) -> LineRows | None:
+    def _job(self, seq_id: int, waiting: Waiting, token_ids: list[int], keep: set[int]) -> LineRows | None:
         """Return a job of the waiting rows, with the token after each, behind the sequence's line; None without
         room."""
-        line: Line = self.private.line(seq_id)
+        line = self.private.line(seq_id)
         if line.start + len(line.tokens) != waiting.begin or len(line.tokens) + len(token_ids) > self._window:
             # The line was dropped, or began elsewhere, or is full.
             self.private.empty(line, waiting.begin)
-        if not self.private.reserve(line, len(token_ids), {seq_id, *keep}):
+        if not self.private.reserve(line, len(token_ids), keep):
             return None
         rows = waiting.take(len(token_ids))
         return LineRows(line, token_ids, rows if self._fuse is None else self._fuse.features(rows))
 
-    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        return None
-
     def drop(self, seq_id: int) -> None:
         self._waiting.pop(seq_id, None)
-        self.private.drop(seq_id)
+        super().drop(seq_id)
 
     def close(self) -> None:
         self._waiting.clear()
-        self.private.close()
+        super().close()
         if self._fuse is not None:
             self._fuse.close()
 

@@ -47,17 +47,20 @@ def own_of(target: Target, folder: str) -> Path | None:
 
 def load(
     directory: Path,
+    spec: SpeculativeConfig,
     target: Target,
-    quantization: str | None,
-    quantization_config: Any,
+    values: dict[str, Any],
     build: Callable[[SplitWeights], T],
     spare: str | None = None,
 ) -> T:
-    """Return what `build` makes of the checkpoint's weights, in the form of the target's backend. It has to take all
-    but those whose names match `spare`. Raises `CheckpointError`, or `RequestError` for an unknown quantization."""
+    """Return what `build` makes of the weights of a checkpoint with the config `values`, in the form of the target's
+    backend. It has to take all but those whose names match `spare`. Raises `CheckpointError`, or `RequestError` for an
+    unknown quantization."""
     # The loader imports torch, which takes a second; early_exit and ngram do not need it.
     from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 
+    quantization = spec.quantization or target.quantization
+    quantization_config = values.get("quantization_config")
     is_plain = quantization in (None, "none") or quantization_config is not None
     weights = SafetensorsWeights(
         Checkpoint(directory),
@@ -72,7 +75,7 @@ def load(
 
 
 def integers(directory: Path, name: str, length: int) -> NDArray[np.int64] | None:
-    """The tensor `name` of integers [length], None if there is none. Raises `CheckpointError`."""
+    """Return the tensor `name` of integers [length], None if there is none. Raises `CheckpointError`."""
     checkpoint = MappedCheckpoint(directory)
     if name not in checkpoint.names:
         return None
@@ -82,3 +85,9 @@ def integers(directory: Path, name: str, length: int) -> NDArray[np.int64] | Non
             f"{directory}: {name} is {entry.dtype} of shape {list(entry.shape)}, expected whole numbers [{length}]"
         )
     return checkpoint.file(name).array(name).astype(np.int64)
+
+
+def verify_token_ids(directory: Path, name: str, token_ids: NDArray[np.int64], target: Target) -> None:
+    """Raise `CheckpointError` unless the tensor `name` maps a drafter's tokens to different ones of the target."""
+    if len(np.unique(token_ids)) != len(token_ids) or token_ids.min() < 0 or token_ids.max() >= target.vocab_size:
+        raise CheckpointError(f"{directory}: {name} does not lead to {len(token_ids)} tokens of {target.vocab_size}")

@@ -1,19 +1,25 @@
-"""How a drafter with logits grows chains and trees: one call of its model for each depth, all sequences together.
+"""`ModelDrafter`: a drafter with a model grows chains and trees, one call of the model for each depth, all sequences
+together.
 
 Chains take the tokens of `Guide.choose`. Trees are those of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): at
 each depth the likeliest nodes of a sequence are expanded, and of all nodes the likeliest are kept. Knows lines and
-logits; must not know how a model computes them. Called by the drafters beside this file.
+logits; must not know how a model computes them. The drafters beside this file say which tokens come before a draft.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.drafters.base import F32, Context, Guide
+from headrace.backends.base import Backend
+from headrace.drafters.base import F32, Context, Drafter, Target
 from headrace.drafters.context import Computed, Line, LineRows, PrivateContext
+from headrace.models import Model
+from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
 
@@ -40,48 +46,78 @@ class Growth:
         self.features.append(features)
 
     def likeliest(self, nodes: Sequence[int], num: int) -> list[int]:
-        """The `num` nodes of greatest value, in order; of equal ones the first."""
+        """Return the `num` nodes of greatest value, in order; of equal ones the first."""
         return sorted(sorted(nodes, key=lambda node: (-self.values[node], node))[:num])
 
     def pruned(self, num_nodes: int) -> Draft:
-        """The tree of the likeliest nodes. A node is never worth more than its parent, which comes first."""
+        """Return the tree of the likeliest nodes. The value of a node is at most its parent's, which comes first."""
         return self.tree.subset(self.likeliest(range(len(self.values)), num_nodes))
 
 
 def best_first(shares: F32) -> F32:
-    """Shares of ranked tokens, the greatest given to the first: under noise the rank says more than the share."""
+    """Return the shares of ranked tokens in descending order: under noise the rank predicts more than the share."""
     return -np.sort(-shares, axis=1)
 
 
-class Grower:
-    """Grows drafts over one private context.
+class ModelDrafter(Drafter):
+    """A drafter with a model over a private context of `window` positions and those of a draft.
 
     Args:
-        width: children of a node, and nodes of a sequence that are expanded at each depth.
-        feeds: the model reads its own features of the row before.
+        backend: the model's.
+        feeds: the model reads its own features of the row before, which its program keeps (`feature_layers`).
+        token_ids: the target's id of each of the model's own; None if they are the same.
     """
 
-    def __init__(self, private: PrivateContext, guide: Guide, width: int, feeds: bool) -> None:
-        self._private, self._guide, self._width, self._feeds = private, guide, width, feeds
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        spec: SpeculativeConfig,
+        target: Target,
+        window: int,
+        feeds: bool = False,
+        feature_layers: Sequence[int] = (),
+        token_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        # Children of a node, and nodes of a sequence that are expanded at each depth.
+        self._width = spec.tree_width if spec.num_nodes > spec.num_drafts else 1
+        self._guide, self._feeds = target.guide, feeds
+        most_lines = target.max_num_seqs * self._width
+        window += spec.num_drafts
+        self.private = PrivateContext(model, backend, target, window, most_lines, feature_layers, token_ids)
 
-    def grow(self, contexts: Sequence[Context], lines: Sequence[Line], first: Computed) -> list[Draft]:
-        """Return drafts for sequences whose lines hold all their tokens; `first` has the logits after each.
+    @abstractmethod
+    def job(self, context: Context, keep: set[int]) -> LineRows | None:
+        """Return what to compute before a draft: the tokens that the sequence's line lacks. None if nothing can be
+        drafted. The lines of the sequences `keep` must stay."""
+        ...
 
-        The lines are as before when this returns.
-        """
-        sound = [i for i, finite in enumerate(first.finite) if finite and contexts[i].num_drafts > 0]
+    def propose(self, contexts: Sequence[Context]) -> list[Draft]:
+        keep = {context.seq_id for context in contexts}
+        jobs = {i: self.job(context, keep) for i, context in enumerate(contexts) if context.num_drafts > 0}
+        ready = {i: job for i, job in jobs.items() if job is not None}
         drafts = [Draft([]) for _ in contexts]
-        if not sound:
+        if not ready:
             return drafts
-        lengths = [len(lines[i].tokens) for i in sound]
-        first = first.subset(sound) if len(sound) < len(contexts) else first
-        trees = not self._guide.rejects and any(contexts[i].num_nodes > contexts[i].num_drafts for i in sound)
+        first = self.private.extend(list(ready.values()), self._feeds)
+        places = [i for i, finite in zip(ready, first.finite, strict=True) if finite]
+        if len(places) < len(ready):
+            first = first.subset([row for row, finite in enumerate(first.finite) if finite])
+        trees = not self._guide.rejects and any(contexts[i].num_nodes > contexts[i].num_drafts for i in places)
         grow = self._trees if trees else self._chains
-        grown = grow([contexts[i] for i in sound], [lines[i] for i in sound], first)
-        for i, length, draft in zip(sound, lengths, grown, strict=True):
-            self._private.rewind(lines[i], length)
+        lines = [ready[i].line for i in places]
+        lengths = [len(line.tokens) for line in lines]
+        grown = grow([contexts[i] for i in places], lines, first) if places else []
+        for i, line, length, draft in zip(places, lines, lengths, grown, strict=True):
+            self.private.rewind(line, length)
             drafts[i] = draft
         return drafts
+
+    def drop(self, seq_id: int) -> None:
+        self.private.drop(seq_id)
+
+    def close(self) -> None:
+        self.private.close()
 
     def _chains(self, contexts: list[Context], lines: list[Line], step: Computed) -> list[Draft]:
         chains: list[list[int]] = [[] for _ in contexts]
@@ -94,12 +130,12 @@ class Grower:
             rows = [
                 row
                 for row, i in enumerate(alive)
-                if len(chains[i]) < contexts[i].num_drafts and self._private.reserve(lines[i], 1, keep)
+                if len(chains[i]) < contexts[i].num_drafts and self.private.reserve(lines[i], 1, keep)
             ]
             if not rows:
                 break
             jobs = [LineRows(lines[alive[row]], [chains[alive[row]][-1]], step.features_of(row)) for row in rows]
-            step = self._private.extend(jobs, self._feeds)
+            step = self.private.extend(jobs, self._feeds)
             alive = [alive[row] for row in rows]
             if not all(step.finite):
                 sound = [row for row, finite in enumerate(step.finite) if finite]
@@ -121,9 +157,9 @@ class Grower:
             parents, jobs = self._expand(contexts, lines, growths, depth, forks)
             if not jobs:
                 break
-            step = self._private.extend(jobs, self._feeds)
+            step = self.private.extend(jobs, self._feeds)
         for line in forks:
-            self._private.empty(line)
+            self.private.empty(line)
         return [growth.pruned(context.num_nodes) for growth, context in zip(growths, contexts, strict=True)]
 
     def _rank(
@@ -140,7 +176,7 @@ class Grower:
         shares = best_first(shares)
         for (i, parent), row, ids, logs in zip(parents, rows, token_ids.tolist(), shares.tolist(), strict=True):
             base = growths[i].values[parent] if parent >= 0 else 0.0
-            # What the parent's row gave is what the child's row reads.
+            # The child's row reads the features of its parent's row.
             features = step.features_of(row)
             for token_id, share in zip(ids, logs, strict=True):
                 if share > -np.inf:
@@ -149,7 +185,7 @@ class Grower:
     def _expand(
         self, contexts: list[Context], lines: list[Line], growths: list[Growth], depth: int, forks: list[Line]
     ) -> tuple[list[tuple[int, int]], list[LineRows]]:
-        """Room and jobs for the nodes of this depth that are worth expanding."""
+        """Return the nodes of this depth to expand, and their jobs, for which room is reserved."""
         keep = {context.seq_id for context in contexts}
         parents: list[tuple[int, int]] = []
         jobs: list[LineRows] = []
@@ -160,14 +196,14 @@ class Grower:
             values = sorted(growth.values, reverse=True)[: contexts[i].num_nodes]
             front = [n for n, d in enumerate(growth.depths) if d == depth and growth.values[n] >= values[-1]]
             nodes = growth.likeliest(front, self._width)
-            heirs: dict[int, int] = {}  # the child of each parent that goes on in the parent's line
+            heirs: dict[int, int] = {}  # the child of each parent that continues the parent's line
             for node in nodes:
                 heirs.setdefault(growth.tree.parents[node], node)
             for node in nodes:
                 parent = growth.tree.parents[node]
                 source = lines[i] if parent < 0 else growth.lines[parent]
                 if source is not None and heirs[parent] != node:
-                    fork = growth.lines[node] = self._private.fork(source)
+                    fork = growth.lines[node] = self.private.fork(source)
                     if fork is not None:
                         forks.append(fork)
             for node in nodes:
@@ -175,7 +211,7 @@ class Grower:
                 if heirs[parent] == node:
                     growth.lines[node] = lines[i] if parent < 0 else growth.lines[parent]
                 line = growth.lines[node]
-                if line is not None and self._private.reserve(line, 1, keep):
+                if line is not None and self.private.reserve(line, 1, keep):
                     parents.append((i, node))
                     jobs.append(LineRows(line, [growth.tree.token_ids[node]], growth.features[node]))
         return parents, jobs

@@ -25,20 +25,16 @@ class SamplerGuide:
     """`Guide` over `sampler`. `rejects`: drafts are verified by rejection sampling."""
 
     def __init__(self, sampler: Sampler, rejects: bool = False) -> None:
+        self.rejects = rejects
         self._sampler = sampler
-        self._rejects = rejects
-        # Of each sequence what its draft tokens were drawn from, until the speculator takes it.
+        # The distributions of each sequence's draft tokens, until the speculator takes them.
         self._probs: dict[int, list[F32]] = {}
-        # By the parameters' id, which is theirs alone as long as they are held here.
+        # By the id() of the parameters, which no others have while these are kept here.
         self._params: dict[int, tuple[SamplingParams, SamplingParams]] = {}
-
-    @property
-    def rejects(self) -> bool:
-        return self._rejects
 
     def choose(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         rows = self._rows(contexts, tails)
-        if self._rejects:
+        if self.rejects:
             return self._draw(logits, rows, contexts, tails)
         samples = self._sampler.sample_rows(logits, rows)
         return [
@@ -107,5 +103,5 @@ class SamplerGuide:
 
 
 def _best(x: F32) -> int:
-    """A token for a row from which the sampler takes none: any guess is as good."""
+    """Return a token for a row from which the sampler draws none: any token would do."""
     return int(np.argmax(np.nan_to_num(x, nan=-np.inf)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from headrace.drafters.base import F32, Context, Target
+from headrace.drafters.base import Context, Drafter, Target
 from headrace.protocol.errors import RequestError
 from headrace.protocol.speculation import FIELD, SpeculativeConfig
 from headrace.protocol.step import Draft
@@ -77,10 +77,8 @@ class Trie:
         return node
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """`width` columns, n-grams of `size` tokens, of which `num_guesses` are verified in a step."""
-
-    feature_layers: tuple[int, ...] | None = None
 
     def __init__(self, width: int, size: int, num_guesses: int) -> None:
         self._width = width
@@ -90,9 +88,6 @@ class LookaheadDrafter:
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         return [self._draft(context) for context in contexts]
-
-    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Features are not needed."""
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
         window = self._windows.get(seq_id)

@@ -19,9 +19,10 @@ import numpy as np
 
 from headrace.backends.base import Array, Backend, Cache, Matrix, Rows
 from headrace.checkpoint.mapped import MappedCheckpoint
-from headrace.drafters.base import F32, Context, Target
+from headrace.drafters.base import F32, Context, Drafter, Target
+from headrace.drafters.context import DraftVocabulary
 from headrace.drafters.features import RowProgram, RowsOnly
-from headrace.drafters.files import directory_of, integers, load
+from headrace.drafters.files import directory_of, integers, load, verify_token_ids
 from headrace.drafters.grow import best_first
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
@@ -48,12 +49,11 @@ class Head(RowsOnly):
             y = y + self.ops.activation(self.ops.linear(y, block), "silu")
         return y
 
-    def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.linear(self.final(hidden, rows), self.head)
 
-
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """`Drafter` with `heads`, the first for the token after the last known one. `token_ids` as in `PrivateContext`."""
+
+    feature_layers = ()
 
     def __init__(
         self,
@@ -62,9 +62,8 @@ class MedusaDrafter:
         target: Target,
         token_ids: Any = None,
     ) -> None:
-        self.feature_layers: tuple[int, ...] | None = ()
         self._heads, self._guide, self._width = heads, target.guide, spec.tree_width
-        self._token_ids, self._vocab_size = token_ids, target.vocab_size
+        self._vocabulary = DraftVocabulary(token_ids, target.vocab_size)
         self._most = 2 * target.max_num_seqs
         # Of each sequence the position of the last state that was observed, and the state.
         self._states: OrderedDict[int, tuple[int, F32]] = OrderedDict()
@@ -98,7 +97,7 @@ class MedusaDrafter:
                 logits, alive = logits[finite], [row for row, sound in zip(alive, finite, strict=True) if sound]
                 if not alive:
                     break
-            logits = self._widened(logits)
+            logits = self._vocabulary.widened(logits)
             sequences, tails = [contexts[ready[row]] for row in alive], [chains[row] for row in alive]
             if trees:
                 ids, shares = self._guide.rank(logits, sequences, tails, self._width)
@@ -112,16 +111,6 @@ class MedusaDrafter:
         for row, i in enumerate(ready):
             drafts[i] = best_paths(ranked[row], contexts[i].num_nodes) if trees else Draft(chains[row])
         return drafts
-
-    def _widened(self, logits: F32) -> F32:
-        if self._token_ids is None:
-            return logits
-        wide = np.full((len(logits), self._vocab_size), -np.inf, np.float32)
-        wide[:, self._token_ids] = logits
-        return wide
-
-    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        return None
 
     def drop(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
@@ -192,10 +181,8 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
     token_ids = integers(directory, "token_map", width)
     if token_ids is None and width != target.vocab_size:
         raise CheckpointError(f"{directory}: truncated_vocab_size is {width}, and there is no token_map")
-    if token_ids is not None and (
-        len(np.unique(token_ids)) != width or token_ids.min() < 0 or token_ids.max() >= target.vocab_size
-    ):
-        raise CheckpointError(f"{directory}: token_map does not lead to {width} tokens of {target.vocab_size}")
+    if token_ids is not None:
+        verify_token_ids(directory, "token_map", token_ids, target)
     size = target.hidden_size
     num_wanted = min(num_heads, spec.num_drafts)
 
@@ -222,9 +209,7 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
     further = "|".join(re.escape(names.block.format(k=k, j=0)).rpartition("0")[0] + ".*" + "|"
                        + re.escape(names.head.format(k=k)) + r"\..*" for k in range(num_wanted, num_heads))  # fmt: skip
     spare = "token_map" + (f"|{further}" if further else "")
-    heads = load(
-        directory, target, spec.quantization or target.quantization, values.get("quantization_config"), build, spare
-    )
+    heads = load(directory, spec, target, values, build, spare)
     programs = [RowProgram(head, target.backend, target.num_threads) for head in heads]
     return MedusaDrafter(programs, spec, target, token_ids)
 

@@ -127,7 +127,7 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     spare = rf"(?!{re.escape(layout.root)}).*|.*rotary_emb\.inv_freq"
     kind: Any = next_layer(base)
     model: Model = load(
-        directory, target, spec.quantization or target.quantization, values.get("quantization_config"),
+        directory, spec, target, values,
         lambda weights: kind(values, weights, target, layout, window + spec.num_drafts), spare,
     )  # fmt: skip
     return FeatureDrafter(model, spec, target, (), () if layout.feeds_normed else (1,), window)

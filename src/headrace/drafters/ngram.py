@@ -1,8 +1,8 @@
 """Prompt lookup: the draft is what followed the last few tokens when they came before (Saxena 2023; Yang et al. 2023,
 arXiv 2304.04487). Good where the answer repeats its prompt: edits, summaries, quotes.
 
-Every run of `min_tokens` tokens is remembered by where it ended last, and each place by the one before it with the same
-run, as LZ77 does; so a draft costs a walk along equal places, however long the context is. Knows tokens only.
+For every run of `min_tokens` tokens the last place where it ended is kept, and for each place the one before it with
+the same run, as in LZ77; so a draft costs a walk along equal places, however long the context is. Knows tokens only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from headrace.drafters.base import F32, Context, Target
+from headrace.drafters.base import Context, Drafter, Target
 from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
@@ -44,12 +44,10 @@ class Places:
             last[key] = end
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts by the longest match of at least `min_tokens` and at most `max_tokens` last tokens; of equally long ones
     the latest. A draft has at most twice the tokens of the whole match: short matches are often chance, and a quote
     goes on."""
-
-    feature_layers: tuple[int, ...] | None = None
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min = min_tokens
@@ -58,12 +56,6 @@ class NgramDrafter:
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         return [Draft(self._guess(context)) for context in contexts]
-
-    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Features are not needed."""
-
-    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        """Outcomes are not needed: the tokens show them."""
 
     def drop(self, seq_id: int) -> None:
         self._places.pop(seq_id, None)

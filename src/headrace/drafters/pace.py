@@ -24,7 +24,7 @@ F64 = NDArray[np.float64]
 SHARE = 0.01  # Of all time, the most that trying the other choice may lose.
 MARGIN = 1.03  # Drafting must look this much better than none: estimates err by some per cent.
 EVERY = 8  # Steps for which a decision holds: making one takes longer than a look-up.
-SAMPLES = 9  # Measurements that count for one number of rows: enough to outvote accidents.
+SAMPLES = 9  # Measurements that count for one number of rows: enough to outweigh disturbances.
 WINDOW = 256  # Measurements after which one is forgotten: the machine's speed changes.
 CHANGE = 1.25  # Where most measurements are off by this factor, the machine has become slower or faster.
 FADE = 0.95  # Weight of past acceptances at each new draft: the last 20 or so count.
@@ -61,7 +61,7 @@ class Curve:
             if not recent:
                 del self._samples[key]
                 continue
-            # Accidents make steps slow, never fast: the lower third counts, and more rows never take less.
+            # Disturbances make steps slower, never faster: the lower third counts, and more rows never take less.
             points.append((key, min(recent[len(recent) // 3], points[-1][1] if points else math.inf)))
         (least, low), (most, high) = points[-1], points[0]
         if least < most:
@@ -70,11 +70,11 @@ class Curve:
         self._counts, self._seconds = np.array(points[::-1], np.float64).T
 
     def knows(self, count: int) -> bool:
-        """Whether something within a fifth of `count` was measured."""
+        """Whether a count within a fifth of `count` was measured."""
         return any(abs(key - count) <= count // 5 for key in self._samples)
 
     def at(self, counts: float | NDArray[Any]) -> F64:
-        """Seconds at each of `counts`; 0 without measurements."""
+        """Return the seconds at each of `counts`; 0 without measurements."""
         return np.asarray(np.interp(counts, self._counts, self._seconds))
 
 
@@ -101,11 +101,11 @@ class Pace:
         self._num_requested = self._num_made = 1.0
 
     def nodes(self, depth: int) -> int:
-        """Tokens of a draft of some depth, over all branches."""
+        """Return the tokens of a draft of some depth, over all branches."""
         return self.num_nodes if self.whole else max(depth, -(-self.num_nodes * depth // self.num_drafts))
 
     def stepped(self, step_id: int, num_seqs: int, num_rows: int, num_draft_rows: int, seconds: float) -> None:
-        """Step `step_id` took `seconds` for `num_rows` rows of `num_seqs` sequences, draft tokens included."""
+        """Note the `seconds` of step `step_id` for `num_rows` rows of `num_seqs` sequences, draft tokens included."""
         # The first step without drafts after one with them finds the caches full of the drafter's data.
         is_cold, self._had_drafts = self._had_drafts and not num_draft_rows, num_draft_rows > 0
         self._step, self._most_rows = step_id, max(self._most_rows, num_draft_rows)
@@ -116,7 +116,7 @@ class Pace:
             self._lost += float(self.step_seconds.at(num_seqs + num_draft_rows) - self.step_seconds.at(num_seqs))
 
     def verified(self, seq_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Of a draft `num_drafted` tokens deep, `num_accepted` were accepted."""
+        """Note that `num_accepted` tokens of a draft `num_drafted` tokens deep were accepted."""
         for counts in (self._all, self._counts.setdefault(seq_id, np.zeros((2, self.num_drafts)))):
             # Depths that were not reached fade too, and are tried again when the first ones get better.
             counts *= FADE
@@ -126,8 +126,10 @@ class Pace:
             self._lost -= num_accepted * float(self.step_seconds.at(self._num_seqs)) / self._num_seqs
 
     def drafted(self, num_seqs: int, num_made: int, depth: int, seconds: float, is_behind: bool = False) -> None:
-        """Drafts for `num_seqs` sequences, at most `depth` deep, took `seconds`; `num_made` are not empty. `is_behind`:
-        the drafter had tokens to catch up with, which is no part of the usual price."""
+        """Note that drafts for `num_seqs` sequences, at most `depth` deep, took `seconds`; `num_made` are not empty.
+
+        `is_behind`: the drafter had tokens to catch up with, which is no part of the usual time.
+        """
         if not 0.0 <= seconds < math.inf:
             return
         self._num_requested = FADE * self._num_requested + num_seqs
@@ -135,15 +137,15 @@ class Pace:
         if not is_behind:
             self.draft_seconds.add(num_seqs, seconds / depth)
         if self._lost is not None:
-            # The usual price, not that of an accident; to catch up has no usual price.
+            # The usual time, not that of a disturbed step; to catch up has no usual time.
             self._lost += seconds if is_behind else depth * float(self.draft_seconds.at(num_seqs))
 
     def drop(self, seq_id: int) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         self._counts.pop(seq_id, None)
 
     def plan(self, limits: Sequence[tuple[int, int]], num_seqs: int) -> list[int]:
-        """For each (sequence id, greatest useful depth) the depth to draft, 0 for none; `num_seqs` run in all."""
+        """Return the depth to draft (0: none) for each (sequence id, greatest useful depth); `num_seqs` run in all."""
         if not limits or self._num_plain or not self.step_seconds.knows(num_seqs):
             self._num_plain = max(0, self._num_plain - 1)
             return [0] * len(limits)
@@ -168,7 +170,7 @@ class Pace:
         return [min(most, depth) if seq_id == self._likeliest else 0 for seq_id, most in limits]
 
     def rest(self, seconds: float) -> int:
-        """For how many steps there is nothing to draft, after a decision that took `seconds`: it has its share too."""
+        """Return for how many steps there is nothing to draft. The decision took `seconds`, which count too."""
         if not self._depths or any(self._depths.values()) or self._lost is not None or self._num_plain:
             return 0
         self.plan_seconds.add(self._num_seqs, seconds)
@@ -182,7 +184,7 @@ class Pace:
         self._try_step = self._step + min(num_steps, MAX_REST)
 
     def _choose(self, limits: Sequence[tuple[int, int]], num_seqs: int) -> None:
-        """Apply the rule. One offer is one more depth for one sequence."""
+        """Choose the depth for each sequence, by the rule of this module, one level of one sequence after the other."""
         chances = self._chances(limits)
         rows = np.diff([0] + [self.nodes(depth + 1) for depth in range(self.num_drafts)])
         if self.whole:
@@ -198,7 +200,7 @@ class Pace:
         drafting = self.draft_seconds.at(np.cumsum(levels == 0)) * self._num_requested / self._num_made
         seconds = self.step_seconds.at(num_seqs + num_rows) + deepest * drafting
         speeds = (len(limits) + np.cumsum(chances.flat[order])) / seconds
-        # No leap into the dark: at most about twice the rows of any step before.
+        # At most about twice the rows of any step before: beyond that nothing is measured.
         speeds[num_rows > 2 * self._most_rows + max(4, self.nodes(1))] = 0.0
         best = int(np.argmax(speeds))
         self._gain = float(speeds[best] * self.step_seconds.at(num_seqs)) / len(limits)
@@ -208,13 +210,13 @@ class Pace:
         self._chosen_step, self._num_seqs = self._step, num_seqs
 
     def _chances(self, limits: Sequence[tuple[int, int]]) -> F64:
-        """The chance that the token at each depth is accepted [sequences, num_drafts]; 0 where it is of no use."""
+        """Return the chance that the token at each depth is accepted [sequences, num_drafts]; 0 where it has no use."""
         mean = (self._all[0].sum() + WEIGHT * FIRST_RATE) / (self._all[1].sum() + WEIGHT)
         priors = (self._all[0] + WEIGHT * mean) / (self._all[1] + WEIGHT)
         counts = np.stack([self._counts.setdefault(seq_id, np.zeros((2, self.num_drafts))) for seq_id, _ in limits])
         chances = np.cumprod((counts[:, 0] + WEIGHT * priors) / (counts[:, 1] + WEIGHT), axis=1)
         for seq_id, _ in limits:
-            # A sequence that looked bad may have had bad luck: what it showed loses weight with time too.
+            # Few rejections may be chance: the counts of a sequence that is not drafted for lose weight with time too.
             self._counts[seq_id] *= FADE ** ((self._step - self._chosen_step) / EVERY)
         most = np.array([most for _, most in limits])
         return chances * (np.arange(self.num_drafts) < most[:, None])

@@ -1,9 +1,9 @@
 """`Speculator`: the runner's one partner for speculation, called before the model runs and after it.
 
-`begin_step` opens a record of the step; `end_step` takes in what the step showed, and puts drafts of what follows into
-its result. In between lie the drafter, the check of its drafts (ids of the vocabulary, trees that are trees, no more
-than was requested), the distributions that rejection sampling needs, and the `Pace`. Knows sequences by id and tokens;
-must not know the scheduler or requests. Called by `runner.runner`.
+`begin_step` returns a record, which the runner fills in; `end_step` reads it, and adds drafts to the step's result. It
+owns the drafter, the `Pace` and the distributions that rejection sampling needs, and checks every draft: its token ids,
+its shape as a tree, its size. Knows sequences by id and tokens; must not know the scheduler or requests. Called by
+`runner.runner`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ F32 = NDArray[np.float32]
 
 
 class Outcome(NamedTuple):
-    """What verification made of a draft; see `Drafter.verified`."""
+    """The outcome of a draft's verification; see `Drafter.verified`."""
 
     seq_id: int
     draft: Draft
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What the target computed of a sequence; see `Drafter.observe`."""
+    """The target's features of a sequence; see `Drafter.observe`."""
 
     seq_id: int
     start: int
@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """What the runner writes down of a step for the speculator.
+    """The runner's record of a step for the speculator.
 
     `draft_probs` has the chunks whose drafts are verified by rejection sampling, with the distributions [n, V] that
     the tokens were drawn from (None: chosen without chance). `needs_features`: whether `observations` are needed.
@@ -103,7 +103,7 @@ class Speculator:
         self._start = 0.0
 
     def begin_step(self, batch: ScheduledBatch) -> StepRecord:
-        """The model is about to run `batch`."""
+        """Begin a step, before the model runs `batch`. Returns the record that the runner fills in."""
         record = StepRecord(needs_features=batch.asks and self.drafter.feature_layers is not None)
         for i, draft in batch.drafts.items():
             token_ids, probs = self._proposals.get(batch.seq_ids[i], ([], None))
@@ -114,7 +114,7 @@ class Speculator:
         return record
 
     def end_step(self, batch: ScheduledBatch, result: StepResult, record: StepRecord) -> None:
-        """The model has run `batch`. Adds `drafts` to `result`, or in `rest` for how many steps there are none."""
+        """End a step, after the model has run `batch`: set `drafts` in `result`, or for how many steps to `rest`."""
         start = self._now()
         num_draft_rows = sum(len(draft.token_ids) for draft in batch.drafts.values())
         if self.pace is not None:
@@ -151,7 +151,7 @@ class Speculator:
         return self.clock() if self.pace is not None else 0.0
 
     def _contexts(self, batch: ScheduledBatch, result: StepResult) -> dict[int, Context]:
-        """The chunks to draft for, each as deep as the pace says."""
+        """Return the contexts of the chunks to draft for, by chunk, each as deep as the pace decides."""
         new_tokens: dict[int, list[int]] = {}
         limits: dict[int, int] = {}
         for i, token_id in enumerate(result.token_ids):
@@ -180,7 +180,7 @@ class Speculator:
         return contexts
 
     def _most_accepted(self, params: SamplingParams, num_tokens: int, num_prompt: int, last: int) -> int:
-        """How many draft tokens could be accepted after `num_tokens`; 0 for a sequence that ends here."""
+        """Return how many draft tokens could be accepted after `num_tokens`; 0 for a sequence that ends here."""
         num_generated = num_tokens - num_prompt
         if num_generated >= params.min_tokens and (
             (not params.ignore_eos and last in self._eos) or last in (params.stop_token_ids or ())
@@ -212,7 +212,7 @@ class Speculator:
         return num_made, is_behind
 
     def _why_unsound(self, context: Context, draft: Draft, probs: F32 | None) -> str:
-        """Why a draft cannot be verified, or "". A fault of the drafter, not of the sequence."""
+        """Return why a draft cannot be verified, or "". That is a fault of the drafter, not of the sequence."""
         num = len(draft.token_ids)
         if not num:
             return ""

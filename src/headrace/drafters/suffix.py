@@ -1,9 +1,9 @@
-"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the draft is what followed the longest suffix seen before, the
-more often the likelier; drafts of long matches are deeper than those of short ones.
+"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the draft is what most often followed the longest suffix that
+came before; drafts of long matches are deeper than those of short ones.
 
 A suffix automaton (Blumer et al. 1985) with counts adds a token in constant time on average and has every suffix at
 once. Each sequence has one over its prompt and its answer. One over the answers of finished requests is kept only if
-`num_cached_requests` allows it: answers to others then show in the speed of a request, never in its text.
+`num_cached_requests` allows it: these answers then change the speed of other requests, never their text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from headrace.drafters.base import F32, Context, Target
+from headrace.drafters.base import Context, Drafter, Target
 from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
@@ -105,14 +105,12 @@ class History:
         self.places: dict[int, tuple[int, int]] = {}
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts by counts along the longest suffixes.
 
     A draft is as deep as `factor` times its match (of which `max_match` tokens count), as long as it has at least
     `min_share` of the branches. `num_cached_requests`: finished ones whose answers help others.
     """
-
-    feature_layers: tuple[int, ...] | None = None
 
     def __init__(self, max_match: int, factor: float, min_share: float, num_cached_requests: int) -> None:
         self._max_match = max_match
@@ -129,12 +127,6 @@ class SuffixDrafter:
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         self._room = MAX_NEW_TOKENS
         return [self._draft(context) for context in contexts]
-
-    def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
-        """Features are not needed."""
-
-    def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        """Outcomes are not needed: the tokens show them."""
 
     def drop(self, seq_id: int) -> None:
         history = self._forget(seq_id)
@@ -163,7 +155,8 @@ class SuffixDrafter:
             return Draft([])
         automaton, best, most_expected = history.automaton, Draft([]), 0.0
         state = automaton.link[history.last]
-        for shared, at, length in ((automaton, state, automaton.length[max(state, 0)]), *self._matches(history)):
+        matches = [(shared, *history.places[id(shared)]) for shared in self._shared]
+        for shared, at, length in ((automaton, state, automaton.length[max(state, 0)]), *matches):
             for _ in range(MAX_TRIED):
                 if at <= 0:
                     break
@@ -189,7 +182,7 @@ class SuffixDrafter:
                 history.answer.append(token)
             history.num_added += 1
         for automaton in self._shared:
-            # Of what was before the automaton began, the last few tokens are as good as all.
+            # Of the tokens before the automaton began, the last few give the same match as all.
             first = start if id(automaton) in history.places else max(0, history.num_added - 2 * self._max_match)
             state, length = history.places.get(id(automaton), (0, 0))
             for place in range(first, history.num_added):
@@ -197,16 +190,13 @@ class SuffixDrafter:
             history.places[id(automaton)] = state, length
         return history.num_added == len(tokens)
 
-    def _matches(self, history: History) -> list[tuple[Automaton, int, int]]:
-        return [(automaton, *history.places[id(automaton)]) for automaton in self._shared]
-
     def _grow(self, automaton: Automaton, state: int, length: int, context: Context) -> tuple[Draft, float]:
         """Return the likeliest continuations of `state`, whose match has `length` tokens, the likeliest node first; and
         how many of them are expected to be right."""
         draft, num_expected = Draft([]), 0.0
         most = min(context.num_drafts, int(self._factor * min(length, self._max_match)))
         wide = context.num_nodes > context.num_drafts
-        # (less share, how far from the front, token, state, node before, depth)
+        # (minus the share, order of insertion, token, state, node before, depth)
         open_nodes: list[tuple[float, int, int, int, int, int]] = []
         order = 0
         share, at, node, depth = 1.0, state, -1, 0

@@ -2,8 +2,9 @@
 
 Counts the requests that the engine has not begun, and their predicted work: the prompt's tokens, and the mean length of
 recent answers, or max_tokens if that is less. Where more than one caller is known by name, no caller may have more work
-waiting than there is room left: one alone gets half of the queue, two get a third each, and a newcomer always finds
-room (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6 (2), 1998). Knows no engine; called by `engine.client`.
+waiting than there is room left: one caller gets half of the queue, two get a third each, and there is always room for
+another one (dynamic thresholds: Choudhury and Hahne, IEEE/ACM ToN 6 (2), 1998). Knows no engine; called by
+`engine.client`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from headrace.protocol.errors import QueueFullError, RequestError
 from headrace.protocol.step import Request
 
 RATE_WINDOW_S = 30.0
-# Tokens of an answer, before any has ended.
-FIRST_GUESS = 128.0
+# The mean length of answers, before any has ended.
+FIRST_MEAN = 128.0
 # Weight of the newest answer in the mean length.
 WEIGHT = 1 / 32
 MAX_NAMES = 4096
@@ -31,7 +32,7 @@ class Admission:
         self.max_tokens = max_tokens
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        self.mean_answer = FIRST_GUESS
+        self.mean_answer = FIRST_MEAN
         self._names: set[str] = set()
         self._waiting: collections.Counter[str] = collections.Counter()
         self._waiting_tokens: collections.Counter[str] = collections.Counter()

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from headrace import env
 from headrace.engine import logs
 from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
+from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
@@ -127,10 +128,10 @@ class BlackBoxExecutor(Executor):
         self._inner.close()
 
 
-def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> int:
+def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] = build_engine) -> int:
     """Serve one socket until it closes. Returns the exit status.
 
-    `build` makes the engine of the config in the first frame; `compose.build_engine` by default.
+    `build` makes the engine of the config in the first frame; see `engine.build.build_engine`.
     """
     # The server decides when this process ends: a Ctrl-C or a SIGTERM to the whole group must not cut open streams.
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -142,69 +143,43 @@ def main(fd: int, build: Callable[[EngineConfig], EngineCore] | None = None) -> 
     faulthandler.register(frames.STACKS_SIGNAL, all_threads=True)
     faulthandler.register(frames.LAST_WORDS_SIGNAL, all_threads=True)
     channel = frames.EngineSocket(socket.socket(fileno=fd))
-    ready = False
     core = None
     box = None
-
-    def send(message: frames.FromEngine) -> None:
-        nonlocal ready
-        ready = ready or isinstance(message, frames.Ready)
-        channel.send(message)
-
     try:
-        first = channel.receive(wait=True)
-        if not first:
+        start = channel.receive_start()
+        if start is None:
             return 0
-        if not isinstance(first[0], frames.Start):
-            raise frames.TransportError("the first message must be Start")
-        early = first[1:]
-        if first[0].log_format != "text":
-            logs.set_up("warning", first[0].log_format)
-        if first[0].black_box is not None:
-            box = BlackBox.inherit(first[0].black_box)
+        if start.log_format != "text":
+            logs.set_up("warning", start.log_format)
+        if start.black_box is not None:
+            box = BlackBox.inherit(start.black_box)
             faulthandler.enable(box.stacks_file)
             faulthandler.register(frames.LAST_WORDS_SIGNAL, box.stacks_file, all_threads=True)
-        core = build(first[0].config) if build else _build_engine(first[0].config, first[0].is_restart)
+        core = build(start.config, start.is_restart)
         if box is not None:
             core.executor = BlackBoxExecutor(core, box)
         # Modules, weights and the model live as long as this process: the collector need not walk them in mid-step.
         gc.collect()
         gc.freeze()
-
-        def receive(wait: bool) -> list[frames.ToEngine] | None:
-            # Messages that came in one read with Start come first.
-            nonlocal early
-            if early:
-                messages, early = early, []
-                return messages
-            return channel.receive(wait)
-
-        drive(core, receive, send)
+        drive(core, channel.receive, channel.send)
     except (BrokenPipeError, ConnectionResetError):
         return 0
     except BaseException as error:
         # The server reports a refusal to start in one line; every other error gets its traceback.
-        if ready or not isinstance(error, HeadraceError):
+        if core is not None or not isinstance(error, HeadraceError):
             if box is not None:
                 box.note_error(error)
             else:
                 logger.error("the engine failed", exc_info=error)
         # The message of an unforeseen exception may quote a request (S-22), except before the first request.
-        message = str(error) or repr(error) if isinstance(error, HeadraceError) or not ready else ""
+        message = str(error) or repr(error) if isinstance(error, HeadraceError) or core is None else ""
         with contextlib.suppress(OSError):
-            channel.send(frames.Failed(type(error).__name__, message, starting=not ready))
+            channel.send(frames.Failed(type(error).__name__, message))
         return 1
     finally:
         if core is not None:
             core.close()
     return 0
-
-
-def _build_engine(config: EngineConfig, is_restart: bool) -> EngineCore:
-    # It imports torch, so it is imported when an engine is to be built and not before.
-    from headrace.engine.build import build_engine
-
-    return build_engine(config, is_restart)
 
 
 def die_with_parent() -> None:

@@ -175,14 +175,14 @@ class EngineClient:
 
     async def _watch_start(self, until: asyncio.Timeout) -> None:
         """End a start, but for the first, in which no processor is used or waited for as long as a watchdog waits."""
-        dog = Watchdog(self.watchdog.timeout)
-        while self._start_seconds and dog.timeout and not self._link.in_process:
+        watchdog = Watchdog(self.watchdog.timeout)
+        while self._start_seconds and watchdog.timeout and not self._link.in_process:
             if (usage := self._link.usage()) is not None:
-                dog.tick(time.monotonic(), usage)
-            if dog.frozen >= dog.timeout:
+                watchdog.tick(time.monotonic(), usage)
+            if watchdog.frozen >= watchdog.timeout:
                 until.reschedule(asyncio.get_running_loop().time())
                 return
-            await asyncio.sleep(dog.interval)
+            await asyncio.sleep(watchdog.interval)
 
     async def answers(self, seconds: float = 1.0) -> bool:
         """Return whether the engine sends a message within `seconds`, or computes."""
@@ -216,19 +216,20 @@ class EngineClient:
 
     async def _keep_watch(self) -> None:
         """End an engine that stands still with open requests. An idle engine gets a ping now and then."""
-        dog = self.watchdog
+        watchdog = self.watchdog
         while True:
-            await asyncio.sleep(dog.interval)
+            await asyncio.sleep(watchdog.interval)
             if not self._alive:
                 continue
-            if not self._open and dog.silent < max(1.0, dog.timeout / 4):
+            if not self._open and watchdog.silent < max(1.0, watchdog.timeout / 4):
                 # It has no open requests, and sent a message lately.
-                dog.tick(time.monotonic(), self._link.usage())
+                watchdog.tick(time.monotonic(), self._link.usage())
                 continue
             if not self._open:
                 self._ping()
-            if dog.tick(time.monotonic(), self._link.usage()) and not self._link.in_process:
-                reason = f"frozen: no step for {dog.silent:.1f} s, no processor time for {dog.frozen:.1f} s of them"
+            if watchdog.tick(time.monotonic(), self._link.usage()) and not self._link.in_process:
+                silent, frozen = watchdog.silent, watchdog.frozen
+                reason = f"frozen: no step for {silent:.1f} s, no processor time for {frozen:.1f} s of them"
                 logger.error("the engine is %s; its stacks follow, then it is killed", reason)
                 self._alive = False
                 await self._link.kill()

@@ -1,8 +1,7 @@
-"""`CallContext`: what a call is known by, from its arrival to its end: in replies, lines of the log, errors and traces;
-and its deadline, by which it has to be over (R-13).
+"""`CallContext`: the id and the trace of a call, for its replies, log lines and errors; and the call's deadline (R-13).
 
 `serve.gates.calls` enters the context with `answering`; code that works for a call reads it with `current`. The
-deadline is set by `within`: by `serve.gates.deadlines` for every route, and by requests that have a timeout. Its time
+deadline is set by `within`: by `serve.gates.calls` for every route, and by requests that have a timeout. Its time
 counts from the arrival of the headers, so it covers body, template, tokeniser, queue and answer; `engine.client` keeps
 it. Knows no routes, no requests and no HTTP.
 """
@@ -12,9 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 REQUEST_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
 
@@ -35,38 +38,38 @@ _deadline: ContextVar[float | None] = ContextVar("headrace_deadline", default=No
 
 
 def current() -> CallContext:
-    """The call that is being answered; `NONE` outside of any."""
+    """Return the call that is being answered; `NONE` outside of any."""
     return _context.get()
 
 
 def fresh_id() -> str:
-    """The id that was drawn for the call, so that its reply goes by it too; empty if the caller brought one."""
+    """Return the id that was drawn for the call, which is its reply's too; empty if the caller sent one."""
     context = _context.get()
     return "" if context.is_callers else context.call_id
 
 
 @contextlib.contextmanager
-def answering(context: CallContext) -> Iterator[None]:
-    """What is done in the block is done for the call of `context`."""
-    token = _context.set(context)
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give `variable` this value in the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _context.reset(token)
+        variable.reset(token)
+
+
+def answering(context: CallContext) -> AbstractContextManager[None]:
+    """Make `context` the call of all code that runs in the block."""
+    return holding(_context, context)
 
 
 def deadline() -> float | None:
-    """Monotonic seconds at which the call that is being answered has to be over; None: never."""
+    """Return the monotonic seconds at which the call that is being answered has to be over; None: never."""
     return _deadline.get()
 
 
-@contextlib.contextmanager
-def within(seconds: float | None, arrival: float) -> Iterator[None]:
-    """What is opened in the block has to be over so long after `arrival`, or at the deadline that holds already if that
-    is earlier. None sets no further deadline."""
+def within(seconds: float | None, arrival: float) -> AbstractContextManager[None]:
+    """Set the deadline of what is opened in the block to so many seconds after `arrival`, unless an earlier one holds
+    already. None sets no further deadline."""
     ends = [end for end in (_deadline.get(), None if seconds is None else arrival + seconds) if end is not None]
-    token = _deadline.set(min(ends, default=None))
-    try:
-        yield
-    finally:
-        _deadline.reset(token)
+    return holding(_deadline, min(ends, default=None))

@@ -7,9 +7,11 @@ event loop stays quick (R-03). Called by `async_llm.AsyncLLM` and `serve.apis.op
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline
@@ -135,73 +137,37 @@ class TextClient:
         if params.structured_outputs is not None:
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        cache_salt = salted(cache_salt)
+        options: dict[str, Any] = {"priority": priority, "cache_salt": salted(cache_salt), "tokenizer": self.tokenizer}
         num_tokens = sum(map(len, prompts))
         self.rates.check_tokens(num_tokens)
         meter = self.rates.meter()
-        generation = self._open(prompts, params, arrival, priority, cache_salt, draw, pooling, beam)
+        if beam is not None:
+            # A search is one request with all answers to its prompt.
+            num_answers = num_returned = per_request = beam.num_answers
+            groups = [[make_search(token_ids, beam, params, self.info, **options)] for token_ids in prompts]
+        else:
+            num_answers, num_returned, per_request = params.best_of or params.n, params.n, 1
+            options |= {"draw": draw or draw_seed, "pooling": pooling, "marks": self.marks}
+            groups = [make_requests(token_ids, params, self.info, **options) for token_ids in prompts]
+        stream = self.client.submit([request for group in groups for request in group], arrival, deadline())
+        states = [
+            RequestState(group[index // per_request], self.tokenizer, index, arrival)
+            for group in groups
+            for index in range(num_answers)
+        ]
+        generation = Generation(stream, states, num_answers, self.observer, num_returned, per_request)
         if meter is not None:
             meter(num_tokens)
             generation.meter = meter
         return generation
-
-    def _open(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        arrival: float,
-        priority: int,
-        cache_salt: str,
-        draw: Callable[[], int] | None,
-        pooling: Pooling,
-        beam: BeamSearchParams | None,
-    ) -> Generation:
-        if beam is not None:
-            return self._open_searches(prompts, params, beam, arrival, priority, cache_salt)
-        groups = [
-            make_requests(
-                token_ids,
-                params,
-                self.info,
-                priority=priority,
-                cache_salt=cache_salt,
-                draw=draw or draw_seed,
-                pooling=pooling,
-                tokenizer=self.tokenizer,
-                marks=self.marks,
-            )
-            for token_ids in prompts
-        ]
-        stream = self.client.submit([request for group in groups for request in group], arrival, deadline())
-        states = [
-            RequestState(request, self.tokenizer, index, arrival)
-            for group in groups
-            for index, request in enumerate(group)
-        ]
-        return Generation(stream, states, len(groups[0]) if groups else params.n, self.observer, params.n)
-
-    def _open_searches(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        beam: BeamSearchParams,
-        arrival: float,
-        priority: int,
-        cache_salt: str,
-    ) -> Generation:
-        options = {"priority": priority, "cache_salt": cache_salt, "tokenizer": self.tokenizer}
-        requests = [make_search(ids, beam, params, self.info, **options) for ids in prompts]  # type: ignore[arg-type]
-        stream = self.client.submit(requests, arrival, deadline())
-        num = beam.num_answers
-        states = [RequestState(r, self.tokenizer, index, arrival) for r in requests for index in range(num)]
-        return Generation(stream, states, num, self.observer, per_request=num)
 
 
 class Generation:
     """The answers of one call, flat: answer i of prompt p is `states[p * n + i]`. `num_returned` of n are returned.
 
     An async iterator of lists of (index in `states`, delta). Use it in an `async with`: leaving that aborts the
-    requests that still run.
+    requests that still run. With log-probabilities each delta has one token at most: then a reader that ends an answer,
+    or says which text a token belongs to, does so alike however many tokens came at once.
     """
 
     def __init__(
@@ -210,15 +176,17 @@ class Generation:
         states: list[RequestState],
         n: int,
         observer: FinishObserver | None,
-        num_returned: int | None = None,
-        per_request: int = 1,
+        num_returned: int,
+        per_request: int,
     ) -> None:
         self.states = states
         self.n = n
-        self.num_returned = n if num_returned is None else num_returned
+        self.num_returned = num_returned
         self._stream = stream
         self._per_request = per_request
         self._observer = observer
+        # What came and was not read yet, in the order in which it is read.
+        self._unread: deque[list[tuple[int, Delta]]] = deque()
         # Called with the number of tokens that came, where the caller has a limit.
         self.meter: Callable[[int], None] | None = None
 
@@ -238,10 +206,15 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, TextDelta]]:
         text_deltas = []
-        deltas = await self._stream.__anext__()
-        if self.meter is not None:
-            self.meter(sum(len(delta.token_ids) for _, delta in deltas))
-        for place, delta in self._places(deltas):
+        if not self._unread:
+            deltas = await self._stream.__anext__()
+            if self.meter is not None:
+                self.meter(sum(len(delta.token_ids) for _, delta in deltas))
+            parts = [[(place, part) for part in delta.by_token()] for place, delta in self._places(deltas)]
+            self._unread.extend([pair for pair in pairs if pair] for pairs in itertools.zip_longest(*parts))
+        for place, delta in self._unread.popleft():
+            if self.states[place].finish is not None:
+                continue
             state = self.states[place]
             text_delta = state.feed(delta)
             if state.finish is None:

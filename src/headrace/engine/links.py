@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -132,23 +132,20 @@ class ProcessLink:
         read_small(self._writer.transport)
         form = "json" if self._logs_stderr else "text"
         self._writer.write(frames.encode(frames.Start(self._config, box.fds, self._is_restart, form)))
-        buffer = frames.FrameBuffer()
-        first: list[frames.FromEngine] = []
-        while not first:
-            data = await _read(reader)
-            if not data:
+        messages = _messages(reader)
+        try:
+            first = await anext(messages, None)
+        except frames.TransportError:
+            self._process.kill()
+            raise
+        match first:
+            case None:
                 status = await self._reap()
                 self._log_stacks()
                 raise EngineDeadError(f"the engine's process ended while it started ({status})")
-            try:
-                first = [frames.decode_from_engine(payload) for payload in buffer.feed(data)]
-            except frames.TransportError:
-                self._process.kill()
-                raise
-        match first[0]:
             case frames.Ready(info):
                 self._is_restart = True
-                self._pump = asyncio.create_task(self._receive(reader, buffer, first[1:], on_message, on_lost))
+                self._pump = asyncio.create_task(self._receive(messages, on_message, on_lost))
                 return info
             case frames.Failed() as failed:
                 await self._reap()
@@ -208,25 +205,15 @@ class ProcessLink:
             self._pump = None
 
     async def _receive(
-        self,
-        reader: asyncio.StreamReader,
-        buffer: frames.FrameBuffer,
-        messages: list[frames.FromEngine],
-        on_message: OnMessage,
-        on_lost: OnLost,
+        self, messages: AsyncIterator[frames.FromEngine], on_message: OnMessage, on_lost: OnLost
     ) -> None:
         reason = ""
         try:
-            while True:
-                for message in messages:
-                    if isinstance(message, frames.Failed):
-                        reason = ": ".join(filter(None, (message.kind, message.message)))
-                    else:
-                        on_message(message)
-                data = await _read(reader)
-                if not data:
-                    break
-                messages = [frames.decode_from_engine(payload) for payload in buffer.feed(data)]
+            async for message in messages:
+                if isinstance(message, frames.Failed):
+                    reason = ": ".join(filter(None, (message.kind, message.message)))
+                else:
+                    on_message(message)
         except frames.TransportError as error:
             reason = str(error)
         except Exception as error:  # a defect of the server; the engine is of no use without its reader
@@ -284,11 +271,13 @@ async def _log_lines(pipe: IO[bytes]) -> None:
             logger.handle(record)
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.read(frames.READ_BYTES)
-    except ConnectionError:
-        return b""
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromEngine]:
+    """Yield the engine's messages until its end. Raises `TransportError`."""
+    buffer = frames.FrameBuffer()
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(frames.READ_BYTES):
+            for payload in buffer.feed(data):
+                yield frames.decode_from_engine(payload)
 
 
 class InprocLink:
@@ -328,9 +317,21 @@ class InprocLink:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(function, *args)
 
-        self._thread = threading.Thread(
-            target=self._run, args=(call, deliver, lost), name="headrace-engine", daemon=True
-        )
+        def run() -> None:
+            from headrace.engine.child import drive
+
+            core = None
+            try:
+                core = self._build()
+                drive(core, self._receive, lambda message: call(deliver, message))
+            except BaseException as error:
+                logger.exception("the engine's thread failed")
+                call(lost, error)
+            finally:
+                if core is not None:
+                    core.close()
+
+        self._thread = threading.Thread(target=run, name="headrace-engine", daemon=True)
         self._thread.start()
         return await ready
 
@@ -347,25 +348,6 @@ class InprocLink:
         self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-
-    def _run(
-        self,
-        call: Callable[..., None],
-        deliver: Callable[[frames.FromEngine], None],
-        lost: Callable[[BaseException], None],
-    ) -> None:
-        from headrace.engine.child import drive
-
-        core = None
-        try:
-            core = self._build()
-            drive(core, self._receive, lambda message: call(deliver, message))
-        except BaseException as error:
-            logger.exception("the engine's thread failed")
-            call(lost, error)
-        finally:
-            if core is not None:
-                core.close()
 
     def _receive(self, wait: bool) -> list[frames.ToEngine] | None:
         messages: list[frames.ToEngine] = []

@@ -1,10 +1,10 @@
-"""The log: what its lines may hold, and a handler that never delays or ends the process (S-22, R-28).
+"""The log: what its lines may hold, and a handler that neither delays nor ends the process (S-22, R-28).
 
-A line holds no control characters that a client sent, and no words of a client's: the traceback of a fault shows the
-server's own lines, and only the length of the exception's message, which may quote a request, except at the levels
-debug and trace. A line names its call (`calls`). A thread writes the lines to stderr. Lines that a full disk, a broken
-pipe or a stopped reader keeps from being written are dropped and counted, and the next line that is written tells how
-many. Called by `serve.app` and `engine.child`.
+A line holds no control characters that a client sent, and no text of a request: the traceback of a fault shows lines
+of the server's code, and of the exception's message, which may quote a request, only the length, except at the levels
+debug and trace. A line has the id of its call (`context`). A thread writes the lines to stderr. Lines that a full disk,
+a broken pipe or a stopped reader keeps from being written are dropped and counted, and the next line that is written
+gives their number. Called by `serve.app` and `engine.child`.
 """
 
 from __future__ import annotations

@@ -71,10 +71,6 @@ class RequestStream:
         if self._timer is not None and not self._open:
             self._timer.cancel()
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def __aiter__(self) -> RequestStream:
         return self
 

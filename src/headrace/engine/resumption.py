@@ -11,7 +11,10 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from headrace.engine.request_stream import RequestStream
 from headrace.protocol.errors import HeadraceError
@@ -32,6 +35,7 @@ class PoisonedRequestError(HeadraceError):
     code = "request_killed_engine"
 
 
+@dataclass(slots=True, eq=False)
 class OpenRequest:
     """One open request: where its deltas go, and what a new engine must get.
 
@@ -39,48 +43,28 @@ class OpenRequest:
     that it may have caused, `num_strikes` those of them in a row, at one token, without another suspect.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "deaths",
-        "delivered",
-        "index",
-        "is_sent",
-        "is_suspect",
-        "last_time",
-        "name",
-        "num_cached",
-        "num_prompt_logprobs",
-        "num_prompt_logprobs_seen",
-        "num_strikes",
-        "request",
-        "started",
-        "state",
-        "stream",
-        "struck_at",
-        "work",
-    )
+    request: Request
+    stream: RequestStream
+    index: int
+    arrival_time: float
+    work: int
+    name: str
+    started: bool = False
+    is_sent: bool = False
+    is_suspect: bool = False
+    deaths: list[float] = field(default_factory=list)
+    num_strikes: int = 0
+    struck_at: int = -1
+    num_cached: int = 0
+    last_time: float | None = None
+    delivered: list[int] = field(init=False)
+    state: float | None = field(init=False)
+    num_prompt_logprobs: int = 0
+    num_prompt_logprobs_seen: int = 0
 
-    def __init__(
-        self, request: Request, stream: RequestStream, index: int, arrival_time: float, work: int, name: str
-    ) -> None:
-        self.request = request
-        self.stream = stream
-        self.index = index
-        self.work = work
-        self.name = name
-        self.started = False
-        self.is_sent = False
-        self.is_suspect = False
-        self.deaths: list[float] = []
-        self.num_strikes = 0
-        self.struck_at = -1
-        self.num_cached = 0
-        self.arrival_time = arrival_time
-        self.last_time: float | None = None
-        self.delivered = list(request.resume_token_ids)
-        self.state = request.resume_state
-        self.num_prompt_logprobs = 0
-        self.num_prompt_logprobs_seen = 0
+    def __post_init__(self) -> None:
+        self.delivered = list(self.request.resume_token_ids)
+        self.state = self.request.resume_state
 
     @property
     def is_probe(self) -> bool:
@@ -109,8 +93,7 @@ class OpenRequest:
     def resumed(self) -> Request:
         """Return the request to send to a new engine."""
         self.num_prompt_logprobs_seen = 0
-        fields = {name: getattr(self.request, name) for name in self.request.__struct_fields__}
-        return Request(**(fields | {"resume_token_ids": list(self.delivered), "resume_state": self.state}))
+        return msgspec.structs.replace(self.request, resume_token_ids=list(self.delivered), resume_state=self.state)
 
     def strike(self) -> None:
         """Count a death of the engine without another suspect. Only deaths at one and the same token add up."""
@@ -200,20 +183,12 @@ class Resumption:
             self._send((self._suspects or self._rest).popleft())
 
 
-COUNTERS = (
-    "num_steps",
-    "num_preemptions",
-    "num_prompt_tokens",
-    "num_generated_tokens",
-    "num_recomputed_tokens",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_batched_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "num_recordings_ended",
+# Fields of `Stats` that are no plain counters.
+OTHERS = frozenset(
+    "num_running num_waiting num_blocks num_blocks_held num_blocks_cached num_beam_blocks num_beam_blocks_unshared "
+    "num_accepted_per_pos".split()
 )
+COUNTERS = tuple(name for name in Stats.__struct_fields__ if name not in OTHERS)
 
 
 def summed(past: Stats, now: Stats) -> Stats:
@@ -221,8 +196,7 @@ def summed(past: Stats, now: Stats) -> Stats:
     counters: dict[str, Any] = {name: getattr(past, name) + getattr(now, name) for name in COUNTERS}
     both = itertools.zip_longest(past.num_accepted_per_pos, now.num_accepted_per_pos, fillvalue=0)
     counters["num_accepted_per_pos"] = [before + since for before, since in both]
-    gauges = {name: getattr(now, name) for name in now.__struct_fields__ if name not in counters}
-    return Stats(**(gauges | counters))
+    return msgspec.structs.replace(now, **counters)
 
 
 def negated(stats: Stats) -> Stats:

@@ -8,14 +8,15 @@ must be covered in advance. Knows no keys. The gate counts requests, `generation
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from headrace.engine.context import holding
 from headrace.protocol.errors import QueueFullError
 
 MINUTE_S = 60.0
@@ -37,14 +38,9 @@ def current() -> Tenant:
     return _current.get()
 
 
-@contextlib.contextmanager
-def acting_as(tenant: Tenant) -> Iterator[None]:
+def acting_as(tenant: Tenant) -> AbstractContextManager[None]:
     """Work for `tenant` in the block."""
-    before = _current.set(tenant)
-    try:
-        yield
-    finally:
-        _current.reset(before)
+    return holding(_current, tenant)
 
 
 def salted(salt: str) -> str:
@@ -135,7 +131,7 @@ class Rates:
 
 
 def _require(bucket: Bucket, amount: float, what: str) -> None:
-    # A hair less is enough, so that the last digit of a float refuses no request.
+    # A little less is enough, so that a rounding error refuses no request.
     seconds = bucket.seconds_until(amount - 1e-6)
     if seconds > 0:
         wait = math.ceil(seconds)

@@ -43,7 +43,7 @@ class Watchdog:
         cpu, waits = usage or (None, False)
         computes = waits or (cpu is not None and self._cpu is not None and cpu - self._cpu >= BUSY * passed)
         self._last, self._cpu = now, cpu
-        # A late tick means that this process stood still, which says nothing about the engine.
+        # A late tick means that this process stood still; whether the engine did is unknown.
         passed = min(passed, 2 * self.interval)
         self.silent += passed
         if not computes:

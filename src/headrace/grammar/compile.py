@@ -152,9 +152,17 @@ def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Gramm
 
 
 def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Grammar:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text."""
+    """Return the grammar of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text; or that of
+    {"format": {...}}: see `tags`."""
+    warnings: list[str] = []
+
+    def body(schema: Any) -> str:
+        plain = schemas.plain_schema(schema, constraint.disable_additional_properties)
+        warnings.extend(plain.warnings)
+        return inline_schema(plain.schema, constraint)
+
     if isinstance(tag, dict) and "format" in tag:
-        return _format(tag["format"], constraint, field)
+        return Grammar(llguidance.LLMatcher.grammar_from_lark(tags.lark(tag["format"], body, field)), warnings)
     if not isinstance(tag, dict) or "structures" not in tag or "triggers" not in tag:
         raise RequestError(field, tag, 'an object with "structures" and "triggers"')
     for name in tag:
@@ -166,7 +174,6 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
     if not isinstance(triggers, list) or not triggers or not all(isinstance(x, str) and x for x in triggers):
         raise RequestError(f"{field}.triggers", triggers, "a list of at least one text")
     lines = ["%llguidance {}", "TEXT: /(.|\\n)*/"]
-    warnings: list[str] = []
     bodies_of: dict[str, list[str]] = {trigger: [] for trigger in triggers}
     for place, structure in enumerate(structures):
         at = f"{field}.structures[{place}]"
@@ -179,10 +186,8 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
         if not matching:
             raise RequestError(f"{at}.begin", begin, "a text that begins with one of the triggers")
         trigger = max(matching, key=len)
-        plain = schemas.plain_schema(structure["schema"], constraint.disable_additional_properties)
-        warnings += plain.warnings
         parts = [tags.lark_text(begin[len(trigger) :])] if begin != trigger else []
-        parts += [f"%json {inline_schema(plain.schema, constraint)}"] + ([tags.lark_text(end)] if end else [])
+        parts += [f"%json {body(structure['schema'])}"] + ([tags.lark_text(end)] if end else [])
         lines.append(f"body_{place}: {' '.join(parts)}")
         bodies_of[trigger].append(f"body_{place}")
     choices = []
@@ -196,15 +201,3 @@ def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Gram
     lines.append(f"start: ({' | '.join(choices)}){repeat} rest")
     lines.append("rest: TEXT")
     return Grammar(llguidance.LLMatcher.grammar_from_lark("\n".join(lines)), warnings)
-
-
-def _format(form: Any, constraint: StructuredOutputs, field: str) -> Grammar:
-    """{"format": {...}}: see `tags`."""
-    warnings: list[str] = []
-
-    def body(schema: Any) -> str:
-        plain = schemas.plain_schema(schema, constraint.disable_additional_properties)
-        warnings.extend(plain.warnings)
-        return inline_schema(plain.schema, constraint)
-
-    return Grammar(llguidance.LLMatcher.grammar_from_lark(tags.lark(form, body, field)), warnings)

@@ -8,14 +8,16 @@ by value, and the result is an `enum`. Follows the core and validation vocabular
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from fractions import Fraction
 from typing import Any
 
 MAX_VALUES = 1000
 MAX_MATCHED = 16
-"""Characters of a text that a pattern is matched with: a bad pattern takes twice as long with each."""
+"""Characters of a text that a pattern is matched with: some patterns take twice as long with each more."""
 MAX_DEPTH = 32
+_COUNTED: dict[str, type[Sized]] = {"Length": str, "Items": list, "Properties": dict}
+_TYPES: dict[str, type] = {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}
 BESIDE_REFERENCES = frozenset("$ref $schema $id $comment title description default examples $defs definitions".split())
 
 Resolve = Callable[[str], Any]
@@ -102,10 +104,14 @@ def _keyword(
             return inner(schema.get("then" if inner(operand, value) else "else", True), value)
         case "unevaluatedItems" | "unevaluatedProperties" | "$dynamicRef" | "$recursiveRef":
             raise UndecidedError(key)
+        case "minLength" | "minItems" | "minProperties":
+            return not isinstance(value, _COUNTED[key[3:]]) or bool(len(value) >= operand)
+        case "maxLength" | "maxItems" | "maxProperties":
+            return not isinstance(value, _COUNTED[key[3:]]) or bool(len(value) <= operand)
+        case "pattern":
+            return not isinstance(value, str) or _matches(operand, value)
     if _is_number(value):
         return _of_number(key, operand, schema, Fraction(value))
-    if isinstance(value, str):
-        return _of_text(key, operand, value)
     if isinstance(value, list):
         return _of_array(key, operand, schema, value, inner)
     if isinstance(value, dict):
@@ -130,38 +136,25 @@ def _of_number(key: str, operand: Any, schema: dict[str, Any], value: Fraction) 
     return True
 
 
-def _of_text(key: str, operand: Any, value: str) -> bool:
-    match key:
-        case "minLength":
-            return bool(len(value) >= operand)
-        case "maxLength":
-            return bool(len(value) <= operand)
-        case "pattern":
-            if len(value) > MAX_MATCHED:
-                raise UndecidedError("a pattern and a long text")
-            try:
-                return re.search(operand, value) is not None
-            except re.error as error:
-                raise UndecidedError(str(error)) from None
-    return True
+def _matches(pattern: Any, text: str) -> bool:
+    if len(text) > MAX_MATCHED:
+        raise UndecidedError("a pattern and a long text")
+    try:
+        return re.search(pattern, text) is not None
+    except re.error as error:
+        raise UndecidedError(str(error)) from None
 
 
 def _of_array(
     key: str, operand: Any, schema: dict[str, Any], value: list[Any], inner: Callable[[Any, Any], bool]
 ) -> bool:
     match key:
-        case "minItems":
-            return bool(len(value) >= operand)
-        case "maxItems":
-            return bool(len(value) <= operand)
         case "uniqueItems":
             return not (operand and any(_same(a, b) for i, a in enumerate(value) for b in value[:i]))
-        case "prefixItems":
-            return all(inner(part, each) for part, each in zip(operand, value, strict=False))
-        case "items" if isinstance(operand, list):
-            return all(inner(part, each) for part, each in zip(operand, value, strict=False))
-        case "items":
+        case "items" if not isinstance(operand, list):
             return all(inner(operand, each) for each in value[len(schema.get("prefixItems", ())) :])
+        case "prefixItems" | "items":
+            return all(inner(part, each) for part, each in zip(operand, value, strict=False))
         case "additionalItems" if isinstance(schema.get("items"), list):
             return all(inner(operand, each) for each in value[len(schema["items"]) :])
         case "contains":
@@ -176,10 +169,6 @@ def _of_object(
     match key:
         case "required":
             return not isinstance(operand, list) or all(name in value for name in operand)
-        case "minProperties":
-            return bool(len(value) >= operand)
-        case "maxProperties":
-            return bool(len(value) <= operand)
         case "properties":
             return all(inner(part, value[name]) for name, part in operand.items() if name in value)
         case "patternProperties":
@@ -187,11 +176,11 @@ def _of_object(
                 inner(part, value[name])
                 for pattern, part in operand.items()
                 for name in value
-                if _of_text("pattern", pattern, name)
+                if _matches(pattern, name)
             )
         case "additionalProperties":
             names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-            others = [x for x in value if x not in names and not any(_of_text("pattern", each, x) for each in patterns)]
+            others = [x for x in value if x not in names and not any(_matches(each, x) for each in patterns)]
             return all(inner(operand, value[name]) for name in others)
         case "propertyNames":
             return all(inner(operand, name) for name in value)
@@ -209,26 +198,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _is(value: Any, name: str) -> bool:
-    match name:
-        case "null":
-            return value is None
-        case "boolean":
-            return isinstance(value, bool)
-        case "number":
-            return _is_number(value)
-        case "integer":
-            return _is_number(value) and float(value).is_integer()
-        case "string":
-            return isinstance(value, str)
-        case "array":
-            return isinstance(value, list)
-        case "object":
-            return isinstance(value, dict)
-    raise UndecidedError(f"type {name}")
+    if name in ("number", "integer"):
+        return _is_number(value) and (name == "number" or float(value).is_integer())
+    kind = _TYPES.get(str(name))
+    if kind is None:
+        raise UndecidedError(f"type {name}")
+    return isinstance(value, kind)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    """Whether two values are equal as JSON: 1 and 1.0 are, 1 and true are not."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):

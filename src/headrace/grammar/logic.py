@@ -18,28 +18,25 @@ class UnsupportedError(ValueError):
 
 def either(ways: Sequence[Schema]) -> Schema:
     """Return the schema of values that meet at least one of `ways`."""
-    if any(each is True for each in ways):
-        return True
-    schemas: list[Schema] = []
-    for each in ways:
-        inner = each["anyOf"] if isinstance(each, dict) and set(each) == {"anyOf"} else [each]
-        schemas += [way for way in inner if way is not False and way not in schemas]
-    if not schemas:
-        return False
-    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return _combined("anyOf", ways, decisive=True)
 
 
 def both(needs: Sequence[Schema]) -> Schema:
     """Return the schema of values that meet all of `needs`."""
-    if any(each is False for each in needs):
-        return False
+    return _combined("allOf", needs, decisive=False)
+
+
+def _combined(keyword: str, parts: Sequence[Schema], decisive: bool) -> Schema:
+    """Return `parts` under `keyword`, each once. One part that is `decisive` decides for all of them."""
+    if any(part is decisive for part in parts):
+        return decisive
     schemas: list[Schema] = []
-    for each in needs:
-        inner = each["allOf"] if isinstance(each, dict) and set(each) == {"allOf"} else [each]
-        schemas += [need for need in inner if need is not True and need not in schemas]
+    for part in parts:
+        inner = part[keyword] if isinstance(part, dict) and set(part) == {keyword} else [part]
+        schemas += [each for each in inner if each is not (not decisive) and each not in schemas]
     if not schemas:
-        return True
-    return schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+        return not decisive
+    return schemas[0] if len(schemas) == 1 else {keyword: schemas}
 
 
 def resolve(root: Schema, pointer: str, path: str) -> Any:
@@ -71,19 +68,29 @@ def other_than(texts: Sequence[str]) -> str:
 
 
 def found_in(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches a part of `name`, or may, since it is no regex of Python's."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
         return True
 
 
+def with_property(name: str, value: Schema) -> Schema:
+    """Return the schema of objects that have the property `name`, with a value that meets `value`."""
+    if value is False:
+        return False
+    return {"type": "object", "required": [name], "properties": {name: value}}
+
+
 def at_place(item: Schema, place: int) -> Schema:
+    """Return the schema of arrays with an item at `place` that meets `item`."""
     if item is False:
         return False
     return {"type": "array", "prefixItems": [*[True] * place, item], "minItems": place + 1}
 
 
 def dependencies(schema: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return (property, what it requires) of all keywords for dependencies: a list of names, or a schema."""
     pairs: list[tuple[str, Any]] = []
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         value = schema.get(key)

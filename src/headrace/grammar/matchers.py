@@ -1,16 +1,18 @@
-"""`Matchers`: for every running sequence with a constraint, which tokens may come next, and which must.
+"""`Matchers` computes, for each running sequence with a constraint, which tokens may come next, and which must.
 
-Held by the runner, which calls `begin` before the forward pass and reads the masks after it; a thread of its own
-computes them meanwhile. A matcher is a function of the tokens so far: a missing one (after a preemption, in a new
-engine) is built again from them, which only takes time. Forced tokens are derived one at a time, so that an answer
-goes on the same wherever it was cut. Knows token ids and packed masks; must not know text or logits.
+The runner calls `begin` before the forward pass and reads the masks after it; a thread computes them meanwhile. The
+state of a matcher depends on the sequence's tokens alone: one that is missing (after a preemption, in a new engine) is
+built again from them. Forced tokens are derived one at a time: then an answer that is continued from any of its tokens
+continues in the same way. Knows token ids and packed masks; must not know text or logits.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -36,21 +38,19 @@ GRACE_S = 0.005
 
 
 class GrammarError(ValueError):
-    """A constraint cannot be followed any further. Belongs to one request."""
+    """A constraint that can not be followed any further: an error of one request."""
 
 
+@dataclass(slots=True)
 class _Follower:
-    """One sequence's matcher. `tokens` are the generated tokens that it has consumed. `job` computes its mask after
-    `job_for` tokens; None: it only builds."""
+    """One sequence's matcher. `tokens` are the generated tokens that it has consumed. `job` computes the mask after
+    `job_for` tokens (None: it only builds the matcher). `seen` is the number of the last step with the sequence."""
 
-    __slots__ = ("job", "job_for", "matcher", "seen", "tokens")
-
-    def __init__(self) -> None:
-        self.matcher: Any = None
-        self.tokens: list[int] = []
-        self.job: Future[Mask] | None = None
-        self.job_for: int | None = None
-        self.seen = 0
+    matcher: Any = None
+    tokens: list[int] = field(default_factory=list)
+    job: Future[Mask] | None = None
+    job_for: int | None = None
+    seen: int = 0
 
 
 class Matchers:
@@ -66,7 +66,6 @@ class Matchers:
 
     def __init__(self, load: Load, width: int, eos_token_ids: list[int], capacity: int = 256) -> None:
         self.num_forced = 0
-        self.num_masks = 0
         self.num_deferred = 0
         self._load = load
         self._width = width
@@ -74,9 +73,9 @@ class Matchers:
         self._eos_token_ids = list(eos_token_ids)
         self._capacity = capacity
         self._followers: OrderedDict[int, _Follower] = OrderedDict()
-        self._prototypes: OrderedDict[bytes, Any] = OrderedDict()
-        # One thread for masks, for it shares the processor with the forward pass; another for grammars, so that a slow
-        # one delays nobody's masks.
+        self._prototype = functools.lru_cache(MAX_PROTOTYPES)(self._build)
+        # One thread for masks, since it shares the processor with the forward pass; another for grammars, so that a
+        # slow grammar does not delay the masks of other sequences.
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammar")
         self._tokenizer: Any = None
@@ -87,7 +86,7 @@ class Matchers:
         return len(self._followers)
 
     def warm(self) -> None:
-        """Begin to read the tokenizer, which the first request would wait for otherwise. Only the first call acts."""
+        """Begin to read the tokenizer, so that the first request need not wait for it. Only the first call does so."""
         if not self._warmed:
             self._warmed = True
             self._builder.submit(self._get_tokenizer)
@@ -99,9 +98,7 @@ class Matchers:
         """
         self._num_steps += 1
         for seq_id, constraint, tokens in requests:
-            follower = self._followers.get(seq_id)
-            if follower is None:
-                follower = self._followers[seq_id] = _Follower()
+            follower = self._followers.setdefault(seq_id, _Follower())
             self._followers.move_to_end(seq_id)
             follower.seen = self._num_steps
             count = None if tokens is None else len(tokens)
@@ -161,7 +158,7 @@ class Matchers:
                 if next_id is None:
                     break
                 if next_id in barred and num_generated + len(forced) < params.min_tokens:
-                    # The sampler reports why this cannot be.
+                    # The sampler refuses the token and says why.
                     break
                 forced.append(next_id)
                 self._take(follower, [next_id])
@@ -177,20 +174,20 @@ class Matchers:
         for thread in (self._masks, self._builder):
             thread.shutdown(wait=True, cancel_futures=True)
         self._followers.clear()
-        self._prototypes.clear()
+        self._prototype.cache_clear()
 
     # -- on the threads, or on the runner's own once they are done with a sequence
 
     def _follow(self, follower: _Follower, constraint: StructuredOutputs, tokens: list[int] | None) -> Mask:
         if follower.matcher is None:
-            follower.matcher = self._prototype(constraint).deep_copy()
+            follower.matcher = self._prototype(msgspec.msgpack.encode(constraint)).deep_copy()
             follower.tokens = []
         mask = np.zeros(self._words, np.uint32)
         if tokens is None:
             return mask
         num_known = len(follower.tokens)
         if follower.tokens != tokens[:num_known]:
-            # A step was taken back.
+            # The scheduler did not commit the last step.
             follower.matcher.reset()
             follower.tokens, num_known = [], 0
         self._take(follower, tokens[num_known:])
@@ -202,7 +199,6 @@ class Matchers:
             self._check(follower.matcher)
             if not mask.any():
                 raise GrammarError("the constraint allows no token here")
-        self.num_masks += 1
         return mask
 
     def _take(self, follower: _Follower, tokens: list[int]) -> None:
@@ -227,19 +223,13 @@ class Matchers:
             message = matcher.get_error().replace("<non-verbose/>", "").strip()
             raise GrammarError(f"the constraint can not be followed: {message[:300]}")
 
-    def _prototype(self, constraint: StructuredOutputs) -> Any:
-        key = msgspec.msgpack.encode(constraint)
-        matcher = self._prototypes.get(key)
-        if matcher is None:
-            # Imported here: most engines never see a constraint, and a start need not wait for llguidance.
-            from headrace.grammar.compile import build_matcher, compile_grammar
+    def _build(self, text: bytes) -> Any:
+        """Return a matcher at the beginning of an answer; `text` is the constraint in msgpack."""
+        # Imported here: most engines never see a constraint, and a start need not wait for llguidance.
+        from headrace.grammar.compile import build_matcher, compile_grammar
 
-            matcher = build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
-            self._prototypes[key] = matcher
-            if len(self._prototypes) > MAX_PROTOTYPES:
-                self._prototypes.popitem(last=False)
-        self._prototypes.move_to_end(key)
-        return matcher
+        constraint = msgspec.msgpack.decode(text, type=StructuredOutputs)
+        return build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
 
     def _get_tokenizer(self) -> Any:
         if self._tokenizer is None:

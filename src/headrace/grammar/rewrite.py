@@ -8,10 +8,11 @@ values as the schema, or fewer where a warning says so, never more. Called by `s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from headrace.grammar import evaluate, witness
@@ -25,6 +26,7 @@ from headrace.grammar.logic import (
     found_in,
     other_than,
     resolve,
+    with_property,
 )
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -35,11 +37,14 @@ NOTES = frozenset(
 )
 HARD = frozenset("not if then else dependencies dependentRequired dependentSchemas contains propertyNames".split())
 LOGIC = frozenset("not if oneOf allOf anyOf uniqueItems contains".split())
+OPPOSITES = {"minimum": "maximum", "maximum": "minimum"}
+MEASURED = {"Length": "string", "Items": "array"}
+"""The types that minLength, maxLength, minItems and maxItems measure."""
 MAX_PLACES = 4
 """Of an unbounded array, the first items among which the required one is placed."""
 MAX_NODES = 5000
 MAX_NUMBER = 24
-"""Greatest distance from zero of a number that is to be no multiple of another."""
+"""Numbers that are not multiples of another are sought up to this distance from zero."""
 
 
 class Rewriter:
@@ -84,7 +89,7 @@ class Rewriter:
             )
             further.append(either([{"properties": {name: False}}, then]))
         if "contains" in schema:
-            further.append(self._contains(schema, self.affirm(schema["contains"], f"{path}/contains"), path))
+            further.append(self._contains(schema, path))
         if "propertyNames" in schema:
             further.append(self._names(schema["propertyNames"], f"{path}/propertyNames"))
         if "oneOf" in schema:
@@ -93,7 +98,12 @@ class Rewriter:
             if apart is not None:
                 del result["oneOf"]
                 further.append(apart)
-        return self._joined(result, further)
+        further = [each for each in further if each is not True]
+        if False in further:
+            return False
+        if further:
+            result["allOf"] = [*result.get("allOf", ()), *further]
+        return result
 
     def _enumerated(self, schema: dict[str, Any], path: str) -> Schema | None:
         """Return an `enum` in place of a schema whose logic is about a finite number of values; None for any other."""
@@ -119,36 +129,27 @@ class Rewriter:
         self._count(path)
         if not isinstance(schema, dict):
             return not schema
+        # Older drafts ignore keywords beside a reference, newer ones do not: to break the reference is right in both.
+        keys = ["$ref"] if "$ref" in schema else [key for key in schema if key not in NOTES]
+        return self._any_of((functools.partial(self._deny_keyword, key, schema, f"{path}/{key}") for key in keys), path)
+
+    def _any_of(self, ways_to_write: Iterable[Callable[[], Schema]], path: str) -> Schema:
+        """Return a schema of all values that one of the schemas allows; those that are not supported are left out, with
+        a warning. Raises `UnsupportedError` if nothing remains."""
         ways: list[Schema] = []
         errors: list[UnsupportedError] = []
-        # Older drafts ignore keywords beside a reference, newer ones do not: to break the reference is right in both.
-        for key in ["$ref"] if "$ref" in schema else schema:
-            if key not in NOTES:
-                try:
-                    ways.append(self._deny_keyword(key, schema, f"{path}/{key}"))
-                except UnsupportedError as error:
-                    errors.append(error)
-        return self._of_ways(ways, errors, path)
-
-    def _of_ways(self, ways: list[Schema], errors: list[UnsupportedError], path: str) -> Schema:
+        for write in ways_to_write:
+            try:
+                ways.append(write())
+            except UnsupportedError as error:
+                errors.append(error)
         schema = either(ways)
         if errors and schema is False:
             raise errors[0]
-        for error in errors:
-            # To break one rule is enough; this one is never broken.
-            self._narrow(path, f"answers that differ by {error} are left out")
+        for unsupported in errors:
+            # It is enough that the answer breaks one keyword; it never breaks this one.
+            self._narrow(path, f"answers that differ by {unsupported} are left out")
         return schema
-
-    def _deny_one(self, parts: Sequence[tuple[Any, str]], path: str) -> Schema:
-        """Return a schema that means that one of the schemas does not hold."""
-        ways: list[Schema] = []
-        errors: list[UnsupportedError] = []
-        for part, at in parts:
-            try:
-                ways.append(self.deny(part, at))
-            except UnsupportedError as error:
-                errors.append(error)
-        return self._of_ways(ways, errors, path)
 
     # -- negated keywords
 
@@ -161,48 +162,36 @@ class Rewriter:
                 return self._none_of([value], path)
             case "enum":
                 return self._none_of(value, path)
-            case "minimum":
-                if schema.get("exclusiveMinimum") is True:
-                    return {"type": "number", "maximum": value}
-                return {"type": "number", "exclusiveMaximum": value}
-            case "maximum":
-                if schema.get("exclusiveMaximum") is True:
-                    return {"type": "number", "minimum": value}
-                return {"type": "number", "exclusiveMinimum": value}
+            case "minimum" | "maximum":
+                opposite = OPPOSITES[key]
+                is_exclusive = schema.get(f"exclusive{key.capitalize()}") is True
+                return {"type": "number", opposite if is_exclusive else f"exclusive{opposite.capitalize()}": value}
             case "exclusiveMinimum" | "exclusiveMaximum":
                 if isinstance(value, bool):
                     return False
                 return {"type": "number", "maximum" if key == "exclusiveMinimum" else "minimum": value}
-            case "minLength":
-                return {"type": "string", "maxLength": value - 1} if value > 0 else False
-            case "maxLength":
-                return {"type": "string", "minLength": value + 1}
-            case "minItems":
-                return {"type": "array", "maxItems": value - 1} if value > 0 else False
-            case "maxItems":
-                return {"type": "array", "minItems": value + 1}
+            case "minLength" | "minItems":
+                return {"type": MEASURED[key[3:]], f"max{key[3:]}": value - 1} if value > 0 else False
+            case "maxLength" | "maxItems":
+                return {"type": MEASURED[key[3:]], f"min{key[3:]}": value + 1}
             case "required":
                 return either([{"type": "object", "properties": {name: False}} for name in value])
             case "properties":
-                ways: list[Schema] = []
-                errors: list[UnsupportedError] = []
-                for name, inner in value.items():
-                    try:
-                        wrong = self.deny(inner, f"{path}/{name}")
-                    except UnsupportedError as error:
-                        errors.append(error)
-                    else:
-                        if wrong is not False:
-                            ways.append({"type": "object", "required": [name], "properties": {name: wrong}})
-                return self._of_ways(ways, errors, path)
+
+                def wrong(name: str) -> Schema:
+                    return with_property(name, self.deny(value[name], f"{path}/{name}"))
+
+                return self._any_of((functools.partial(wrong, name) for name in value), path)
             case "not":
                 return self.affirm(value, path)
             case "allOf":
-                return self._deny_one([(each, f"{path}/{i}") for i, each in enumerate(value)], path)
-            case "anyOf":
-                return both([self.deny(each, f"{path}/{i}") for i, each in enumerate(value)])
-            case "oneOf":
+                return self._any_of(
+                    (functools.partial(self.deny, each, f"{path}/{i}") for i, each in enumerate(value)), path
+                )
+            case "anyOf" | "oneOf":
                 none = both([self.deny(each, f"{path}/{i}") for i, each in enumerate(value)])
+                if key == "anyOf":
+                    return none
                 yes = [self.affirm(each, f"{path}/{i}") for i, each in enumerate(value)]
                 pairs = [both([yes[i], yes[j]]) for i in range(len(yes)) for j in range(i)]
                 return either([none, *pairs])
@@ -221,7 +210,7 @@ class Rewriter:
             case "items" | "additionalItems":
                 return self._deny_items(key, schema, path)
             case "dependencies" | "dependentRequired" | "dependentSchemas":
-                ways = []
+                ways: list[Schema] = []
                 for name, needed in dependencies({key: value}):
                     lacks = (
                         either([{"properties": {other: False}} for other in needed])
@@ -235,7 +224,7 @@ class Rewriter:
             case "multipleOf" if value > 0:
                 self._narrow(path, f"numbers are sought from -{MAX_NUMBER} to {MAX_NUMBER} only")
                 numbers: list[Schema] = [{"enum": [x for x in range(-MAX_NUMBER, MAX_NUMBER + 1) if x % value]}]
-                # Between two multiples there is none.
+                # No number between 0 and `value` is a multiple of it.
                 numbers.append({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": value})
                 return either(numbers)
             case "pattern":
@@ -249,24 +238,22 @@ class Rewriter:
             case "patternProperties":
                 ways = []
                 for pattern, inner in value.items():
-                    name = witness.example(pattern)
-                    if name is not None and (wrong := self.deny(inner, f"{path}/{pattern}")) is not False:
-                        ways.append(self._with_property(name, wrong, path))
+                    example = witness.example(pattern)
+                    if example is not None and (denied := self.deny(inner, f"{path}/{pattern}")) is not False:
+                        ways.append(self._with_property(example, denied, path))
                 if ways or all(inner in (True, {}) for inner in value.values()):
                     return either(ways)
             case "propertyNames":
-                wrong = self.deny(value, path)
-                pattern = self._pattern_of(wrong, path)
-                name = "other" if pattern is None else witness.example(pattern)
-                if name is not None and pattern != "":
-                    return self._with_property(name, True, path)
+                pattern = self._pattern_of(self.deny(value, path), path)
+                example = "other" if pattern is None else witness.example(pattern)
+                if example is not None and pattern != "":
+                    return self._with_property(example, True, path)
         raise UnsupportedError(f'a negated "{key}" at {path}')
 
     def _with_property(self, name: str, value: Schema, path: str) -> Schema:
-        if value is False:
-            return False
-        self._narrow(path, f"the property that differs is always {name!r}")
-        return {"type": "object", "required": [name], "properties": {name: value}}
+        if value is not False:
+            self._narrow(path, f"the property that differs is always {name!r}")
+        return with_property(name, value)
 
     def _fresh(self, schema: dict[str, Any], names: Sequence[str]) -> str:
         """Return a property name that no keyword of the schema restricts."""
@@ -285,9 +272,8 @@ class Rewriter:
 
     def _none_of(self, values: Sequence[Any], path: str) -> Schema:
         """Return a schema of all values but `values`."""
-        whole = [
-            name for name, kind in (("array", list), ("object", dict)) if not any(isinstance(x, kind) for x in values)
-        ]
+        kinds: dict[str, type] = {"array": list, "object": dict}
+        whole = [name for name, kind in kinds.items() if not any(isinstance(each, kind) for each in values)]
         if len(whole) < 2:
             self._narrow(path, "arrays or objects are left out")
         ways: list[Schema] = [{"type": whole}] if whole else []
@@ -297,14 +283,9 @@ class Rewriter:
         if bools:
             ways.append({"enum": bools})
         numbers = sorted({each for each in values if isinstance(each, int | float) and not isinstance(each, bool)})
-        edges = [None, *numbers, None]
-        for low, high in itertools.pairwise(edges):
-            span: dict[str, Any] = {"type": "number"}
-            if low is not None:
-                span["exclusiveMinimum"] = low
-            if high is not None:
-                span["exclusiveMaximum"] = high
-            ways.append(span)
+        for low, high in itertools.pairwise([None, *numbers, None]):
+            borders = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            ways.append({"type": "number"} | {name: edge for name, edge in borders.items() if edge is not None})
         texts = [each for each in values if isinstance(each, str)]
         ways.append({"type": "string", "pattern": f"^({other_than(texts)})$"} if texts else {"type": "string"})
         return either(ways)
@@ -321,19 +302,13 @@ class Rewriter:
         return {"$ref": f"#/$defs/{name}"}
 
     def _deny_items(self, key: str, schema: dict[str, Any], path: str) -> Schema:
-        if key == "additionalItems":
-            if isinstance(schema.get("items"), list):
-                first = len(schema["items"])
-                return self._somewhere(self.deny(schema[key], path), first, schema.get("maxItems"), path)
+        items = schema.get("items")
+        if key == "items" and isinstance(items, list):
+            return either([at_place(self.deny(each, f"{path}/{i}"), i) for i, each in enumerate(items)])
+        if key == "additionalItems" and not isinstance(items, list):
             return False
-        value = schema["items"]
-        if isinstance(value, list):
-            ways: list[Schema] = []
-            for i, each in enumerate(value):
-                ways.append(at_place(self.deny(each, f"{path}/{i}"), i))
-            return either(ways)
-        first = len(schema.get("prefixItems", ()))
-        return self._somewhere(self.deny(value, path), first, schema.get("maxItems"), path)
+        first = len(items if isinstance(items, list) else schema.get("prefixItems", ()))
+        return self._somewhere(self.deny(schema[key], path), first, schema.get("maxItems"), path)
 
     # -- keywords that llguidance does not support
 
@@ -344,7 +319,8 @@ class Rewriter:
         fails = self.deny(schema["if"], f"{path}/if") if other is not False else False
         return either([both([holds, then]), both([fails, other])])
 
-    def _contains(self, schema: dict[str, Any], item: Schema, path: str) -> Schema:
+    def _contains(self, schema: dict[str, Any], path: str) -> Schema:
+        item = self.affirm(schema["contains"], f"{path}/contains")
         least = schema.get("minContains", 1)
         if least == 0 and "maxContains" not in schema:
             return True
@@ -422,14 +398,6 @@ class Rewriter:
         if key in ("properties", "patternProperties") and isinstance(value, dict):
             return {name: self.affirm(each, f"{path}/{name}") for name, each in value.items()}
         return value
-
-    def _joined(self, result: dict[str, Any], further: list[Schema]) -> Schema:
-        restrictions = [each for each in further if each is not True]
-        if False in restrictions:
-            return False
-        if restrictions:
-            result["allOf"] = [*result.get("allOf", ()), *restrictions]
-        return result
 
     def _narrow(self, path: str, why: str) -> None:
         warning = f"{path}: {why}, though the schema allows them" if "left out" in why else f"{path}: {why}"

@@ -63,11 +63,10 @@ def _refused(schema: Schema) -> bool:
 def _plain(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    result = dict(schema)
-    for key, at, inner in children(schema):
-        replacement = _plain(inner, f"{path}/{'/'.join(at)}", closed, warnings)
-        if replacement is not inner:
-            _put(result, schema, key, at, replacement)
+    result = {key: value.copy() if isinstance(value, list | dict) else value for key, value in schema.items()}
+    for at, inner in children(schema):
+        place = result if len(at) == 1 else result[at[0]]
+        place[at[-1]] = _plain(inner, f"{path}/{'/'.join(map(str, at))}", closed, warnings)
     _check_count(result, path)
     form = result.get("format")
     if isinstance(form, str) and form not in FORMATS:
@@ -80,7 +79,7 @@ def _plain(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
 
 
 def _check_count(schema: dict[str, Any], path: str) -> None:
-    """llguidance counts a property that is written twice as two. Raises `UnsupportedError` where that would matter."""
+    """Raise `UnsupportedError` where it matters that llguidance counts a property that is written twice as two."""
     least = schema.get("minProperties")
     if not isinstance(least, int) or (
         schema.get("additionalProperties") is False and not schema.get("patternProperties")
@@ -94,29 +93,19 @@ def _check_count(schema: dict[str, Any], path: str) -> None:
         raise UnsupportedError(f'"minProperties" of {least} at {path}, more than one of them without a name')
 
 
-def _put(result: dict[str, Any], schema: dict[str, Any], key: str, at: list[str], replacement: Any) -> None:
-    if len(at) == 1:
-        result[key] = replacement
-        return
-    if result[key] is schema[key]:
-        result[key] = schema[key].copy()
-    result[key][int(at[1]) if isinstance(result[key], list) else at[1]] = replacement
-
-
-def children(schema: dict[str, Any]) -> Iterator[tuple[str, list[str], Any]]:
-    """(keyword, path below this schema, schema) of the schemas directly inside `schema`."""
+def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (path below this schema, schema) of the schemas directly inside `schema`: a keyword, and the index or the
+    name under it."""
     for key in ONE:
         if isinstance(schema.get(key), dict | bool):
-            yield key, [key], schema[key]
+            yield (key,), schema[key]
     for key in LISTS:
         if isinstance(schema.get(key), list):
-            for place, inner in enumerate(schema[key]):
-                yield key, [key, str(place)], inner
+            yield from (((key, place), inner) for place, inner in enumerate(schema[key]))
     for key in OBJECTS:
         if isinstance(schema.get(key), dict):
-            for name, inner in schema[key].items():
-                if isinstance(inner, dict | bool):
-                    yield key, [key, name], inner
+            members = schema[key].items()
+            yield from (((key, name), inner) for name, inner in members if isinstance(inner, dict | bool))
 
 
 def locate(schema: Schema, message: str) -> str:
@@ -140,11 +129,11 @@ def locate(schema: Schema, message: str) -> str:
             texts = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
             if key != "enum" and any(text in words or text.removeprefix("#") in words for text in texts):
                 return f"{path}/{key}"
-            if key in ("pattern",) and any(each.strip() in value for each in expressions if isinstance(value, str)):
+            if key == "pattern" and any(each.strip() in value for each in expressions if isinstance(value, str)):
                 return f"{path}/{key}"
-        stack += [(f"{path}/{'/'.join(_escaped(part) for part in at)}", inner) for _, at, inner in children(here)]
+        stack += [(f"{path}/{'/'.join(_escaped(part) for part in at)}", inner) for at, inner in children(here)]
     return ""
 
 
-def _escaped(part: str) -> str:
-    return part.replace("~", "~0").replace("/", "~1")
+def _escaped(part: str | int) -> str:
+    return str(part).replace("~", "~0").replace("/", "~1")

@@ -53,7 +53,7 @@ class _Wrapped:
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
-            # llguidance tries whether bytes will do.
+            # llguidance calls this with bytes first, to see whether they are accepted.
             raise TypeError("a text")
         return self._encode(text)
 

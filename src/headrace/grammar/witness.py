@@ -1,7 +1,8 @@
-"""Examples for regexes: a text that matches one, and regexes of texts that surely do not.
+"""Finds, for a regex, a text that matches it, and regexes of texts that do not match it.
 
-For schemas in which some property, or some text, must not be of a form. The results are sound and seldom all there are.
-Python's own parser reads the patterns; one that it cannot read has no examples. Called by `rewrite`.
+For schemas that say which form a text or a property's name must not have. All results are right, but others may exist
+that are not found. Python's parser of regexes reads the patterns; one that it can not read has no examples. Called by
+`rewrite`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import re
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
-MAX_REPEAT = 4
-_LETTERS = [chr(i) for i in range(0x20, 0x7F)]
+_LETTERS = "".join(map(chr, range(0x20, 0x7F)))
 
 
 def example(pattern: str) -> str | None:
@@ -24,7 +24,7 @@ def example(pattern: str) -> str | None:
 
 
 def others(pattern: str) -> list[str]:
-    """Return regexes of texts in which `pattern` is not patterns: each is right; together they need not cover all."""
+    """Return regexes of texts in which `pattern` is not found. Some of these texts may match none of them."""
     try:
         parsed = _parser.parse(pattern)
         least, most = parsed.getwidth()
@@ -54,17 +54,10 @@ def _letters(part: tuple[Any, Any]) -> str | None:
     """Return the inside of [...] for the letters that `part` begins with; None if it may be empty, or is unknown."""
     kind, value = part
     if kind is _constants.LITERAL:
-        return re.escape(chr(value))
-    if kind is _constants.IN and value and value[0][0] is not _constants.NEGATE:
-        letters = ""
-        for inner, what in value:
-            if inner is _constants.LITERAL:
-                letters += re.escape(chr(what))
-            elif inner is _constants.RANGE:
-                letters += f"{re.escape(chr(what[0]))}-{re.escape(chr(what[1]))}"
-            else:
-                return None
-        return letters
+        return _inside([part])
+    if kind is _constants.IN:
+        is_plain = all(inner in (_constants.LITERAL, _constants.RANGE) for inner, _ in value)
+        return _inside(value) if is_plain else None
     if kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT) and value[0] > 0:
         return _letters(value[2][0]) if len(value[2]) else None
     if kind is _constants.SUBPATTERN and len(value[3]):
@@ -82,7 +75,11 @@ def _build(parsed: Any) -> str:
         elif kind is _constants.ANY:
             text += "a"
         elif kind is _constants.IN:
-            text += _one_of(value)
+            regex = re.compile(f"[{_inside(value)}]")
+            letter = next(filter(regex.fullmatch, "a0_-. A" + _LETTERS), None)
+            if letter is None:
+                raise ValueError("no plain letter")
+            text += letter
         elif kind in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
             if value[0] > 100:
                 raise ValueError("a long repetition")
@@ -96,16 +93,8 @@ def _build(parsed: Any) -> str:
     return text
 
 
-def _one_of(items: Any) -> str:
-    negated = items[0][0] is _constants.NEGATE
-    regex = re.compile(_class(items))
-    for letter in "a0_-. A" + "".join(_LETTERS):
-        if regex.fullmatch(letter):
-            return letter
-    raise ValueError("no plain letter" + (" outside a class" if negated else ""))
-
-
-def _class(items: Any) -> str:
+def _inside(items: Any) -> str:
+    """Return the inside of [...] for the parsed `items`."""
     names = {
         _constants.CATEGORY_DIGIT: r"\d",
         _constants.CATEGORY_NOT_DIGIT: r"\D",
@@ -126,4 +115,4 @@ def _class(items: Any) -> str:
             letters += names[value]
         else:
             raise ValueError(f"{kind} in a class")
-    return f"[{letters}]"
+    return letters

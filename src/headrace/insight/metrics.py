@@ -7,7 +7,7 @@ counters. Knows no HTTP; `serve.app` serves the text of `render`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,7 +20,10 @@ from headrace.text.outputs import RequestState
 LABELS = ("model_name", "engine")
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+FACTS = ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "backend", "device")
+"""Fields of `EngineInfo` that are labels of the metric of the engine's sizes."""
 TOKENS = tuple(2**exponent for exponent in range(18))
+SOURCES = ("local_compute", "local_cache_hit")
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -53,17 +56,8 @@ class ServerMetrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        sources = Counter(
-            "headrace:prompt_tokens_by_source",
-            "Where prompt tokens came from.",
-            (*LABELS, "source"),
-            registry=self.registry,
-        )
-        self._sources = [sources.labels(*self._values, source) for source in ("local_compute", "local_cache_hit")]
-        finished = Counter(
-            "headrace:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self.registry
-        )
-        self._finished = {reason: finished.labels(*self._values, reason) for reason in REASONS}
+        self._sources = self._counters("prompt_tokens_by_source", "Where prompt tokens came from.", "source", SOURCES)
+        self._finished = self._counters("request_success", "Ended requests.", "finished_reason", REASONS)
 
     def render(self) -> bytes:
         """Return the exposition text of one scrape."""
@@ -83,8 +77,8 @@ class ServerMetrics:
         self._first.observe(seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
         self._cached_tokens.inc(num_cached_tokens)
-        self._sources[0].inc(num_prompt_tokens - num_cached_tokens)
-        self._sources[1].inc(num_cached_tokens)
+        self._sources["local_compute"].inc(num_prompt_tokens - num_cached_tokens)
+        self._sources["local_cache_hit"].inc(num_cached_tokens)
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
         self._generation_tokens.inc(num_tokens)
@@ -132,9 +126,7 @@ class ServerMetrics:
             "engine_up": ("1 while the engine runs and makes tokens.", float(client.is_alive)),
         }
         for name, (doc, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"headrace:{name}", doc, labels=LABELS)
-            gauge.add_metric(self._values, value)
-            yield gauge
+            yield self._family(GaugeMetricFamily, name, doc, {(): value})
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", total.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found there.", total.prefix_cache_hits),
@@ -154,33 +146,31 @@ class ServerMetrics:
             "requests_quarantined": ("Requests that were given up for killing the engine.", client.num_quarantined),
         }
         for name, (doc, value) in counters.items():
-            counter = CounterMetricFamily(f"headrace:{name}", doc, labels=LABELS)
             # The start's own probe is subtracted, which must not give a negative count.
-            counter.add_metric(self._values, max(0, value))
-            yield counter
-        per_pos = CounterMetricFamily(
-            "headrace:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens that were kept, by how many came before them in the draft.",
-            labels=(*LABELS, "position"),
-        )
-        for position, count in enumerate(total.num_accepted_per_pos):
-            per_pos.add_metric((*self._values, str(position)), count)
-        yield per_pos
+            yield self._family(CounterMetricFamily, name, doc, {(): max(0, value)})
+        accepted = enumerate(total.num_accepted_per_pos)
+        counts: dict[tuple[str, ...], float] = {(str(position),): count for position, count in accepted}
+        doc = "Draft tokens that were kept, by how many came before them in the draft."
+        yield self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", doc, counts, ("position",))
         if client.is_started:
-            info = client.info
-            facts = {
-                "block_size": str(info.block_size),
-                "num_gpu_blocks": str(info.num_blocks),
-                "max_model_len": str(info.max_model_len),
-                "max_num_seqs": str(info.max_num_seqs),
-                "max_num_batched_tokens": str(info.max_num_batched_tokens),
-                "dtype": info.dtype,
-                "backend": info.backend,
-                "device": info.device,
-            }
-            family = GaugeMetricFamily("headrace:cache_config_info", "The engine's sizes.", labels=(*LABELS, *facts))
-            family.add_metric((*self._values, *facts.values()), 1)
-            yield family
+            facts = {name: str(getattr(client.info, name)) for name in FACTS}
+            facts["num_gpu_blocks"] = str(client.info.num_blocks)
+            doc = "The engine's sizes."
+            yield self._family(GaugeMetricFamily, "cache_config_info", doc, {tuple(facts.values()): 1}, tuple(facts))
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        doc: str,
+        numbers: Mapping[tuple[str, ...], float],
+        labels: tuple[str, ...] = (),
+    ) -> Metric:
+        """Return a metric with its numbers by the values of `labels`, which come after those of all metrics."""
+        family = kind(f"headrace:{name}", doc, labels=(*LABELS, *labels))
+        for values, number in numbers.items():
+            family.add_metric((*self._values, *values), number)
+        return family
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"headrace:{name}", doc, LABELS, buckets=buckets, registry=self.registry)
@@ -188,3 +178,8 @@ class ServerMetrics:
 
     def _counter(self, name: str, doc: str) -> Counter:
         return Counter(f"headrace:{name}", doc, LABELS, registry=self.registry).labels(*self._values)
+
+    def _counters(self, name: str, doc: str, label: str, values: tuple[str, ...]) -> dict[str, Counter]:
+        """Return a counter for each value of a further label."""
+        counter = Counter(f"headrace:{name}", doc, (*LABELS, label), registry=self.registry)
+        return {value: counter.labels(*self._values, value) for value in values}

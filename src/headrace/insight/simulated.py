@@ -123,7 +123,7 @@ Guess = Callable[[int, int, Callable[[list[int]], int]], Draft | None]
 class SimulatedExecutor:
     """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
 
-    `fingerprint_of` maps a sequence id to what a slot depends on besides token and position (salt, adapter).
+    `fingerprint_of` maps a sequence id to what a slot depends on besides token and position (the salt).
     `fail(step id, chunk index)` makes that chunk fail after it has spoilt its slots; `defer` makes it sample nothing in
     this step. `guess(step id, chunk index, next_token)` may return a draft; `next_token` maps further tokens to the one
     after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds. Raises `InvariantError` for

@@ -22,7 +22,10 @@ NOT_MODELS = {"config", "decoder", "rope", "weights"}
 
 
 class Model(Protocol):
-    """A decoder. R rows of any sequences are computed together; each attends to the cache of its sequence only."""
+    """A decoder. R rows of any sequences are computed together; each attends to the cache of its sequence only.
+
+    Subclasses define the parts; how they follow each other is the same in almost all of them.
+    """
 
     ops: Ops
     kv_shape: KVShape
@@ -30,13 +33,10 @@ class Model(Protocol):
     hidden_size: int
     embedding: Array
     head: Matrix
-    feature_size: int
+    feature_size: int = 0
     """Width of `Rows.features`, which drafters take beside token ids; 0 for models that are no drafters."""
-
-    @property
-    def layers(self) -> Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]:
-        """x [R, H] -> x [R, H] each; layer i owns cache i."""
-        ...
+    layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
+    """x [R, H] -> x [R, H] each; layer i owns cache i."""
 
     def enter(self, rows: Rows) -> Array:
         """Rows -> what the first layer takes [R, H]."""
@@ -45,11 +45,18 @@ class Model(Protocol):
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
         """Rows -> hidden states [R, H]; writes their keys and values to `kv`, one cache for each layer. `streams` gets
         the residual stream [R, H] before each layer, and after the last."""
-        ...
+        x = self.enter(rows)
+        for layer in self.layers:
+            if streams is not None:
+                streams.append(x)
+            x = layer(x, rows, kv)
+        if streams is not None:
+            streams.append(x)
+        return x
 
     def logits(self, hidden: Array, rows: Array) -> Array:
         """hidden [R, H] and the indices of S rows -> their logits [S, V]."""
-        ...
+        return self.ops.linear(self.final(hidden, rows), self.head)
 
     def final(self, hidden: Array, rows: Array) -> Array:
         """hidden [R, H] and the indices of S rows -> [S, H] after the final norm."""
@@ -57,13 +64,13 @@ class Model(Protocol):
 
 
 def names() -> list[str]:
-    """Every model_type that headrace runs."""
+    """Return every model_type that headrace runs."""
     modules = (info.name for info in pkgutil.iter_modules(__path__))
     return sorted(name for name in modules if name not in NOT_MODELS and not name.startswith("_"))
 
 
 def find(model_type: object) -> Any:
-    """The module of `model_type`. Raises `CheckpointError` naming those that exist."""
+    """Return the module of `model_type`. Raises `CheckpointError` naming those that exist."""
     known = names()
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or model_type not in known:
         raise CheckpointError(

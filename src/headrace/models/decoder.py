@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, RopeTable, Rows
+from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.models.rope import make_rope_table
 from headrace.protocol.errors import CheckpointError
@@ -109,7 +110,7 @@ class GatedMLP:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
 
 
-class Decoder:
+class Decoder(Model):
     """Embedding, layers, final norm, head. A model file defines `Layer` and overrides class attributes as needed.
 
     Raises `CheckpointError` for a config that is not valid and for weights that do not fit it.
@@ -123,7 +124,6 @@ class Decoder:
     default_eps = 1e-6
     default_window: int | None = 4096
     default_head_dim: int | None = None
-    feature_size = 0
     Layer: Callable[[Decoder, str, int], DecoderLayer]
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
@@ -194,31 +194,8 @@ class Decoder:
     def enter(self, rows: Rows) -> Array:
         return self.embed(rows.token_ids)
 
-    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
-        return through(self.layers, self.enter(rows), rows, kv, streams)
-
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.norm(self.ops.select(hidden, rows))
-
-    def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.linear(self.final(hidden, rows), self.head)
-
-
-def through(
-    layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]],
-    x: Array,
-    rows: Rows,
-    kv: Sequence[Cache],
-    streams: list[Array] | None = None,
-) -> Array:
-    """x [R, H] through the layers; `streams` gets it before each, and after the last."""
-    for layer in layers:
-        if streams is not None:
-            streams.append(x)
-        x = layer(x, rows, kv)
-    if streams is not None:
-        streams.append(x)
-    return x
 
 
 class PreNormLayer:

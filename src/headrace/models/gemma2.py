@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.backends.base import Array, Cache, Rows
+from headrace.backends.base import Array, Cache, RopeTable, Rows
 from headrace.models.decoder import Attention, Decoder, GatedMLP
 
 TINY = {
@@ -24,6 +24,30 @@ TINY = {
 }
 
 
+def make_attention(
+    decoder: Decoder,
+    name: str,
+    layer_id: int,
+    qk_norm_offset: float | None = None,
+    rope_table: RopeTable | None = None,
+) -> Attention:
+    """Return the attention of a layer. Gemma 3 sets the last two arguments."""
+    config = decoder.config
+    bias = config.flag("attention_bias", False)
+    return Attention(
+        decoder,
+        name,
+        layer_id,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm_offset=qk_norm_offset,
+        window=decoder.window(layer_id),
+        softcap=config.number("attn_logit_softcapping", 0.0),
+        scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
+        rope_table=rope_table,
+    )
+
+
 class Layer:
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
 
@@ -36,17 +60,7 @@ class Layer:
         self.after_mlp_norm = decoder.make_norm(f"{name}.post_feedforward_layernorm")
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        config = decoder.config
-        return Attention(
-            decoder,
-            name,
-            layer_id,
-            qkv_bias=config.flag("attention_bias", False),
-            out_bias=config.flag("attention_bias", False),
-            window=decoder.window(layer_id),
-            softcap=config.number("attn_logit_softcapping", 0.0),
-            scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
-        )
+        return make_attention(decoder, name, layer_id)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         x = x + self.after_attention_norm(self.attention(self.attention_norm(x), rows, kv))

@@ -25,21 +25,9 @@ TINY = {
 
 class Layer(gemma2.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        config = decoder.config
-        bias = config.flag("attention_bias", False)
         local = decoder.layer_type(layer_id) == "sliding_attention"
-        return Attention(
-            decoder,
-            name,
-            layer_id,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm_offset=1.0,
-            window=decoder.window(layer_id),
-            softcap=config.number("attn_logit_softcapping", 0.0),
-            scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
-            rope_table=decoder.local_rope_table if local and isinstance(decoder, Model) else None,
-        )
+        rope_table = decoder.local_rope_table if local and isinstance(decoder, Model) else None
+        return gemma2.make_attention(decoder, name, layer_id, 1.0, rope_table)
 
 
 class Model(gemma2.Model):

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from headrace import models
 from headrace.backends.base import Array, Cache, Heads, KVShape, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import ACTIVATIONS, through
+from headrace.models.decoder import ACTIVATIONS
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ class Layer:
         return x + ops.linear(ops.activation(ops.linear(self.mlp_norm(x), self.up), self.kind), self.down)
 
 
-class Model:
-    feature_size = 0
-
+class Model(models.Model):
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.ops, self.weights = ops, weights
         self.hidden_size = config.integer("n_embd", 768)
@@ -97,11 +96,5 @@ class Model:
         embedding = self.ops.embedding
         return embedding(rows.token_ids, self.embedding) + embedding(rows.positions, self.positions)
 
-    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
-        return through(self.layers, self.enter(rows), rows, kv, streams)
-
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.norm(self.ops.select(hidden, rows))
-
-    def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.linear(self.final(hidden, rows), self.head)

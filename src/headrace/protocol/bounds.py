@@ -6,10 +6,15 @@ it, so a limit is written once. Holds no state; `docs/limits.md` is printed from
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import MAX_INT, MAX_INT32, PARAMETERS
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Bound(NamedTuple):
@@ -82,6 +87,14 @@ _OTHERS = [
     Bound("request_id", "size", 1, 256, "characters of the client's own request id"),
 ]
 BOUNDS = {bound.name: bound for bound in [*_PARAMETERS, *_OTHERS]}
+
+
+def struct_of(kind: type[T], value: Mapping[str, Any], field: str) -> T:
+    """Return a struct of the type `kind` with the fields `value`. Raises `RequestError` for a field that it lacks."""
+    for name in value:
+        if name not in kind.__struct_fields__:
+            raise RequestError(f"{field}.{name}", value[name], "a field that headrace knows", "unknown_field")
+    return kind(**value)
 
 
 def check(name: str, value: object, field: str | None = None) -> None:

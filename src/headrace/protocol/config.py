@@ -21,7 +21,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "f
 KV_ALIASES = {"fp8": "fp8_e4m3"}
 POLICIES = ("fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
-"""What the native core's team takes (csrc/include/team.h)."""
+"""The most threads of the native core's team (csrc/include/team.h)."""
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
     "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4",
@@ -84,7 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to face the network. The bounds on waiting work are on by default; beyond them a client gets a 429."""
+    """The config of the HTTP server. The bounds on waiting work are on by default; beyond them a client gets a 429."""
 
     host: str = "127.0.0.1"
     port: int = 8000

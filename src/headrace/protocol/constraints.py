@@ -26,8 +26,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     `json`: a JSON schema, as an object or as text (it is kept as text). `regex`: the whole answer matches it.
     `choice`: the answer is one of these. `grammar`: a grammar in Lark's syntax or in GBNF. `json_object`: any JSON
-    object. `structural_tag`: JSON text with "structures" and "triggers"; the answer is free text in which whatever
-    follows a trigger must be one of the structures.
+    object. `structural_tag`: JSON text with "structures" and "triggers"; the answer is free text in which one of the
+    structures must follow each trigger.
 
     The others concern JSON only. `whitespace_pattern`: a regex of what may stand between two tokens of JSON;
     `disable_any_whitespace`: nothing may; `disable_additional_properties`: objects have no other properties than
@@ -108,12 +108,7 @@ def constraint_of(value: StructuredOutputs | Mapping[str, Any]) -> StructuredOut
         return value
     if not isinstance(value, Mapping):
         raise RequestError("structured_outputs", value, "a StructuredOutputs, or an object of its fields")
-    for name in value:
-        if name not in StructuredOutputs.__struct_fields__:
-            raise RequestError(
-                f"structured_outputs.{name}", value[name], "a field that headrace knows", "unknown_field"
-            )
-    return StructuredOutputs(**value)
+    return bounds.struct_of(StructuredOutputs, value, "structured_outputs")
 
 
 def schema_text(schema: dict[str, Any], field: str = "json") -> str:

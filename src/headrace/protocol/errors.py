@@ -1,7 +1,7 @@
-"""The errors that headrace raises on purpose, and nothing else.
+"""The errors that headrace raises on purpose.
 
-Every layer may raise them; `server` turns them into HTTP statuses by `status` and `code`. An error that belongs
-to one request names the field, the value and the bound, so that the client can mend the request without a guess.
+Every layer may raise them; `serve` turns them into HTTP statuses by `status` and `code`. An error that belongs
+to one request names the field, the value and the bound, so that the client knows what to change.
 Imports nothing of headrace.
 """
 
@@ -39,7 +39,7 @@ class RequestError(HeadraceError):
         super().__init__(f"{field}: {quoted} is not allowed; it must be {bound}")
 
     def renamed(self, field: str) -> RequestError:
-        """The same error about `field`, another name of what it is about."""
+        """Return the same error with `field` as the name of the parameter."""
         return type(self)(field, self.value, self.bound, self.code)
 
 

@@ -1,4 +1,4 @@
-"""What the server and the engine say to each other, and how it is put on a socket.
+"""The messages between the server and the engine, and their frames on a socket.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack, decoded against a closed set of tagged
 structs: nothing that arrives can name a class, and an unknown tag or a wrong type is a `TransportError` (S-01).
@@ -23,7 +23,7 @@ READ_BYTES = 1 << 16
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes the engine's process write the stacks of all threads to stderr, whatever they are doing."""
 LAST_WORDS_SIGNAL = signal.SIGUSR2
-"""The same, into the black box."""
+"""Makes it write them into the black box."""
 
 
 class TransportError(HeadraceError):
@@ -33,8 +33,8 @@ class TransportError(HeadraceError):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To the engine, first: what to load, its `black_box.BlackBox.fds` if it was given one, whether it takes the
-    place of one that has died, and the form of its log, one of `logs.FORMATTERS`."""
+    """To the engine, first: what to load, the `fds` of its `black_box.BlackBox` if it has one, whether it replaces an
+    engine that has died, and the form of its log, one of `logs.FORMATTERS`."""
 
     config: EngineConfig
     black_box: tuple[int, int] | None = None
@@ -53,12 +53,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine ends. `kind` names the error's class, `message` is for people, and quotes no request; `starting` if it
-    never was ready."""
+    """The engine ends. `kind` names the error's class, `message` is for people, and quotes no request."""
 
     kind: str
     message: str
-    starting: bool
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -91,7 +89,7 @@ _STARTUP_ERRORS: dict[str, type[HeadraceError]] = {
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """The whole frame of one message. Raises `TransportError` above `MAX_FRAME_BYTES`."""
+    """Return the whole frame of one message. Raises `TransportError` above `MAX_FRAME_BYTES`."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise TransportError(f"a frame of {len(payload)} bytes is above the cap of {MAX_FRAME_BYTES}")
@@ -99,7 +97,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(payload: bytes) -> ToEngine:
-    """Raises `TransportError` for anything but one of `ToEngine`."""
+    """Return the message in `payload`. Raises `TransportError` for anything but one of `ToEngine`."""
     try:
         return _to_engine.decode(payload)
     except _MALFORMED as error:
@@ -107,7 +105,7 @@ def decode_to_engine(payload: bytes) -> ToEngine:
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    """Raises `TransportError` for anything but one of `FromEngine`."""
+    """Return the message in `payload`. Raises `TransportError` for anything but one of `FromEngine`."""
     try:
         return _from_engine.decode(payload)
     except _MALFORMED as error:
@@ -122,7 +120,8 @@ class FrameBuffer:
         self._max_frame_bytes = max_frame_bytes
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Payloads completed by `data`. Raises `TransportError` for a length above the cap, before reading it."""
+        """Return the payloads that `data` completes. Raises `TransportError` for a length above the cap, before the
+        payload comes."""
         self._bytes += data
         payloads = []
         start = 0
@@ -144,19 +143,31 @@ class FrameBuffer:
 
 
 class EngineSocket:
-    """The engine's end of the socket: blocking writes, reads that wait only when told to."""
+    """The engine's end of the socket: blocking writes, and reads of which the caller says whether they wait."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = FrameBuffer()
+        # Messages that came in one read with the first.
+        self._early: list[ToEngine] = []
         sock.setblocking(True)
+
+    def receive_start(self) -> Start | None:
+        """Wait for the first message. None once the server hung up; raises `TransportError` for another message."""
+        messages = self.receive(wait=True)
+        if not messages:
+            return None
+        first, *self._early = messages
+        if not isinstance(first, Start):
+            raise TransportError("the first message must be Start")
+        return first
 
     def send(self, message: FromEngine) -> None:
         self._socket.sendall(encode(message))
 
     def receive(self, wait: bool) -> list[ToEngine] | None:
-        """Messages that have arrived; waits for the first one if `wait`. None once the server hung up."""
-        messages: list[ToEngine] = []
+        """Return the messages that have arrived; waits for the first one if `wait`. None once the server hung up."""
+        messages, self._early = self._early, []
         while True:
             try:
                 data = self._socket.recv(READ_BYTES, 0 if wait and not messages else socket.MSG_DONTWAIT)
@@ -170,5 +181,5 @@ class EngineSocket:
 
 
 def startup_error(failed: Failed) -> HeadraceError:
-    """The error that a `Failed` stands for, of its own class where the class is a promise to the caller."""
+    """Return the error of a `Failed`, of its own class where callers rely on the class."""
     return _STARTUP_ERRORS.get(failed.kind, HeadraceError)(failed.message)

@@ -68,10 +68,7 @@ def watermark_of(value: Watermark | Mapping[str, Any] | bool) -> Watermark | Non
         return Watermark() if value else None
     if not isinstance(value, Mapping):
         raise RequestError("watermark", value, "true, false, a Watermark, or an object of its fields")
-    for name in value:
-        if name not in Watermark.__struct_fields__:
-            raise RequestError(f"watermark.{name}", value[name], "a field that headrace knows", "unknown_field")
-    return Watermark(**value)
+    return bounds.struct_of(Watermark, value, "watermark")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

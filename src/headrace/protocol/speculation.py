@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: which drafter guesses, how far, and how guesses are verified. Names are vLLM's.
+"""`SpeculativeConfig`: which drafter is used, how many tokens it drafts, how they are verified. Names are vLLM's.
 
 Pure: `config.EngineConfig` holds one, the command line makes it of a JSON object. The table `ROWS` has the range of
 every field, checked at construction; `drafters.build` checks whether it fits the model. Knows no model, no tensors.
@@ -21,20 +21,18 @@ MAX_NODES = 128
 
 
 class Method(NamedTuple):
-    """Defaults of a method: `num_drafts` tokens deep, in trees of `num_nodes` (None: chains); and whether it has a
-    model of its own."""
+    """Defaults of a method: `num_drafts` tokens deep, in trees of `num_nodes` (None: chains)."""
 
     num_drafts: int
-    has_model: bool = True
     num_nodes: int | None = None
 
 
 METHODS: dict[str, Method] = {
-    "ngram": Method(16, has_model=False),
-    "suffix": Method(16, has_model=False),
-    "lookahead": Method(5, has_model=False, num_nodes=18),
+    "ngram": Method(16),
+    "suffix": Method(16),
+    "lookahead": Method(5, num_nodes=18),
     "draft_model": Method(4),
-    "early_exit": Method(4, has_model=False),
+    "early_exit": Method(4),
     "medusa": Method(4, num_nodes=8),
     "eagle": Method(4, num_nodes=4),
     "eagle3": Method(4, num_nodes=4),

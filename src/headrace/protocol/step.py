@@ -259,8 +259,8 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """A message to the engine: forget all cached prefixes."""
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of the engine, read from its state. Counters only grow.
+class Stats(msgspec.Struct, kw_only=True):
+    """Gauges and counters of the engine. Counters only grow. Not frozen, since the scheduler counts in one of them.
 
     `num_beam_blocks` are held by beam searches, which would hold `num_beam_blocks_unshared` if no beam shared.
     `num_drafts` drafts of `num_draft_tokens` tokens were verified, and `num_accepted_tokens` of these were accepted;

@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-I64 = NDArray[np.int64]
+from headrace.sampling.filters import F32, F64, I64
 
 MAX_DRY_EXCESS = 50
-"""Tokens of a repetition beyond the allowed length that count: the penalty is beyond all bounds long before, and
-the work stays bounded."""
+"""Tokens of a repetition beyond the allowed length that count. The penalty is greater than any logit long before,
+and the work stays bounded."""
 
 _LEAST = float(np.finfo(np.float32).min)
 
@@ -46,8 +43,8 @@ def penalized(values: F64, counts: I64, params: SamplingParams) -> F64:
 
 
 def dried(values: F64, lengths: I64, params: SamplingParams) -> F64:
-    """Logits of tokens that would prolong a repetition of `lengths` tokens after DRY (p-e-w, text-generation-webui
-    #5677): each loses dry_multiplier * dry_base ** (length - dry_allowed_length)."""
+    """Return the logits, after DRY, of tokens that would prolong a repetition of `lengths` tokens (p-e-w,
+    text-generation-webui #5677): each loses dry_multiplier * dry_base ** (length - dry_allowed_length)."""
     with np.errstate(over="ignore"):
         penalty = params.dry_multiplier * np.power(params.dry_base, lengths - float(params.dry_allowed_length))
     logits: F64 = values - penalty
@@ -176,7 +173,7 @@ def forced(params: SamplingParams, history: I64) -> int | None:
     since = history[begin + len(start) :]
     if _last(since, end) >= 0 or len(since) < params.thinking_token_budget:
         return None
-    # The end may have begun.
+    # The first tokens of the end may be there already.
     for num_done in range(min(len(end) - 1, len(since)), 0, -1):
         if since[len(since) - num_done :].tolist() == end[:num_done]:
             return end[num_done]

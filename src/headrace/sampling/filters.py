@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +48,11 @@ class Candidates:
     bar: float = -math.inf
 
     def take(self, which: NDArray[np.bool_] | I64) -> Candidates:
-        """The candidates of a mask or of ascending indices. If the greatest is not among them, call `settled`."""
+        """Return the candidates of a mask or of ascending indices. If the greatest is missing, call `settled`."""
         return Candidates(self.token_ids[which], self.scaled[which], self.base)
 
     def settled(self) -> Candidates:
-        """The same, with the greatest at 0 again."""
+        """Return the same, with the greatest at 0 again."""
         greatest = float(self.scaled.max())
         if greatest == 0.0:
             return self
@@ -72,14 +72,12 @@ class Cut(NamedTuple):
     key: tuple[int, int] | None = None
 
 
-class Select(Protocol):
-    def __call__(self, rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
-        """Apply `select` to every row."""
-        ...
+Select = Callable[[list[F32], list[float], list[Cut]], list[Candidates]]
+"""Applies `select` to each row, with its greatest logit and its cut."""
 
 
 def select_all(rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
-    """`Select` in numpy."""
+    """Apply `select` to each row: `Select` in numpy."""
     return [select(row, most, cut) for row, most, cut in zip(rows, greatest, cuts, strict=True)]
 
 
@@ -110,7 +108,7 @@ def select(x: F32, greatest: float, cut: Cut) -> Candidates:
 
 
 def base_of(greatest: float, temperature: float) -> float:
-    """The greatest logit over the temperature. A tiny temperature keeps nothing else: the logit is then as it is."""
+    """Return the greatest logit over the temperature; the logit itself for a tiny one, which keeps nothing else."""
     return greatest / temperature if temperature >= 1e-30 else greatest
 
 
@@ -267,7 +265,7 @@ def mirostat(pool: Candidates, params: SamplingParams, mu: float, vocab_size: in
 
 
 def _zipf_k(slope: float, mu: float, vocab_size: int, most: int) -> int:
-    """((e 2**mu) / (1 - N**-e)) ** (1 / s) with e = s - 1, held between 1 and `most`."""
+    """Return ((e 2**mu) / (1 - N**-e)) ** (1 / s) with e = s - 1, held between 1 and `most`."""
     excess = slope - 1.0
     # As e goes to 0 the quotient goes to 2**mu / log N.
     head = excess / -math.expm1(-excess * math.log(vocab_size)) if abs(excess) > 1e-12 else 1.0 / math.log(vocab_size)
@@ -306,7 +304,7 @@ def _log_sum(mass: I64) -> float:
 
 
 def _entropy(pool: Candidates) -> float:
-    """In nats: log of the sum less the mean of the scaled logits."""
+    """Return the entropy in nats: log of the sum less the mean of the scaled logits."""
     mass = weights(pool.scaled)
     near = mass > 0
     mean = float((mass[near] * pool.scaled[near]).sum()) / float(mass.sum())

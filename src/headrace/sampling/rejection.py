@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.sampling import noise
-
-F64 = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from headrace.sampling.filters import F32, F64, I64
 
 
 def draw(
-    token_ids: Ids,
+    token_ids: I64,
     shares: F64,
     draft_token_ids: Sequence[int],
-    draft_probs: Sequence[NDArray[np.float32] | None],
+    draft_probs: Sequence[F32 | None],
     seed: int,
     position: int,
 ) -> int:
@@ -59,7 +56,7 @@ def draw(
     return pick(token_ids, rest, seed, position, noise.RECOVER if num else noise.SAMPLE)
 
 
-def pick(token_ids: Ids, shares: F64, seed: int, position: int, purpose: int) -> int:
+def pick(token_ids: I64, shares: F64, seed: int, position: int, purpose: int) -> int:
     """Draw a token of the distribution by the Gumbel-max rule with the noise of `purpose`."""
     possible = shares > 0.0
     token_ids, shares = token_ids[possible], shares[possible]

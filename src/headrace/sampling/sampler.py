@@ -10,7 +10,7 @@ depend on the batch. Knows no sequences and no requests; called by the runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,11 +21,7 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams, Watermark
 from headrace.protocol.step import TokenLogprob
 from headrace.sampling import edits, filters, noise, watermark
-from headrace.sampling.filters import Candidates, Cut, Select, largest, select, select_all
-
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from headrace.sampling.filters import F32, F64, I64, Candidates, Cut, Select, largest, select, select_all
 
 SPAN = 32
 """Rows that are sampled together: bounds the memory for edited rows and for candidates."""
@@ -84,7 +80,6 @@ class _Plan(NamedTuple):
 class _Open(NamedTuple):
     """A row that needs a draw: its logits after all edits, their maximum, and the stages to come."""
 
-    place: int
     row: Row
     x: F32
     greatest: float
@@ -100,7 +95,7 @@ class Sampler:
         self.eos_token_ids = list(eos_token_ids)
         self._select = select
         self._edited = np.empty((0, vocab_size), np.float32)
-        # By the parameters' id, which is theirs alone as long as they are held here.
+        # By the parameters' id, which no other object can have while the entry refers to them.
         self._plans: dict[int, tuple[SamplingParams, _Plan]] = {}
 
     def sample_rows(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
@@ -160,51 +155,45 @@ class Sampler:
             return Cut(temperature=0.0)
         return None if params.seed is None else plan.cut._replace(key=(params.seed, row.position))
 
-    def shares(self, logits: F32, rows: list[Row]) -> list[tuple[Ids, F64] | ValueError]:
+    def shares(self, logits: F32, rows: list[Row]) -> list[tuple[I64, F64] | ValueError]:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,
         and their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
         `sample_rows`."""
-        self._verify(logits)
-        distributions: list[tuple[Ids, F64] | ValueError] = []
-        for x, row in zip(logits, rows, strict=True):
-            try:
-                pool = self._pool(x, row)
-            except (RequestError, ValueError) as error:
-                distributions.append(_as_value_error(error))
-                continue
-            distributions.append((pool.token_ids, filters.probabilities(pool)))
-        return distributions
+        return [
+            pool if isinstance(pool, ValueError) else (pool.token_ids, filters.probabilities(pool))
+            for pool in self._pools(logits, rows)
+        ]
 
-    def rank(self, logits: F32, rows: list[Row], width: int) -> list[Ids | ValueError]:
+    def rank(self, logits: F32, rows: list[Row], width: int) -> list[I64 | ValueError]:
         """Return the `width` tokens with the greatest sums of scaled logit and noise, best first, for each row of
         `logits` [S, V]: the first is that of `sample_rows`. Where fewer may be drawn, there are fewer."""
-        self._verify(logits)
-        rankings: list[Ids | ValueError] = []
-        for x, row in zip(logits, rows, strict=True):
-            try:
-                pool = self._pool(x, row)
-            except (RequestError, ValueError) as error:
-                rankings.append(_as_value_error(error))
+        rankings: list[I64 | ValueError] = []
+        for x, row, pool in zip(logits, rows, self._pools(logits, rows), strict=True):
+            if isinstance(pool, ValueError):
+                rankings.append(pool)
                 continue
             sums = pool.scaled
             if not row.params.greedy and len(pool.token_ids) > 1:
                 words = noise.bits(row.params.seed or 0, row.position, pool.token_ids)
                 sums = sums + noise.gumbel(words)
             elif row.params.greedy:
-                # Any token may follow; the likeliest does.
+                # Greedy rows are ranked by their logits, without filters.
                 pool, sums = Candidates(np.arange(len(x)), x.astype(np.float64), 0.0), x.astype(np.float64)
             rankings.append(pool.token_ids[largest(sums, min(width, len(sums)))])
         return rankings
 
-    def _pool(self, x: F32, row: Row) -> Candidates:
-        """Return the candidates of a row after all filters."""
-        opened = self._open(0, x, row)
-        if not isinstance(opened, _Open):
-            return Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
-        pool = select(opened.x, opened.greatest, opened.cut._replace(key=None))
-        for stage in opened.plan.stages:
-            pool = self._stage(stage, pool, row)
-        return _steered(pool, row, self.vocab_size) if opened.plan.steers else pool
+    def _pools(self, logits: F32, rows: list[Row]) -> Iterator[Candidates | ValueError]:
+        """Yield the candidates of each row after all filters, or its error."""
+        self._verify(logits)
+        for x, row in zip(logits, rows, strict=True):
+            opened = self._opened(0, x, row)
+            if isinstance(opened, _Open):
+                pool = self._staged(opened, select(opened.x, opened.greatest, opened.cut._replace(key=None)))
+                yield _steered(pool, row, self.vocab_size)
+            elif isinstance(opened, Drawn):
+                yield Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
+            else:
+                yield opened
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         """Return log-probabilities of known tokens: `next_token_ids[i]` under row i of `logits` [P, V]."""
@@ -218,21 +207,9 @@ class Sampler:
             raise ValueError(f"logits have shape {logits.shape}, expected [S, {self.vocab_size}]")
 
     def _sample_some(self, logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
-        results: list[Drawn | ValueError] = []
-        open_rows: list[_Open] = []
-        for index, (x, row) in enumerate(zip(logits, rows, strict=True)):
-            try:
-                opened = self._open(index, x, row)
-            except (RequestError, ValueError) as error:
-                results.append(_as_value_error(error))
-                continue
-            if isinstance(opened, _Open):
-                open_rows.append(opened)
-                results.append(Drawn(-1))
-            else:
-                results.append(opened)
-        for opened, sample in zip(open_rows, self._draw(open_rows), strict=True):
-            results[opened.place] = sample
+        opened = [self._opened(index, x, row) for index, (x, row) in enumerate(zip(logits, rows, strict=True))]
+        samples = iter(self._draw([each for each in opened if isinstance(each, _Open)]))
+        results = [next(samples) if isinstance(each, _Open) else each for each in opened]
         for index, sample in enumerate(results):
             if isinstance(sample, Drawn) and rows[index].params.logprobs is not None:
                 try:
@@ -247,8 +224,14 @@ class Sampler:
             sample.logprob = token_logprob(x, sample.token_id, row.params.logprobs)
         return sample
 
+    def _opened(self, index: int, x: F32, row: Row) -> _Open | Drawn | ValueError:
+        """Return the row after all edits; or its token, where that needs no draw; or its error."""
+        try:
+            return self._open(index, x, row)
+        except (RequestError, ValueError) as error:
+            return error if isinstance(error, ValueError) else ValueError(str(error))
+
     def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
-        """Return the row after all edits; or its token, where that needs no draw."""
         params, best = row.params, row.best
         history = np.array(row.history, np.int64)
         token_id = edits.replayed(params, row.position - row.num_prompt)
@@ -278,7 +261,7 @@ class Sampler:
         cut = plan.cut
         if not plan.stages and not plan.steers:
             cut = Cut(cut.temperature, cut.floor, cut.top_k, cut.top_p, (params.seed, row.position))
-        return _Open(index, row, x, float(x[best]), cut, plan)
+        return _Open(row, x, float(x[best]), cut, plan)
 
     def _plan(self, params: SamplingParams) -> _Plan:
         entry = self._plans.get(id(params))
@@ -290,19 +273,13 @@ class Sampler:
         first = []
         while stages and stages[0] in ("penalties", "dry"):
             first.append(stages.pop(0))
-        edits = bool(
-            first
-            or params.logits_processors
-            or params.logit_bias
-            or params.allowed_token_ids
-            or params.watermark is not None
-        )
+        edits = (first, params.logits_processors, params.logit_bias, params.allowed_token_ids, params.watermark)
         cut, stages = _leading_cut(params, stages)
-        plan = _Plan(first, cut, stages, edits, params.greedy, params.steers)
+        plan = _Plan(first, cut, stages, any(edits), params.greedy, params.steers)
         self._plans[id(params)] = params, plan
         return plan
 
-    def _edit(self, index: int, x: F32, row: Row, history: Ids, first: list[str], bans: list[int]) -> F32:
+    def _edit(self, index: int, x: F32, row: Row, history: I64, first: list[str], bans: list[int]) -> F32:
         """Return a copy of the row after processors, biases, penalties, the watermark, masks and bans."""
         params = row.params
         if index >= len(self._edited):
@@ -323,24 +300,23 @@ class Sampler:
         edited[[token_id for token_id in bans if token_id < self.vocab_size]] = -np.inf
         return edited
 
-    def _draw(self, open_rows: list[_Open]) -> list[Drawn | ValueError]:
+    def _draw(self, open_rows: list[_Open]) -> list[Drawn]:
         if not open_rows:
             return []
         rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in open_rows), strict=True)
         pools = self._select(list(rows), list(greatest), list(cuts))
-        samples: list[Drawn | ValueError] = []
-        finals: list[Candidates] = []
-        wholes: list[Candidates] = []
-        for opened, pool in zip(open_rows, pools, strict=True):
-            for stage in opened.plan.stages:
-                pool = self._stage(stage, pool, opened.row)
-            wholes.append(pool)
-            finals.append(_steered(pool, opened.row, self.vocab_size) if opened.plan.steers else pool)
-        for opened, whole, token_id in zip(open_rows, wholes, _gumbel_argmax(open_rows, finals), strict=True):
-            row = opened.row
-            state = _next_state(row, whole, token_id) if opened.plan.steers else row.state
-            samples.append(Drawn(token_id, state=state))
-        return samples
+        wholes = [self._staged(opened, pool) for opened, pool in zip(open_rows, pools, strict=True)]
+        finals = [_steered(whole, each.row, self.vocab_size) for each, whole in zip(open_rows, wholes, strict=True)]
+        token_ids = _gumbel_argmax(open_rows, finals)
+        return [
+            Drawn(token_id, state=_next_state(opened.row, whole, token_id))
+            for opened, whole, token_id in zip(open_rows, wholes, token_ids, strict=True)
+        ]
+
+    def _staged(self, opened: _Open, pool: Candidates) -> Candidates:
+        for stage in opened.plan.stages:
+            pool = self._stage(stage, pool, opened.row)
+        return pool
 
     def _stage(self, stage: str, pool: Candidates, row: Row) -> Candidates:
         params = row.params
@@ -354,31 +330,31 @@ class Sampler:
         return filters.FILTERS[stage].apply(pool, params)
 
 
-def _as_value_error(error: Exception) -> ValueError:
-    return error if isinstance(error, ValueError) else ValueError(str(error))
-
-
 def _allows(mask: NDArray[np.uint32], token_id: int) -> bool:
     return bool(int(mask[token_id // 32]) >> (token_id % 32) & 1)
 
 
 def _state(row: Row) -> float:
-    """Mirostat's mu, twice the aim before the first token; or adaptive-p's mean, at its aim before that."""
+    """Return mirostat's mu, twice the aim before the first token; or adaptive-p's mean, at its aim before that."""
     if row.state is not None:
         return row.state
     return 2.0 * row.params.mirostat_tau if row.params.mirostat else row.params.adaptive_target
 
 
 def _steered(pool: Candidates, row: Row, vocab_size: int) -> Candidates:
-    """Apply mirostat or adaptive-p to the candidates."""
+    """Apply mirostat or adaptive-p to the candidates, if the parameters request either."""
+    if not row.params.steers:
+        return pool
     if row.params.mirostat:
         return filters.mirostat(pool, row.params, _state(row), vocab_size)
     return filters.adaptive_p(pool, row.params, _state(row))
 
 
-def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
-    """The state of mirostat or adaptive-p after `token_id`; `pool` are the candidates before either."""
+def _next_state(row: Row, pool: Candidates, token_id: int) -> float | None:
+    """Return the state of mirostat or adaptive-p after `token_id`; `pool` are the candidates before either."""
     params = row.params
+    if not params.steers:
+        return row.state
     place = int(np.searchsorted(pool.token_ids, token_id))
     if params.mirostat:
         return _state(row) - params.mirostat_eta * (float(filters.surprise(pool)[place]) - params.mirostat_tau)
@@ -418,7 +394,7 @@ def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[s
 
 
 def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
-    """Log-softmax of `row` [V] at `token_id`, its rank, and the `num_top` likeliest (-1: all), best first."""
+    """Return the log-softmax of `row` [V] at `token_id`, its rank, and the `num_top` likeliest (-1: all) in order."""
     if not 0 <= token_id < len(row):
         raise ValueError(f"token id {token_id} is not below the vocabulary size {len(row)}")
     x = row.astype(np.float64)
@@ -436,7 +412,7 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
 
 
 def _gumbel_argmax(open_rows: list[_Open], pools: list[Candidates]) -> list[int]:
-    """Of each pool the id whose scaled logit plus noise is greatest."""
+    """Return for each pool the id whose scaled logit plus noise is greatest."""
     token_ids = [int(pool.token_ids[0]) if len(pool.token_ids) == 1 else -1 for pool in pools]
     few = [i for i, pool in enumerate(pools) if 1 < len(pool.token_ids) <= FEW]
     if few:
@@ -460,7 +436,7 @@ def _gumbel_argmax(open_rows: list[_Open], pools: list[Candidates]) -> list[int]
 
 
 def _of_many(pool: Candidates, seed: int, position: int) -> int:
-    """The same for one pool of any size."""
+    """Return the same for one pool of any size."""
     token_ids, scaled = pool.token_ids, pool.scaled
     # Noise cannot lift a token from further below the likeliest one's sum.
     first = token_ids[np.argmax(scaled)][None]
@@ -478,7 +454,10 @@ def _of_many(pool: Candidates, seed: int, position: int) -> int:
 
 
 def _likeliest(x: F32 | F64) -> int:
-    """Lowest index of the greatest entry. numpy's argmax gives the first, and the first NaN where there is one."""
+    """Return the lowest index of the greatest entry: numpy's argmax gives the first, or the first NaN if there is one.
+
+    Raises `NonFiniteLogitsError`.
+    """
     best = int(np.argmax(x))
     _verify_greatest(x, best)
     return best

@@ -20,8 +20,6 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.params import Watermark
 from headrace.sampling import noise
 
-Bools = NDArray[np.bool_]
-
 
 class Detection(NamedTuple):
     """Evidence of a mark in a text: of `num_tokens` tokens, `num_green` are green. `z_score` is by how many standard
@@ -33,7 +31,7 @@ class Detection(NamedTuple):
     p_value: float
 
 
-def green(mark: Watermark, previous: int, vocab_size: int) -> Bools:
+def green(mark: Watermark, previous: int, vocab_size: int) -> NDArray[np.bool_]:
     """Whether each token id below `vocab_size` is green after the token `previous`."""
     words = noise.bits_of_all(mark.hashing_key, previous, vocab_size, noise.WATERMARK)
     return words < _bar(mark)

@@ -1,8 +1,8 @@
 """The HTTP server: routes, health, metrics, and `serve`, which puts tokenizer, engine client and uvicorn together.
 
-This is a composition root. `gates.limits` reads every POST body, `errors` shapes every error, and `gates.streams` ends
-the requests of clients that hang up. The engine runs in another process; nothing here imports torch. Called by the
-commands `serve` and `run-batch`.
+This is a composition root. `gates.limits` reads every POST body, `errors` shapes every error, and `routing` ends the
+requests of clients that hang up. The engine runs in another process; nothing here imports torch. Called by the commands
+`serve` and `run-batch`.
 """
 
 from __future__ import annotations
@@ -38,48 +38,28 @@ from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, HeadraceError, RequestError
 from headrace.serve import openapi, routing
-from headrace.serve.apis.anthropic import errors as anthropic_errors
-from headrace.serve.apis.anthropic import paths as anthropic_paths
-from headrace.serve.apis.llama_server import errors as llama_errors
-from headrace.serve.apis.llama_server import paths as llama_paths
-from headrace.serve.apis.llama_server.service import tokenize as tokenize_content
-from headrace.serve.apis.ollama import errors as ollama_errors
-from headrace.serve.apis.ollama import paths as ollama_paths
+from headrace.serve.apis.anthropic import paths as anthropic
+from headrace.serve.apis.llama_server import service as llama_server
+from headrace.serve.apis.ollama import service as ollama
 from headrace.serve.apis.openai import completions as openai_completions
-from headrace.serve.apis.openai import paths as openai_paths
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call import schema
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.replies import Tokenized
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import error_response, json_response
-from headrace.serve.gates.auth import ApiKeyGate, refusal
-from headrace.serve.gates.calls import CallGate
+from headrace.serve.errors import CallError, api_of, error_response, json_response
+from headrace.serve.gates.auth import ApiKeyGate, KeyRing
+from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.gates.connection import Connection
-from headrace.serve.gates.deadlines import DeadlineGate
-from headrace.serve.gates.headers import HeaderGate, allowed_hosts, allowed_origins, is_loopback
-from headrace.serve.gates.keys import KeyRing
 from headrace.text.inputs import seed_source
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
 
-# The functions that shape errors for APIs other than OpenAI's, by the prefix of the path.
-REFUSALS = {"/v1/messages": anthropic_errors.refuse, "/api/": ollama_errors.refuse}
-REFUSALS |= dict.fromkeys(llama_errors.UNDER, llama_errors.refuse)
 # Seconds that a client has to read the last event of its stream after draining ends.
-LAST_WORDS_S = 5.0
-
-
-class RouteError(HeadraceError):
-    """There is no such route, or it does not have this method."""
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status = status
-        self.code = "not_found" if status == 404 else "invalid_request_error"
-        super().__init__(message)
+STREAM_END_S = 5.0
 
 
 def create_app(
@@ -110,38 +90,38 @@ def create_app(
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    life = Life(client, server.log_stats_interval, served.warm_up, storage, tracer)
-    app = Starlette(lifespan=life.run)
+    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, tracer)
+    app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
-    app.state.life = life
+    app.state.lifespan = lifespan
     app.state.client = client
-    openai_paths.add_routes(app, served, functools.partial(audit.of_form, audits))
-    anthropic_paths.add_routes(app, served)
-    ollama_paths.add_routes(app, served)
-    llama_paths.add_routes(app, served)
+    openai_completions.add_routes(app, served, functools.partial(audit.of_form, audits))
+    anthropic.add_routes(app, served)
+    ollama.add_routes(app, served)
+    llama_server.add_routes(app, served)
     _add_tokenize(app, served)
     add_storage_routes(app, storage)
-    _add_operations(app, client, metrics, life)
+    _add_operations(app, client, metrics, lifespan)
     openapi.add_routes(app, model, bool(ring))
+
+    apis = list(dict.fromkeys(operation.api for operation in routing.operations(app)))
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             return error_response(error)
-        route_error = RouteError(error.status_code, f"route: {error.detail}")
-        response = refusal(REFUSALS, request.url.path, route_error)
-        response.headers.update(error.headers or {})
+        code = "not_found" if error.status_code == 404 else "invalid_request_error"
+        route_error = CallError(error.status_code, code, f"route: {error.detail}", error.headers)
+        response = error_response(route_error, api_of(apis, request.url.path))
         if error.status_code == 405:
             # Starlette names the methods of one route, and a path may have several.
             response.headers["allow"] = ", ".join(_methods(app, request.url.path))
         return response
 
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_middleware(DeadlineGate, most=server.max_request_timeout, refusals=REFUSALS)
-    app.add_middleware(ApiKeyGate, ring=ring, rates=rates, refusals=REFUSALS)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
-    app.add_middleware(HeaderGate, hosts=hosts, origins=origins, refusals=REFUSALS)
-    app.add_middleware(CallGate)
+    gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
+    app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=apis)
     if not ring and not is_loopback(server.host):
         logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)
     return app
@@ -168,19 +148,18 @@ def _methods(app: Starlette, path: str) -> list[str]:
 
 
 def _add_tokenize(app: Starlette, model: ServedModel) -> None:
-    async def tokenize(request: Request) -> Response:
+    async def tokenize(body: dict[str, Any]) -> Tokenized:
         """Text, or messages, to token ids."""
-        body = await routing.body(request)
         # llama-server's body has a content, vLLM's a prompt or messages.
         if body.get("content") is not None:
-            return json_response(await tokenize_content(model, schema.parse(schema.TokenizeRequest, body)))
-        return json_response(await openai_completions.tokenize(model, body))
+            return await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
+        return await openai_completions.tokenize(model, body)
 
     routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=Tokenized)
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The reply of the probes: one word of `Life.status`, or "live", "serving" or "silent"."""
+    """The reply of the probes: one word of `Lifespan.status`, or "live", "serving" or "silent"."""
 
     status: str
 
@@ -191,36 +170,34 @@ class Load(msgspec.Struct, kw_only=True):
     server_load: int
 
 
-def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics, life: Life) -> None:
-    async def live(request: Request) -> Response:
+def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics, lifespan: Lifespan) -> None:
+    def live() -> Status:
         """The process answers."""
-        return json_response(Status(status="live"))
+        return Status(status="live")
 
-    async def ready(request: Request) -> Response:
+    def ready() -> Response:
         """The engine makes tokens."""
-        status = life.status()
-        return json_response(Status(status=status), 200 if status == "ready" else 503)
+        return probed(lifespan.status(), "ready")
 
-    async def serving(request: Request) -> Response:
+    async def serving() -> Response:
         """The engine makes steps, or answers at once if it has nothing to do."""
-        status = life.status()
+        status = lifespan.status()
         if status == "ready":
             status = "serving" if await client.answers() else "silent"
-        return json_response(Status(status=status), 200 if status == "serving" else 503)
+        return probed(status, "serving")
 
-    async def ping(request: Request) -> Response:
-        """The engine makes tokens."""
-        return await ready(request)
+    def probed(status: str, good: str) -> Response:
+        return json_response(Status(status=status), 200 if status == good else 503)
 
-    async def version(request: Request) -> Response:
+    def version() -> routing.Version:
         """headrace's version."""
-        return json_response(routing.Version(version=__version__))
+        return routing.Version(version=__version__)
 
-    async def load(request: Request) -> Response:
+    def load() -> Load:
         """How many requests are open."""
-        return json_response(Load(server_load=client.num_unfinished))
+        return Load(server_load=client.num_unfinished)
 
-    async def scrape(request: Request) -> Response:
+    def scrape() -> Response:
         """Metrics in Prometheus' text format."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
@@ -228,13 +205,13 @@ def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics
     routing.get(app, "/health/serving", serving, gives=Status)
     routing.get(app, "/health/ready", ready, gives=Status)
     routing.get(app, "/health", ready, gives=Status)
-    routing.add(app, "/ping", ping, ("GET", "HEAD", "POST"), gives=Status)
+    routing.add(app, "/ping", ready, ("GET", "HEAD", "POST"), gives=Status)
     routing.get(app, "/version", version, gives=routing.Version)
     routing.get(app, "/load", load, gives=Load)
     routing.get(app, "/metrics", scrape, media_type="text/plain")
 
 
-class Life:
+class Lifespan:
     """The application's lifespan and its state: loading, ready, restarting, stalled, dead or draining."""
 
     def __init__(
@@ -293,7 +270,7 @@ class Life:
         try:
             await self._warm_up()
             await self.client.start()
-            self._tell_start()
+            self._log_start()
             self.storage.start()
         except Exception as error:  # whatever it is: a server that loads for ever would tell nobody
             self.failure = error
@@ -306,7 +283,7 @@ class Life:
         self.failure = EngineDeadError("the engine died too often")
         self.ended.set()
 
-    def _tell_start(self) -> None:
+    def _log_start(self) -> None:
         info = self.client.info
         num_tokens = info.num_blocks * info.block_size
         logger.info("%s: dtype %s, backend %s, device %s", info.model, info.dtype, info.backend, info.device)
@@ -356,9 +333,9 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain."""
 
-    def __init__(self, config: uvicorn.Config, life: Life, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, lifespan: Lifespan, drain_seconds: float) -> None:
         super().__init__(config)
-        self._life = life
+        self._lifespan = lifespan
         self._drain_seconds = drain_seconds
 
     @contextlib.contextmanager
@@ -372,7 +349,7 @@ class _Uvicorn(uvicorn.Server):
         # A second signal ends the server without a drain.
         self.force_exit = self.should_exit
         self.should_exit = True
-        self._life.drain(self._drain_seconds)
+        self._lifespan.drain(self._drain_seconds)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -439,19 +416,19 @@ def run(app: Starlette, server: ServerConfig) -> int:
         server_header=False,
         ws="none",
         lifespan="on",
-        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + LAST_WORDS_S),
+        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + STREAM_END_S),
     )
-    life = app.state.life
+    lifespan = app.state.lifespan
     # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
     # delay every call by a tenth of a second.
     gc.collect()
     gc.freeze()
-    return asyncio.run(_run(_Uvicorn(config, life, server.shutdown_timeout), life))
+    return asyncio.run(_run(_Uvicorn(config, lifespan, server.shutdown_timeout), lifespan))
 
 
-async def _run(server: uvicorn.Server, life: Life) -> int:
+async def _run(server: uvicorn.Server, lifespan: Lifespan) -> int:
     async def stop_when_dead() -> None:
-        await life.ended.wait()
+        await lifespan.ended.wait()
         server.should_exit = True
 
     watch = asyncio.create_task(stop_when_dead())
@@ -459,4 +436,4 @@ async def _run(server: uvicorn.Server, life: Life) -> int:
         await server.serve()
     finally:
         watch.cancel()
-    return 1 if life.failure is not None or not server.started else 0
+    return 1 if lifespan.failure is not None or not server.started else 0

@@ -1,14 +1,14 @@
-"""Turns exceptions into replies in the shape of OpenAI's API, {"error": {message, type, param, code}}.
+"""Turns exceptions into replies, in the shape of the API that was called: an `Api` is one such shape.
 
-All replies to exceptions are made here; the other APIs pass `error_response` a shape of their own. An unexpected
-exception is logged with its traceback, and the client gets an internal error without a path or a name (S-22). Every
-status that the server sends is a row of `STATUSES`. Knows no routes.
+All replies to exceptions are made here. An unexpected exception is logged with its traceback, and the client gets an
+internal error without a path or a name (S-22). Every status that the server sends is a row of `STATUSES`. Knows no
+routes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -52,6 +52,15 @@ STATUSES = {
 }
 
 
+class CallError(HeadraceError):
+    """A call that the server refuses: the HTTP status, the code and the message of its error, and the reply's further
+    headers."""
+
+    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        self.status, self.code, self.headers = status, code, headers or {}
+        super().__init__(message)
+
+
 class ErrorBody(msgspec.Struct, kw_only=True):
     message: str
     type: str
@@ -65,11 +74,34 @@ class Error(msgspec.Struct, kw_only=True):
     error: ErrorBody
 
 
-Shape = Callable[[BaseException], tuple[int, msgspec.Struct]]
-"""A function that returns the status and body for any exception."""
+def event(body: object, name: str = "") -> bytes:
+    """Return one server-sent event."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def error_body(error: BaseException) -> tuple[int, Error]:
+class Api(NamedTuple):
+    """The shape of an API's errors.
+
+    `shape` returns the struct, an `error_type`, for an HTTP status and OpenAI's body; `encode` writes it as the end of
+    a broken stream. `prefixes` are those of the API's paths; all other paths are OpenAI's.
+    """
+
+    error_type: type[msgspec.Struct]
+    shape: Callable[[int, ErrorBody], msgspec.Struct]
+    encode: Callable[[msgspec.Struct], bytes] = event
+    prefixes: tuple[str, ...] = ()
+
+
+OPENAI = Api(Error, lambda status, body: Error(error=body))
+
+
+def api_of(apis: Sequence[Api], path: str) -> Api:
+    """Return the API that a path belongs to."""
+    return next((api for api in apis if path.startswith(api.prefixes)), OPENAI)
+
+
+def error_body(error: BaseException) -> tuple[int, ErrorBody]:
     """Return status and body for any exception."""
     if isinstance(error, HeadraceError):
         status, code, message = error.status, error.code, str(error)
@@ -80,18 +112,22 @@ def error_body(error: BaseException) -> tuple[int, Error]:
         message += f" of the request {call_id}" if call_id else ""
     kind = STATUSES[status].kind if status in STATUSES else STATUSES[400 if status < 500 else 500].kind
     param = error.field if isinstance(error, RequestError) else None
-    return status, Error(error=ErrorBody(message=message, type=kind, param=param, code=code))
+    return status, ErrorBody(message=message, type=kind, param=param, code=code)
 
 
-def error_response(
-    error: BaseException, headers: Mapping[str, str] | None = None, shape: Shape = error_body
-) -> Response:
+def error_response(error: BaseException, api: Api = OPENAI) -> Response:
     """Return the reply for `error`."""
-    status, body = shape(error)
-    headers = dict(headers or {})
-    if isinstance(error, QueueFullError):
-        headers["retry-after"] = str(error.retry_after)
-    return json_response(body, status, headers)
+    status, body = error_body(error)
+    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else None
+    response = json_response(api.shape(status, body), status, headers)
+    if isinstance(error, CallError):
+        response.headers.update(error.headers)
+    return response
+
+
+def error_event(error: BaseException, api: Api = OPENAI) -> bytes:
+    """Return the end of a stream that `error` broke."""
+    return api.encode(api.shape(*error_body(error)))
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -7,31 +7,20 @@ are allowed, for a reply has them in its `warnings`. Knows routes by `routing.op
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.parameters import APIS, names_in
 from headrace.serve import docs_page, routing
-from headrace.serve.apis.anthropic import errors as anthropic_errors
-from headrace.serve.apis.llama_server import errors as llama_errors
-from headrace.serve.apis.ollama import errors as ollama_errors
 from headrace.serve.call import schema
-from headrace.serve.call.llama_options import WIDER
-from headrace.serve.errors import STATUSES, Error, error_response, json_response
+from headrace.serve.call.sampling import WIDER
+from headrace.serve.errors import STATUSES
 
-ERRORS: Mapping[routing.Refusal, type[msgspec.Struct]] = {
-    error_response: Error,
-    anthropic_errors.refuse: anthropic_errors.AnthropicError,
-    ollama_errors.refuse: ollama_errors.OllamaError,
-    llama_errors.refuse: llama_errors.LlamaError,
-}
 # Which row of the bounds table holds for a number, where the names differ.
 ROWS = (
     {name: field for api in APIS for field, name in names_in(api).items()}
@@ -51,8 +40,8 @@ REF = "#/components/schemas/{name}"
 def document(app: Starlette, model: str, locked: bool) -> dict[str, Any]:
     """Return the document. `model` is the one that is served; `locked`: a key is needed."""
     operations = routing.operations(app)
-    kinds = [kind for each in operations for kind in (each.takes, each.gives, *each.chunks) if kind is not None]
-    schemas = Schemas(kinds)
+    kinds = [(each.takes, each.gives, *each.chunks, each.api.error_type) for each in operations]
+    schemas = Schemas([kind for each in kinds for kind in each if kind is not None])
     for name, form in schemas.components.items():
         if name.endswith("Request"):
             # Ollama's clients load a model by a chat without messages.
@@ -84,7 +73,7 @@ class Schemas:
 
     def __init__(self, kinds: list[Any]) -> None:
         unique: list[Any] = []
-        for kind in [*kinds, *ERRORS.values()]:
+        for kind in kinds:
             if kind not in unique:
                 unique.append(kind)
         self._kinds = unique
@@ -186,7 +175,7 @@ def _operation(each: routing.Operation, path: str, schemas: Schemas) -> dict[str
     responses: dict[str, Any] = {}
     if not each.unserved:
         responses["200"] = {"description": "Done.", "content": content}
-    error = {"application/json": {"schema": schemas.of(ERRORS[each.refuse])}}
+    error = {"application/json": {"schema": schemas.of(each.api.error_type)}}
     for status, row in STATUSES.items():
         if (status == 501) == each.unserved or status in (401, 503):
             responses[str(status)] = {"description": row.why, "content": error}
@@ -199,11 +188,11 @@ def _operation(each: routing.Operation, path: str, schemas: Schemas) -> dict[str
 def add_routes(app: Starlette, model: str, locked: bool) -> None:
     """Add `/openapi.json` and `/docs`; after all others."""
 
-    async def described(request: Request) -> Response:
+    def described() -> dict[str, Any]:
         """This document."""
-        return json_response(document(app, model, locked))
+        return document(app, model, locked)
 
-    async def docs(request: Request) -> Response:
+    def docs() -> Response:
         """This document as a page for people."""
         page = docs_page.render(document(app, model, locked))
         return Response(page, media_type="text/html", headers=docs_page.HEADERS)

@@ -1,13 +1,22 @@
-"""Adds an API's functions to the application as routes, and sends their answers and errors.
+"""Adds functions to the application as routes, and sends what they return: a struct, or an answer, whole or streamed.
 
 Each API is a module with a function that adds its routes through `get`, `post` and `add`; `serve.app` calls that
-function. `operations` keeps the structs of a route's bodies for the OpenAPI document. Knows no API.
+function. `operations` keeps the structs of a route's bodies for the OpenAPI document. The connection is watched while
+the engine works: if the client hangs up, its requests end at once (R-04). If it stops reading, the connection is closed
+after `STALL_S`, and the batch never waits for it (R-14). A stream that breaks ends with an error event and without
+`[DONE]` (R-15, I-25). Knows no API.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -16,12 +25,16 @@ from starlette.responses import Response
 
 from headrace.engine import context
 from headrace.engine.generation import off_loop
-from headrace.serve.errors import error_response, json_response
-from headrace.serve.gates.limits import parse_json, read_body
-from headrace.serve.gates.streams import EventStream, until_gone
+from headrace.serve.errors import OPENAI, Api, error_event, error_response, json_response
+from headrace.serve.gates.limits import ClientGoneError, Receive, Scope, parse_json, read_body
 
-Endpoint = Callable[[Request], Awaitable[Any]]
-Refusal = Callable[[BaseException], Response]
+logger = logging.getLogger("headrace.server")
+
+# How long a write to a client may block.
+STALL_S = 30.0
+EVENT_STREAM = "text/event-stream"
+
+T = TypeVar("T")
 
 
 class Operation(NamedTuple):
@@ -35,7 +48,7 @@ class Operation(NamedTuple):
     path: str
     method: str
     summary: str
-    refuse: Refusal
+    api: Api
     takes: Any = None
     gives: Any = None
     media_type: str = "application/json"
@@ -51,44 +64,89 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
-class Readable(Protocol):
-    """An answer, read once: by `whole`, which returns a struct, or by `events`. `close` aborts its requests."""
+class Readable(ABC):
+    """An answer in the shape of an API, read once: by `whole`, or by `events` if `stream`.
 
-    @property
-    def id(self) -> str: ...
+    `answer` is that of `serve.call`, `headers` are further ones of the reply.
+    """
 
-    @property
-    def stream(self) -> bool: ...
+    headers: Mapping[str, str] = {}
+    media_type = EVENT_STREAM
 
-    async def whole(self) -> Any: ...
+    def __init__(self, answer: Any, stream: bool) -> None:
+        self.answer = answer
+        self.id: str = answer.id
+        self.stream = stream
 
-    def events(self) -> AsyncIterator[bytes]: ...
+    @abstractmethod
+    async def whole(self) -> Any:
+        """Return the reply's struct. Raises the engine's errors."""
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def events(self) -> AsyncIterator[bytes]:
+        """Yield the reply in pieces. Raises the engine's errors."""
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self.answer.close()
 
 
-def get(app: Starlette, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
-    """Add a route for GET and HEAD. `about` are fields of `Operation`."""
-    add(app, path, endpoint, ("GET", "HEAD"), refuse, **about)
+async def body(request: Request) -> dict[str, Any]:
+    """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
+    raw = await read_body(request.scope, request.receive)
+    return await off_loop(len(raw) // 16, lambda: parse_json(raw))
 
 
-def post(app: Starlette, path: str, endpoint: Endpoint, refuse: Refusal = error_response, **about: Any) -> None:
-    """Add a route for POST. `about` are fields of `Operation`."""
-    add(app, path, endpoint, ("POST",), refuse, **about)
+def get(app: Starlette, path: str, function: Callable[..., Any], api: Api = OPENAI, **about: Any) -> None:
+    """Add a route for GET and HEAD; see `add`."""
+    add(app, path, function, ("GET", "HEAD"), api, **about)
+
+
+def post(app: Starlette, path: str, function: Callable[..., Any], api: Api = OPENAI, **about: Any) -> None:
+    """Add a route for POST; see `add`."""
+    add(app, path, function, ("POST",), api, **about)
 
 
 def add(
     app: Starlette,
     path: str,
-    endpoint: Endpoint,
+    function: Callable[..., Any],
     methods: Sequence[str],
-    refuse: Refusal = error_response,
+    api: Api = OPENAI,
+    read: Callable[[Request], Awaitable[Any]] = body,
     **about: Any,
 ) -> None:
-    """Add a route for `methods`. `refuse` returns the reply for an error of `endpoint`."""
-    app.add_route(path, guarded(endpoint, refuse), list(methods))
-    summary = about.pop("summary", (endpoint.__doc__ or "").strip().partition("\n")[0])
-    operations(app).extend(Operation(path, method, summary, refuse, **about) for method in methods if method != "HEAD")
+    """Add a route for `methods`.
+
+    `function` gets the parameters of the path, then what `read` makes of the body if the route takes one, then the
+    URL's parameters if the route has some. It returns a struct, a `Readable` or a `Response`, or an awaitable of one;
+    what it raises is replied in the shape of `api`. The first line of its docstring is the summary of the route.
+    `about` are fields of `Operation`.
+    """
+    documented = function.func if isinstance(function, functools.partial) else function
+    summary = about.pop("summary", (documented.__doc__ or "").strip().partition("\n")[0])
+    added = [Operation(path, method, summary, api, **about) for method in methods if method != "HEAD"]
+    operation, takes_body = added[0], added[0].takes is not None or read is not body
+
+    async def endpoint(request: Request) -> Any:
+        try:
+            arguments = [*request.path_params.values()]
+            if takes_body:
+                arguments.append(await read(request))
+            if operation.query:
+                arguments.append(request.query_params)
+            result = function(*arguments)
+            if inspect.isawaitable(result):
+                # A stream is watched when it is sent.
+                result = await (result if operation.streams else until_gone(request.receive, result))
+            if isinstance(result, Readable):
+                return await deliver(request, result, api)
+            return result if isinstance(result, Response) else json_response(result)
+        except Exception as error:
+            return error_response(error, api)
+
+    app.add_route(path, endpoint, list(methods))
+    operations(app).extend(added)
 
 
 def operations(app: Starlette) -> list[Operation]:
@@ -99,40 +157,13 @@ def operations(app: Starlette) -> list[Operation]:
     return added
 
 
-def guarded(endpoint: Endpoint, refuse: Refusal = error_response) -> Endpoint:
-    """Return `endpoint` with every error turned into a reply."""
-
-    async def guarded(request: Request) -> Any:
-        try:
-            return await endpoint(request)
-        except Exception as error:
-            return refuse(error)
-
-    return guarded
-
-
-async def body(request: Request) -> dict[str, Any]:
-    """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
-    raw = await read_body(request.scope, request.receive)
-    return await off_loop(len(raw) // 16, lambda: parse_json(raw))
-
-
-async def deliver(
-    request: Request,
-    answer: Readable,
-    media_type: str = "text/event-stream",
-    failure: Callable[[BaseException], bytes] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Any:
-    """Send `answer`, whole or streamed, and abort it if the client hangs up or an error is raised.
-
-    `failure` returns the last event of a broken stream; by default OpenAI's.
-    """
-    all_headers = id_header(answer.id) | dict(headers or {})
+async def deliver(request: Request, answer: Readable, api: Api) -> Any:
+    """Send `answer`, whole or streamed, and abort it if the client hangs up or an error is raised."""
+    headers = id_header(answer.id) | dict(answer.headers)
     try:
         if answer.stream:
-            return EventStream(answer.events(), answer.close, all_headers, media_type, failure)
-        return json_response(await until_gone(request.receive, answer.whole()), headers=all_headers)
+            return EventStream(answer, headers, api)
+        return json_response(await until_gone(request.receive, answer.whole()), headers=headers)
     except BaseException:
         answer.close()
         raise
@@ -145,3 +176,68 @@ def id_header(answer_id: str) -> dict[str, str]:
     if context.current().is_callers or not context.REQUEST_ID.fullmatch(answer_id):
         return {}
     return {"x-request-id": answer_id}
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Do `work` unless the client hangs up first; then cancel it. Raises `ClientGoneError`."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError("the client hung up")
+    finally:
+        for each in (task, watch):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """An ASGI response of server-sent events, or of lines of JSON. Closes the answer at the end, also after errors."""
+
+    def __init__(self, answer: Readable, headers: Mapping[str, str], api: Api) -> None:
+        super().__init__(media_type=answer.media_type)
+        self._answer = answer
+        self._api = api
+        # The headers of the base class would declare a length.
+        self._sent_headers = [
+            (b"content-type", f"{answer.media_type}; charset=utf-8".encode()),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *((name.encode(), value.encode("ascii", "replace")) for name, value in headers.items()),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
+        try:
+            await until_gone(receive, self._send_all(send))
+        except ClientGoneError:
+            logger.debug("a client left in the middle of its stream")
+        except TimeoutError:
+            logger.warning("a client did not read its stream for %g s; it was given up", STALL_S)
+        finally:
+            self._answer.close()
+
+    async def _send_all(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._sent_headers})
+        async with contextlib.aclosing(self._answer.events()) as events:  # type: ignore[type-var]
+            try:
+                async for event in events:
+                    await self._send(send, event, more=True)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                await self._send(send, error_event(error, self._api), more=True)
+        await self._send(send, b"", more=False)
+
+    @staticmethod
+    async def _send(send: Any, body: bytes, more: bool) -> None:
+        async with asyncio.timeout(STALL_S):
+            await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,9 +1,9 @@
 """Child processes of bounded time and memory, for work of unknown cost: both ends of the pipe.
 
 `BoundedProcess` starts the program when it is first needed and again after it was killed; `serve` is the program's
-loop, with a bound on processor time for each job and on memory for all. They exchange frames on stdin and stdout
-(4-byte length, little-endian). Knows no jobs; `templates` and `sandbox` render chat templates with it, `grammars` and
-`grammar_sandbox` build grammars.
+loop, with a bound on processor time for each job and on memory for all. They exchange frames of msgpack on stdin and
+stdout (4-byte length, little-endian). Knows no jobs; `templates` and `sandbox` render chat templates with it,
+`grammars` and `grammar_sandbox` build grammars.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
+
+import msgspec
 
 from headrace.protocol.errors import HeadraceError
 
+Reply = TypeVar("Reply")
+
 MAX_WALL_SECONDS = 30.0
-"""A backstop behind the bound on processor time, wide enough for a machine under load."""
+"""For a process that uses no processor time and does not answer; long enough for a machine under load."""
 
 
 class BoundedProcess:
-    """`python -m MODULE ARGUMENTS`, one job at a time, in whichever thread calls.
+    """`python -m MODULE MAX_CPU_SECONDS`, which does one job at a time, for any thread.
 
-    The process ends with `close`, with this object or with the program, whichever comes first.
+    The process ends at `close`, or when this object or the program ends.
 
     Args:
+        max_cpu_seconds: processor time of one job: the module's `serve` ends the process after it.
         greeting: makes the first frame for a new process; None: it gets none.
-        max_cpu_seconds: processor time of one job, for messages only: `serve` enforces it.
     """
 
-    def __init__(
-        self,
-        module: str,
-        arguments: list[str],
-        max_cpu_seconds: float,
-        greeting: Callable[[], bytes] | None = None,
-    ) -> None:
-        self._command = [sys.executable, "-P", "-m", module, *arguments]
+    def __init__(self, module: str, max_cpu_seconds: float, greeting: Callable[[], bytes] | None = None) -> None:
+        self._command = [sys.executable, "-P", "-m", module, str(max_cpu_seconds)]
         self._max_cpu_seconds = max_cpu_seconds
         self._greeting = greeting
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
-    def run(self, body: bytes) -> bytes | str:
-        """Return the answer to a job, or a text that says why its process ended. Raises `HeadraceError` if none
-        starts."""
+    def run(self, job: object, reply_type: type[Reply]) -> Reply | str:
+        """Return the reply to a job, or a text that says why its process ended.
+
+        Raises `HeadraceError` if no process starts, and what msgspec raises for a job that is not plain data.
+        """
+        body = msgspec.msgpack.encode(job)
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._stop()
@@ -61,7 +62,9 @@ class BoundedProcess:
                 if self._greeting is not None and self._exchange(self._process, self._greeting()) is None:
                     raise HeadraceError(f"the process of {self._command[3]} does not start: {self._reason_of_end()}")
             reply = self._exchange(self._process, body)
-            return self._reason_of_end() if reply is None else reply
+            if reply is None:
+                return self._reason_of_end()
+        return msgspec.msgpack.decode(reply, type=reply_type)
 
     def close(self) -> None:
         """End the process. A later `run` starts another."""
@@ -81,7 +84,7 @@ class BoundedProcess:
             write_frame(stdin, body)
         except BrokenPipeError:
             return None
-        # The program writes its frame in one go, so what can be read will come to its end.
+        # The program writes a frame in one call: once a part of it can be read, the rest comes too.
         if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return None
         return read_frame(stdout)
@@ -100,7 +103,7 @@ class BoundedProcess:
 
 def _end(process: subprocess.Popen[bytes]) -> int:
     stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
-    # A process whose input has ended exits; one that has closed its output is about to.
+    # The process exits at the end of its input.
     with contextlib.suppress(BrokenPipeError):
         stdin.close()
     try:

@@ -23,7 +23,7 @@ from headrace.text.tokenizer import Tokenizer
 MAX_VERDICTS = 1024
 MAX_CPU_SECONDS = 1.0
 SANDBOX = "headrace.text.grammar_sandbox"
-"""The program of the process, by name, so that its imports cost nothing where there are no constraints."""
+"""The program of the process, by name: without constraints, its imports take no time."""
 
 
 class Verdict(msgspec.Struct):
@@ -53,7 +53,7 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self._width = width
         self._eos_token_ids = eos_token_ids
-        self._process = BoundedProcess(SANDBOX, [str(max_cpu_seconds)], max_cpu_seconds, self._vocabulary)
+        self._process = BoundedProcess(SANDBOX, max_cpu_seconds, self._vocabulary)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammars")
@@ -115,11 +115,11 @@ class GrammarChecker:
             raise RequestError("ignore_eos", True, "false with structured_outputs: an answer ends where its form does")
 
     def _try(self, constraint: StructuredOutputs) -> Verdict:
-        reply = self._process.run(msgspec.msgpack.encode(constraint))
+        reply = self._process.run(constraint, Verdict)
         if isinstance(reply, str):
             bound = f"one that can be built in bounded time and memory; {reply}"
             return Verdict((f"structured_outputs.{constraint.kind}", bound))
-        return msgspec.msgpack.decode(reply, type=Verdict)
+        return reply
 
     def _vocabulary(self) -> bytes:
         tokenizer = self._tokenizer

@@ -1,8 +1,10 @@
-"""The output of a request: deltas from the engine, the state that collects them, and vLLM's result objects.
+"""The output of a request: deltas from the engine, the state that collects them, vLLM's result objects, and the parts
+of a chat answer.
 
 `RequestState.feed` is the one place where tokens become text, where a stop string ends an answer, and where
-log-probabilities and times are collected, called by `LLM` on its own loop and by the server on an event loop. Knows no
-sockets and no asyncio.
+log-probabilities and times are collected, called by `LLM` on its own loop and by the server on an event loop. A
+`MessageParser` gets that text in pieces, cut anywhere, and returns the parts that each piece adds: content, reasoning
+and tool calls; `reasoning` and `tools` have the parsers. Knows no sockets and no asyncio.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -54,6 +56,21 @@ class Delta(msgspec.Struct):
         self.finish = self.finish or later.finish
         self.beams = self.beams or later.beams
         self.pooled = self.pooled or later.pooled
+
+    def by_token(self) -> list[Delta]:
+        """Return this delta cut into deltas of one token each, if it has log-probabilities; else, and for a search,
+        this delta alone."""
+        if len(self.token_ids) < 2 or not self.logprobs or self.beams is not None:
+            return [self]
+        parts = [
+            Delta(self.time, self.first_time, self.last_time, [token_id], [entry])
+            for token_id, entry in zip(self.token_ids, self.logprobs, strict=True)
+        ]
+        first, last = parts[0], parts[-1]
+        first.prompt_logprobs, first.start_time = self.prompt_logprobs, self.start_time
+        first.num_cached_tokens = self.num_cached_tokens
+        last.finish, last.pooled = self.finish, self.pooled
+        return parts
 
 
 def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
@@ -101,19 +118,19 @@ class RequestMetrics(msgspec.Struct):
 
     @property
     def time_in_queue(self) -> float | None:
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+        return _between(self.arrival_time, self.first_scheduled_time)
 
     @property
     def prefill_time(self) -> float | None:
-        if self.first_token_time is None or self.first_scheduled_time is None:
-            return None
-        return self.first_token_time - self.first_scheduled_time
+        return _between(self.first_scheduled_time, self.first_token_time)
 
     @property
     def decode_time(self) -> float | None:
-        if self.last_token_time is None or self.first_token_time is None:
-            return None
-        return self.last_token_time - self.first_token_time
+        return _between(self.first_token_time, self.last_token_time)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -267,7 +284,7 @@ def request_output(
     if len(states) > params.n:
         for index, output in enumerate(outputs):
             output.index = index
-            # They were requested only to choose by; the sum stays.
+            # They were requested only to choose the best answers; the sum stays.
             output.logprobs = None if params.logprobs is None else output.logprobs
     return RequestOutput(
         request_id=request_id,
@@ -293,3 +310,79 @@ def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
         return sum(entry.logprob for entry in state.logprobs) / len(state.logprobs) if state.logprobs else -math.inf
 
     return sorted(states, key=mean, reverse=True)[:n]
+
+
+# The parts of a chat answer.
+
+
+class Content(msgspec.Struct, frozen=True):
+    """More of the text for the user."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """More of the reasoning before the answer."""
+
+    text: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A part of a call. The first part of a call has its name; the `arguments` of all parts together are JSON text.
+
+    `index` counts the calls of an answer from 0; `id` is the same in all parts of a call.
+    """
+
+    index: int
+    id: str
+    name: str | None
+    arguments: str
+
+
+MessagePart = Content | Reasoning | ToolCall
+
+
+class MessageParser(Protocol):
+    """Splits the text of one answer into parts."""
+
+    def feed(self, text: str, final: bool) -> list[MessagePart]:
+        """Return the parts that are certain now and were not before. `final`: the text ends here, so nothing is held
+        back.
+
+        Never raises for a model's text: all that is neither reasoning nor a well-formed call is content.
+        """
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is over, though the model might go on; further text is ignored."""
+        ...
+
+
+class ContentParser:
+    """Returns all text as content."""
+
+    ended = False
+
+    def feed(self, text: str, final: bool) -> list[MessagePart]:
+        return [Content(text)] if text else []
+
+
+class MessageBuilder:
+    """Puts the parts of an answer together."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[dict[str, str]] = []
+
+    def add(self, part: MessagePart) -> None:
+        """Add the next part; those of one call come one after the other."""
+        if isinstance(part, Content):
+            self.content += part.text
+        elif isinstance(part, Reasoning):
+            self.reasoning += part.text
+        elif part.name is not None:
+            self.calls.append({"id": part.id, "name": part.name, "arguments": part.arguments})
+        else:
+            self.calls[part.index]["arguments"] += part.arguments

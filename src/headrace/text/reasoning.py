@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
-from headrace.text.parts import MessageParser, MessagePart, Reasoning
+from headrace.text.outputs import MessageParser, MessagePart, Reasoning
 from headrace.text.tools.reader import Reader, Reading
 
 
@@ -42,7 +42,13 @@ STYLES: dict[str, Style] = {
 ALIASES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
 """vLLM's other names for what is one style here."""
 
-_SIGNS = (("[THINK]", "mistral"), ("<|channel>thought", "gemma4"), ("Here is my thought process:", "granite"))
+# The text in a chat template that shows its style; the first row whose text is there decides.
+_SIGNS = (
+    ("[THINK]", "mistral"),
+    ("<|channel>thought", "gemma4"),
+    ("Here is my thought process:", "granite"),
+    ("</think>", "qwen3"),
+)
 
 
 def style_name(name: str) -> str:
@@ -56,10 +62,7 @@ def style_name(name: str) -> str:
 def detect(templates: Iterable[str]) -> str | None:
     """Return the key of the style that chat templates show, or None."""
     text = "\n".join(templates)
-    for sign, name in _SIGNS:
-        if sign in text:
-            return name
-    return "qwen3" if "</think>" in text else None
+    return next((name for sign, name in _SIGNS if sign in text), None)
 
 
 def marks(name: str) -> tuple[str, ...]:
@@ -98,7 +101,7 @@ def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, An
 
 
 class ReasoningParser:
-    """A `MessageParser` (see `parts`) that passes the text after the reasoning to `inner`.
+    """A `MessageParser` (see `outputs`) that passes the text after the reasoning to `inner`.
 
     Only an answer's beginning can be reasoning. Reasoning that never ends leaves no content.
     """

@@ -3,7 +3,7 @@
 A template is code from a checkpoint's author, or from a client where that is allowed. It runs in jinja2's immutable
 sandbox, set up as transformers sets it up, in a process of its own with a bound on processor time, memory and output.
 The kernel stops what the sandbox does not (a product of two long strings, a comparison of deeply shared lists). Jobs
-and answers are msgpack. Started by `templates.TemplateRunner` only.
+and answers are msgpack. Started by `templates` only.
 """
 
 from __future__ import annotations

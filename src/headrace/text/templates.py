@@ -1,8 +1,8 @@
 """Renders a conversation into the prompt of a model: checks the messages, then runs the model's chat template.
 
-Every template is rendered by `TemplateRunner.run`, in a sandboxed process of bounded time, memory and output. Templates
-come from the model or the server's flags, never from a request. Every API gives its messages as `ChatMessage`s. Knows
-no tokens and no engine; called by `serve.call.service` and by the offline `chat`.
+The program `sandbox` renders templates in a process of bounded time, memory and output. Templates come from the model
+or the server's flags, never from a request. Every API gives its messages as `ChatMessage`s. Knows no tokens and no
+engine; called by `serve.call.service` and by the offline `chat`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ToolCall(NamedTuple):
 
     @classmethod
     def of(cls, call_id: str, name: str, arguments: Any, field: str) -> ToolCall:
-        """A call of which no more is known than this."""
+        """Return a call with nothing but these."""
         return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
 
     def template_form(self) -> dict[str, Any]:
-        """The call with its arguments as an object. Raises `RequestError` for arguments that are not JSON."""
+        """Return the call with its arguments as an object. Raises `RequestError` for arguments that are not JSON."""
         function = self.form["function"]
         arguments = function.get("arguments")
         if isinstance(arguments, str):
@@ -55,7 +55,7 @@ class ToolCall(NamedTuple):
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation, checked. `content` is a text, or several that the template puts together; unset
     and None are two things to a template. `extra` are further fields that templates may read: name, tool_call_id, and
-    whatever else a client sends."""
+    whatever other fields a client sends."""
 
     role: str
     content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
@@ -64,8 +64,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     extra: dict[str, Any] = {}
 
     def template_form(self, form: sandbox.ContentForm) -> dict[str, Any]:
-        """The message as templates read it; `form` is the one in which this template takes content. Raises
-        `RequestError`."""
+        """Return the message as templates read it; `form` is the one in which this template takes content.
+
+        Raises `RequestError`."""
         message: dict[str, Any] = {"role": self.role}
         if isinstance(self.content, list):
             texts = self.content
@@ -84,14 +85,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 def check_role(role: object, field: str) -> str:
-    """A role that a template may be given. Raises `RequestError`."""
+    """Return `role` if a template may get it. Raises `RequestError`."""
     if not isinstance(role, str) or not 0 < len(role) <= 64:
         raise RequestError(field, role, "a string of 1 to 64 characters")
     return role
 
 
 def read_messages(messages: Sequence[object]) -> list[ChatMessage]:
-    """Messages in OpenAI's form, from a request's `messages`. Raises `RequestError`."""
+    """Return a request's `messages`, which are in OpenAI's form. Raises `RequestError`."""
     bounds.check("messages", messages)
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -100,13 +101,14 @@ class ChatTemplate:
     """A model's chat template, or the one that replaces it."""
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], runner: TemplateRunner | None = None
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], process: BoundedProcess | None = None
     ) -> None:
         """`sources`: Jinja sources by name. "tool_use", if there is one, serves requests with tools, "default" the
-        others. `special_tokens`: the template's variables bos_token, eos_token and the like."""
+        others. `special_tokens`: the template's variables bos_token, eos_token and the like. `process`: runs
+        `sandbox`; None: the process that all templates share."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._runner = runner or shared_runner()
+        self._process = process or shared_process()
         self._forms: dict[str, sandbox.ContentForm] = {}
 
     @classmethod
@@ -136,7 +138,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt for `messages` (or dicts in OpenAI's form), special tokens written out in it.
+        """Return the prompt for `messages` (or dicts in OpenAI's form), special tokens written out in it.
 
         `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last message
         open, so that the answer continues it. `kwargs` are further variables for the template. Raises `RequestError`
@@ -185,9 +187,10 @@ class ChatTemplate:
 
     def _run(self, source: str, variables: dict[str, Any] | None, roles: list[str]) -> sandbox.RenderResult:
         try:
-            result = self._runner.run(sandbox.RenderJob(source, variables))
+            reply = self._process.run(sandbox.RenderJob(source, variables), sandbox.RenderResult)
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise RequestError("messages", roles, f"plain JSON in Unicode, not too deep ({error})") from None
+        result = sandbox.RenderResult(error=reply) if isinstance(reply, str) else reply
         if result.error is not None:
             # Python's text of an object may hold its address, which clients must not learn.
             message = re.sub(r"0x[0-9a-fA-F]+", "0x...", result.error)[:500]
@@ -195,33 +198,10 @@ class ChatTemplate:
         return result
 
 
-class TemplateRunner:
-    """One sandbox process, started when it is first needed and again after it had to be killed.
-
-    It does one job at a time, for whichever thread calls; a job that exceeds its bounds delays only others of this
-    runner.
-    """
-
-    def __init__(self, max_cpu_seconds: float = sandbox.MAX_CPU_SECONDS) -> None:
-        """`max_cpu_seconds`: processor time of one job, after which its process is killed."""
-        self._process = BoundedProcess(sandbox.__name__, [str(max_cpu_seconds)], max_cpu_seconds)
-
-    def run(self, job: sandbox.RenderJob) -> sandbox.RenderResult:
-        """Render. Raises what msgspec raises for variables that are not plain JSON; other errors are in the result."""
-        reply = self._process.run(msgspec.msgpack.encode(job))
-        if isinstance(reply, str):
-            return sandbox.RenderResult(error=reply)
-        return msgspec.msgpack.decode(reply, type=sandbox.RenderResult)
-
-    def close(self) -> None:
-        """End the process. A later `run` starts another."""
-        self._process.close()
-
-
 @functools.cache
-def shared_runner() -> TemplateRunner:
-    """Return the runner that all templates share by default."""
-    return TemplateRunner()
+def shared_process() -> BoundedProcess:
+    """Return the process that all templates share by default."""
+    return BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
 
 
 def _source(chat_template: str) -> str:

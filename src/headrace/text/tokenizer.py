@@ -1,8 +1,8 @@
-"""`Tokenizer` turns text into token ids and back; `DetokenizeStream` does so for text that grows token by token.
+"""`Tokenizer` turns text into token ids and back; `DetokenizeStream` turns ids into text as they come.
 
-Decoding goes by bytes: every token stands for some bytes, which depend only on whether it is the first; the text is all
-bytes together read as UTF-8, ill-formed ones as U+FFFD. So the text of a stream is always a prefix of what `decode`
-returns for all tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
+Each token stands for bytes, which depend only on whether it is the first token. The text is all these bytes, decoded as
+UTF-8, with U+FFFD for ill-formed ones. So the text of a stream is always a prefix of what `decode` returns for all
+tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
 and `AsyncLLM`. `tokenizer_files` and `tokenizer_gguf` read the files of tokenizers.
 """
 
@@ -23,8 +23,8 @@ from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.tokenizer_files import TokenizerFile
 
-# From so many characters on, a text is encoded as a batch of one: of the two calls only that one releases the
-# interpreter's lock, so that a thread that tokenises a megabyte delays no other.
+# A text of at least so many characters is encoded as a batch of one: of the two calls only the one for batches releases
+# the interpreter's lock, so that other threads run while a megabyte is tokenised.
 LONG_TEXT = 4096
 MAX_GAPS = 2**20
 """Unused ids, at most, between those of tokens; each takes eight bytes."""
@@ -192,15 +192,11 @@ class Tokenizer:
         want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
         if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
             return
-        ends: list[tuple[str, int]] = []
-        single = ["$A"]
-        if want_bos and self.bos_token_id is not None:
-            single.insert(0, self.special_tokens["bos_token"])
-            ends.append((self.special_tokens["bos_token"], self.bos_token_id))
-        if want_eos and self.eos_token_id is not None:
-            single.append(self.special_tokens["eos_token"])
-            ends.append((self.special_tokens["eos_token"], self.eos_token_id))
-        self._tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(set(ends)))
+        begin = [self.special_tokens["bos_token"]] if want_bos else []
+        end = [self.special_tokens["eos_token"]] if want_eos else []
+        self._tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end], special_tokens=[(text, self.token_to_id(text)) for text in {*begin, *end}]
+        )
 
 
 class DetokenizeStream:
@@ -389,16 +385,13 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
             elif kind == "ByteLevel" and not added and all(letter in letters for letter in token):
                 data = bytes(letters[letter] for letter in token)
             elif kind == "WordPiece":
-                token = token if first else _joined(token, step["prefix"])
+                if not first:
+                    token = token.removeprefix(step["prefix"]) if token.startswith(step["prefix"]) else " " + token
                 for long, short in _CLEANUP if step["cleanup"] else ():
                     token = token.replace(long, short)
         return (token.encode() if data is None else data).removeprefix(strip)
 
     return bytes_of
-
-
-def _joined(token: str, prefix: str) -> str:
-    return token.removeprefix(prefix) if token.startswith(prefix) else " " + token
 
 
 def _content(token: object) -> str | None:

@@ -12,7 +12,7 @@ import base64
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,23 +53,15 @@ def present(path: Path) -> bool:
 def read(path: Path) -> TokenizerFile:
     """Read the tokenizer in `path`, a model's directory or a file."""
     if path.is_dir():
-        for name, reader in _READERS.items():
-            if (path / name).is_file():
-                return _guarded(reader, path / name)
-        raise CheckpointError(f"{path} has no tokenizer (looked for {', '.join(_READERS)})")
+        names = [name for name in _READERS if (path / name).is_file()]
+        if not names:
+            raise CheckpointError(f"{path} has no tokenizer (looked for {', '.join(_READERS)})")
+        path = path / names[0]
     if not path.is_file():
         raise CheckpointError(f"no tokenizer at {path}")
-    if path.name in _READERS:
-        return _guarded(_READERS[path.name], path)
-    if ".model" in path.name:
-        return _guarded(_read_dot_model, path)
-    by_suffix = {".json": _read_json, ".bin": _read_llama2c, ".tiktoken": _read_tiktoken}
-    if path.suffix not in by_suffix:
+    reader = _READERS.get(path.name) or (_read_dot_model if ".model" in path.name else _BY_SUFFIX.get(path.suffix))
+    if reader is None:
         raise CheckpointError(f"{path.name} is not a kind of tokenizer file that is known")
-    return _guarded(by_suffix[path.suffix], path)
-
-
-def _guarded(reader: Callable[[Path], TokenizerFile], path: Path) -> TokenizerFile:
     if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path.name} has {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     return guarded(reader, path)
@@ -98,26 +90,31 @@ def _read_json(path: Path) -> TokenizerFile:
 # Byte-level BPE
 
 
+def byte_level_bpe(
+    vocab: dict[str, int], merges: list[tuple[str, str]], cuts: Sequence[str], composed: bool, whole_words: bool
+) -> tokenizers.Tokenizer:
+    """Return byte-level BPE (Radford et al. 2019). `cuts` split the text one after another; none: GPT-2's rule.
+
+    `composed`: the text is brought into the form NFC. `whole_words`: a word in the vocabulary needs no merges.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
+    if composed:
+        tokenizer.normalizer = normalizers.NFC()
+    splits: list[Any] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters]) if splits else letters
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], model_type: str | None) -> TokenizerFile:
-    """Byte-level BPE (Radford et al. 2019) with the splitting rule of `model_type`."""
+    """Return byte-level BPE with the splitting rule of `model_type`."""
     if model_type not in SPLITS:
-        # Without a word from config.json: vocabularies above 100,000 came after GPT-2's rule.
+        # config.json names no type that is known. Vocabularies of more than 100,000 tokens are newer than GPT-2's rule.
         model_type = "llama" if len(vocab) > 100_000 else "gpt2"
     pattern = SPLITS[model_type]
-    newer = pattern is not None
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=newer))
-    if model_type == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    if pattern is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    tokenizer.decoder = decoders.ByteLevel()
+    cuts = () if pattern is None else (pattern,)
+    tokenizer = byte_level_bpe(vocab, merges, cuts, composed=model_type == "qwen2", whole_words=bool(cuts))
     end = "<|endoftext|>" if "<|endoftext|>" in vocab else None
     if end:
         tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
@@ -139,7 +136,7 @@ def _read_vocab_and_merges(path: Path) -> TokenizerFile:
 
 
 def _read_tiktoken(path: Path) -> TokenizerFile:
-    """Lines of a base64 token and its rank. A token's merge is the pair that merging by lower ranks ends with."""
+    """Read lines of a base64 token and its rank. A token's merge is the pair that merging by lower ranks ends with."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
     letters = byte_letters()
 
@@ -178,10 +175,11 @@ def _model_type(directory: Path) -> str | None:
 # SentencePiece
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPECIAL = (UNKNOWN, CONTROL)
 
 
 def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool = True) -> tokenizers.Tokenizer:
-    """BPE whose merges are ordered by the scores of what they make (Kudo and Richardson 2018), with byte fallback.
+    """Return BPE whose merges are ordered by their results' scores (Kudo and Richardson 2018), with byte fallback.
 
     `pieces` are (text, score, kind). The dummy prefix, a space, goes before every text between special tokens: as in
     training with SentencePiece, which encodes those texts one by one.
@@ -216,18 +214,19 @@ def _add_metaspace(tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: 
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps)
 
 
-def _add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, int]]) -> None:
-    """Control pieces become special tokens; user-defined ones are found in text before anything else."""
-    for piece, _, kind in pieces:
-        if kind in (UNKNOWN, CONTROL):
-            tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
-        elif kind == USER_DEFINED:
-            # Runs of spaces, as in Gemma, are found after spaces have become "▁".
-            tokenizer.add_tokens([AddedToken(piece, special=False, normalized="▁" in piece)])
+def add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, int]], marks_spaces: bool) -> None:
+    """Make control pieces special tokens, and user-defined ones tokens that are found in text before anything else.
+
+    `marks_spaces`: those with a "▁" (runs of spaces, as in Gemma) are found after spaces have become "▁".
+    """
+    special = [AddedToken(text, special=True, normalized=False) for text, _, kind in pieces if kind in SPECIAL]
+    tokenizer.add_special_tokens(special)
+    plain = [text for text, _, kind in pieces if kind == USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, normalized=marks_spaces and "▁" in text) for text in plain])
 
 
 def _read_dot_model(path: Path) -> TokenizerFile:
-    """A .model file is SentencePiece's protobuf, or, in Llama 3's own release, tiktoken's lines."""
+    """Read a .model file: SentencePiece's protobuf, or, in Llama 3's own release, tiktoken's lines."""
     data = path.read_bytes()
     if data[:1] != b"\n":
         return _read_tiktoken(path)
@@ -262,7 +261,7 @@ def _read_dot_model(path: Path) -> TokenizerFile:
     if spaced and dummy_prefix:
         raise CheckpointError(f"the user-defined piece {spaced[0]!r} beside a dummy prefix is not supported")
     _add_metaspace(tokenizer, dummy_prefix, before)
-    _add_pieces(tokenizer, pieces)
+    add_pieces(tokenizer, pieces, marks_spaces=True)
 
     def name(token_id: int) -> str | None:
         return pieces[token_id][0] if 0 <= token_id < len(pieces) else None
@@ -283,7 +282,7 @@ def _message(data: bytes) -> dict[int, list[Any]]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) pairs of one protobuf message: ints for varints, bytes for all else."""
+    """Yield (field number, value) of one protobuf message: ints for varints, bytes for all else."""
     at = 0
 
     def varint() -> int:
@@ -313,7 +312,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _read_llama2c(path: Path) -> TokenizerFile:
-    """llama2.c's tokenizer.bin: int32 longest, then (float32 score, int32 length, bytes) for every id.
+    """Read llama2.c's tokenizer.bin: int32 longest, then (float32 score, int32 length, bytes) for every id.
 
     Ids 0, 1, 2 are unknown, begin and end; 3 to 258 the bytes; spaces in pieces are literal.
     """
@@ -333,7 +332,7 @@ def _read_llama2c(path: Path) -> TokenizerFile:
     if len(pieces) < 259:
         raise CheckpointError(f"{path.name} holds {len(pieces)} pieces; llama2.c's tokenizers have 259 at least")
     tokenizer = scored(pieces, 0)
-    _add_pieces(tokenizer, pieces)
+    add_pieces(tokenizer, pieces, marks_spaces=True)
     return TokenizerFile(tokenizer, "<s>", "</s>", adds_bos=True)
 
 
@@ -344,3 +343,4 @@ _READERS: dict[str, Callable[[Path], TokenizerFile]] = {
     "encoder.json": _read_vocab_and_merges,
     "tokenizer.bin": _read_llama2c,
 }
+_BY_SUFFIX = {".json": _read_json, ".bin": _read_llama2c, ".tiktoken": _read_tiktoken}

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace import gguf
 from headrace.gguf import GGUF, MAX_TOKEN_BYTES, MAX_TOKENS
 from headrace.text import tokenizer_files
-from headrace.text.tokenizer_files import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, USER_DEFINED, TokenizerFile
+from headrace.text.tokenizer_files import BYTE, NORMAL, SPLITS, USER_DEFINED, TokenizerFile
 
 MAX_MERGES = 2**21
 
@@ -68,7 +68,6 @@ def habits(pre: str) -> tuple[bool, bool]:
     return pre in ("qwen2", "deepseek-r1-qwen"), pre in (*_LLAMA3, "tekken")
 
 
-_SPECIAL = (UNKNOWN, CONTROL)
 ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -150,12 +149,12 @@ def _scored(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.Toke
     dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix") is not False
     tokenizer = tokenizer_files.scored(pieces, unk_id or 0, dummy_prefix)
     if dummy_prefix:
-        # Such a token is found in text whose spaces are marked already; there a prefix would come before it too.
+        # Such a token is found in text whose spaces are "▁" already, and the prefix would be put before it as well.
         for token_id, (text, _, kind) in enumerate(pieces):
             if kind == USER_DEFINED and "▁" in text:
                 key = f"tokenizer.ggml.tokens[{token_id}]"
                 _refuse(file, key, text, "without a space, being user-defined in a vocabulary with a space prefix")
-    _add_tokens(tokenizer, pieces, spaces="▁")
+    tokenizer_files.add_pieces(tokenizer, pieces, marks_spaces=True)
     return tokenizer
 
 
@@ -172,20 +171,16 @@ def _byte_level(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocab = {text: token_id for token_id, (text, _, _) in enumerate(pieces)}
     composed, whole_words = habits(pre)
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
-    if composed:
-        tokenizer.normalizer = normalizers.NFC()
-    cuts: list[Any] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in PRE_TOKENIZERS[pre]]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, pieces)
+    tokenizer = tokenizer_files.byte_level_bpe(vocab, merges, PRE_TOKENIZERS[pre], composed, whole_words)
+    tokenizer_files.add_pieces(tokenizer, pieces, marks_spaces=False)
     return tokenizer
 
 
 def _word_piece(file: GGUF, pieces: list[tuple[str, float, int]], roles: dict[str, str]) -> tokenizers.Tokenizer:
-    """BERT's WordPiece (Devlin et al. 2018), uncased. The file marks the beginnings of words, BERT what goes on."""
+    """Return BERT's WordPiece (Devlin et al. 2018), uncased.
+
+    The file marks the pieces that begin a word, BERT the others.
+    """
     for role in ("unk_token", "cls_token", "sep_token"):
         if role not in roles:
             _refuse(file, f"tokenizer.ggml.{ROLES[role]}_token_id", None, "there for a model of kind bert")
@@ -204,23 +199,12 @@ def _word_piece(file: GGUF, pieces: list[tuple[str, float, int]], roles: dict[st
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    _add_tokens(tokenizer, pieces)
+    tokenizer_files.add_pieces(tokenizer, pieces, marks_spaces=False)
     begin, end = roles["cls_token"], roles["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[begin, "$A", end], special_tokens=[(token, vocab[token]) for token in {begin, end}]
     )
     return tokenizer
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, int]], spaces: str = "") -> None:
-    """Control tokens become special; user-defined ones are found in text before anything else.
-
-    Those with the mark `spaces` are found where the text's spaces have become marks too.
-    """
-    special = [AddedToken(text, special=True, normalized=False) for text, _, kind in pieces if kind in _SPECIAL]
-    tokenizer.add_special_tokens(special)
-    plain = [text for text, _, kind in pieces if kind == USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(text, normalized=bool(spaces) and spaces in text) for text in plain])
 
 
 def _chat_templates(file: GGUF) -> dict[str, str]:

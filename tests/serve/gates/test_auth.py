@@ -14,8 +14,8 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.engine.tenants import Limits, Rates
 from headrace.protocol.config import ServerConfig
-from headrace.serve.gates.auth import PUBLIC_PATHS, ApiKeyGate
-from headrace.serve.gates.keys import Key, KeyRing
+from headrace.serve.gates.auth import PUBLIC_PATHS, ApiKeyGate, Key, KeyRing
+from headrace.serve.gates.calls import CallGate, HeaderGate
 from headrace.text.tokenizer import Tokenizer
 
 KEY = "sesame-1234"
@@ -135,6 +135,7 @@ def test_the_gate_lets_the_lifespan_through() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    gate = ApiKeyGate(app, KeyRing.of(KEY, None, None), Rates(Limits()))
+    keys = ApiKeyGate(KeyRing.of(KEY, None, None), Rates(Limits()))
+    gate = CallGate(app, HeaderGate(None, []), keys, most=0, apis=[])
     asyncio.run(gate({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]

@@ -21,7 +21,7 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.serve import app
 from headrace.serve.call import service
-from headrace.serve.gates.calls import context_of
+from headrace.serve.gates.calls import by_name, context_of
 from headrace.text.tokenizer import Tokenizer
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -90,7 +90,7 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
     ],
 )
 def test_a_callers_trace_is_taken_over_if_it_is_well_formed(headers: list[Any], wanted: dict[str, str]) -> None:
-    assert context_of({"headers": headers, "path": "/"}).trace == wanted
+    assert context_of(by_name({"headers": headers}), "/").trace == wanted
 
 
 def test_outside_of_a_call_there_is_none() -> None:

@@ -59,7 +59,7 @@ class Disk:
 
 
 def state(store: Store) -> dict[str, Any]:
-    return {each: (store.about(each), store.body(each)) for each in store} | {"bytes": store.num_bytes}
+    return {each: (store.metadata(each), store.body(each)) for each in store} | {"bytes": store.num_bytes}
 
 
 def reopened(store: Store, folder: Path) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def changes(store: Store, entry_id: str) -> list[Callable[[], object]]:
         lambda: store.put(store.new_id(), {"new": 1}, b"n" * 5000),
         lambda: store.put(entry_id, {"other": 1}, b"o" * 5000),
         lambda: store.append(entry_id, b"a" * 5000),
-        lambda: store.tell(entry_id, {"long": "t" * 5000}),
+        lambda: store.set_metadata(entry_id, {"long": "t" * 5000}),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.programs import bfcl
 from tests.support.reading import read, tool_parser
 
-from headrace.text.parts import ToolCall
+from headrace.text.outputs import ToolCall
 from headrace.text.tools import call_grammar, formats
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import ToolParser

@@ -19,7 +19,7 @@ from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.dialect import Dialect
-from headrace.text.parts import ContentParser
+from headrace.text.outputs import ContentParser
 from headrace.text.reasoning import STYLES, ReasoningParser
 from headrace.text.tools import formats
 from headrace.text.tools.choice import ToolUse

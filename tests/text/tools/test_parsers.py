@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.reading import Read, parts, read, splits, tool_parser
 
-from headrace.text.parts import Content, ContentParser, MessageParser, ToolCall
+from headrace.text.outputs import Content, ContentParser, MessageParser, ToolCall
 from headrace.text.reasoning import STYLES, ReasoningParser
 from headrace.text.tools import formats
 from headrace.text.tools.parser import HOLD, MAX_HELD

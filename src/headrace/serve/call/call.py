@@ -1,25 +1,31 @@
-"""`Call`: what a request asks of the model, whichever API it came by; typed, with nothing of HTTP or JSON.
+"""`Call`: a request to the model, and `Answer`: what comes of it; the same for all APIs, without HTTP and JSON.
 
-The request module of each API builds a `ChatCall` or a `TextCall` from its own JSON, `serve.call.service` answers it,
-and answers read from it what to tell. An API that has other names for the engine's fields says so in `spelling`, and
-errors and warnings about them use its names.
+The request module of each API builds a `ChatCall` or a `TextCall` from its own JSON, `serve.call.service` makes the
+`Answer` of it, and the reply module of the API reads that. An API that has other names for the engine's fields says so
+in `spelling`, and errors and warnings about them use its names. The parser that splits an answer's text is an argument:
+nothing here knows a model's format.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
+from headrace.engine import context
+from headrace.engine.generation import Generation
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
-from headrace.text.templates import ChatMessage
+from headrace.text.inputs import new_request_id
+from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
+from headrace.text.templates import ChatMessage, read_messages
+from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import ToolUse
 
 
@@ -86,6 +92,21 @@ class ChatCall(Call, kw_only=True):
     continue_final_message: bool = False
 
 
+def chat_of(request: Any, **fields: Any) -> ChatCall:
+    """Return the chat of a request in OpenAI's shape: what of it shapes the prompt, and further `fields` of the call.
+    Raises `RequestError`."""
+    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
+    return ChatCall(
+        **fields,
+        messages=read_messages(request.messages or []),
+        tools=ToolUse.of(request.tools, choice, parallel is not False),
+        reasoning_effort=request.reasoning_effort,
+        template_variables=request.chat_template_kwargs or {},
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+    )
+
+
 def spell(field: str, spelling: Mapping[str, str]) -> str:
     """Return the name that the request has for a field of the engine's, or for the whole that the field is in."""
     whole = field.partition(".")[0]
@@ -103,3 +124,83 @@ def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
         if name == error.field:
             raise
         raise error.renamed(name) from error
+
+
+class Answer:
+    """Read it once, by `parts` or `collect`; `message` and `finish_reason` tell what has come by then. `close` aborts
+    what still runs.
+
+    Args:
+        prefix: begins the id, the rest of which is the caller's own or fresh.
+        texts: of the prompts; None for one that was given as token ids.
+        new_parser: makes what takes an answer's text apart.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        call: Call,
+        tokenizer: Tokenizer | None,
+        prefix: str,
+        texts: list[str | None],
+        new_parser: Callable[[], MessageParser] = ContentParser,
+        include_reasoning: bool = True,
+    ) -> None:
+        self.generation = generation
+        self.call = call
+        self.tokenizer = tokenizer
+        self.groups = [generation.of_prompt(place) for place in range(len(texts))]
+        self.texts = texts
+        self.id = f"{prefix}-{call.request_id or context.fresh_id() or new_request_id()}"
+        self._include_reasoning = include_reasoning
+        self._parsers = [new_parser() for _ in generation.states]
+        self._messages = [MessageBuilder() for _ in generation.states]
+
+    async def parts(self) -> AsyncIterator[tuple[int, TextDelta, list[MessagePart]]]:
+        """Yield the place of an answer, its new text and tokens, and the parts that are certain with them, until all
+        answers have ended. The last ones of a place may be empty. Raises the engine's errors."""
+        async with self.generation:
+            async for pieces in self.generation:
+                for place, piece in pieces:
+                    yield place, piece, self._take(place, piece.text)
+
+    async def collect(self) -> None:
+        """Read to the end. Raises the engine's errors."""
+        async for _ in self.parts():
+            pass
+
+    def _take(self, place: int, text: str) -> list[MessagePart]:
+        """Add an answer's next text; return its new parts."""
+        parser = self._parsers[place]
+        parts = parser.feed(text, self.generation.states[place].finish is not None)
+        if not self._include_reasoning:
+            parts = [part for part in parts if not isinstance(part, Reasoning)]
+        for part in parts:
+            self._messages[place].add(part)
+        if parser.ended:
+            self.generation.end(place)
+        return parts
+
+    def message(self, place: int) -> MessageBuilder:
+        """Return what has come of an answer."""
+        return self._messages[place]
+
+    def finish_reason(self, place: int) -> str | None:
+        """Why an answer ended: the engine's reason, or "tool_calls"; None if it has not."""
+        finish = self.generation.states[place].finish
+        if finish is None:
+            return None
+        return "tool_calls" if finish.reason == "stop" and self._messages[place].calls else finish.reason
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self.generation.close()
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Return a tool call's arguments as an object. Those of a call that was cut off may be none; they stay text."""
+    try:
+        value = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"_incomplete": text}

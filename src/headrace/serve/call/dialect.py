@@ -18,7 +18,7 @@ from headrace.protocol.constraints import KINDS, StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
-from headrace.text.parts import ContentParser, MessageParser
+from headrace.text.outputs import ContentParser, MessageParser
 from headrace.text.reasoning import ReasoningParser
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer

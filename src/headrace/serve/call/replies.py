@@ -72,11 +72,6 @@ class Tokenized(msgspec.Struct, kw_only=True):
     warnings: WarningLines = UNSET
 
 
-def event(body: object) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
 def clamp(logprob: float) -> float:
     """Return a log-probability that JSON can carry: NaN and minus infinity become `LOWEST_LOGPROB`."""
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB

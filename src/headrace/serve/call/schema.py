@@ -157,6 +157,8 @@ SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 # Neither logprobs, whose type differs between the two kinds, nor the form of the answer, which has other fields too.
 PASSED_ON = frozenset(names_in(OPENAI)) - {"logprobs", "structured_outputs"}
 
+MAX_METADATA = 16
+
 T = TypeVar("T", bound=Body)
 
 
@@ -174,6 +176,13 @@ def parse(kind: type[T], body: dict[str, Any]) -> T:
         if value is not None:
             bounds.check(name, value)
     return request
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises `RequestError` for labels that are too many or too long."""
+    labels = metadata or {}
+    if len(labels) > MAX_METADATA or any(len(k) > 64 or len(v) > 512 for k, v in labels.items()):
+        raise RequestError("metadata", len(labels), f"at most {MAX_METADATA} keys of 64 and values of 512 characters")
 
 
 def _neutral(name: str, value: Any, kind: type[Body], warnings: Warnings) -> bool:

@@ -21,8 +21,7 @@ from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.call import Call, ChatCall, TextCall, spelled
+from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
 from headrace.serve.call.dialect import Dialect
 from headrace.text.inputs import draw_seed
 from headrace.text.reasoning import STYLES

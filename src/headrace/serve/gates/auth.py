@@ -1,25 +1,35 @@
-"""`ApiKeyGate`, an ASGI middleware: requires an API key for every path that is not public (S-18).
+"""The API keys of the server: `KeyRing` holds them, and `ApiKeyGate` requires one for every path that is not public.
 
-The gate reads `scope["path"]` alone, as the router does, so it covers all routes, unknown ones too. Every path needs a
-class of keys; a path without a class of its own needs the administrator's. The gate sets the current tenant for the
-code behind it and counts the tenant's requests. It knows keys and classes, and no requests. Added by `serve.app`.
+A key comes from the command line, the environment or a file, and only its digest is kept. A file is TOML, a table for
+each holder. The gate reads `scope["path"]` alone, as the router does, so it covers all routes, unknown ones too. Every
+path needs a class of keys; a path without a class of its own needs the administrator's. Knows keys and classes, and no
+requests. Called by `calls.CallGate`; `serve.app` makes ring and gate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import hashlib
+import hmac
+import logging
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from starlette.responses import Response
+import msgspec
 
-from headrace.engine.tenants import Rates, Tenant, acting_as
-from headrace.protocol.errors import HeadraceError
-from headrace.serve.errors import error_response
-from headrace.serve.gates.keys import Key, KeyRing
+from headrace.engine.tenants import Limits, Rates, Tenant, acting_as
+from headrace.protocol.errors import RequestError
+from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import Scope
 
-Refusals = Mapping[str, Callable[[BaseException], Response]]
-"""The functions that shape errors for APIs other than OpenAI's, by the prefix of the path."""
+logger = logging.getLogger("headrace.server")
+
+CLASSES = ("infer", "metrics", "admin")
+"""The classes of paths that a key may open; admin opens all of them."""
+MAX_FILE_BYTES = 2**20
+HIDDEN = "(not shown)"
 
 PUBLIC_PATHS = frozenset({"/health/live"})
 ANY = "any"
@@ -35,82 +45,99 @@ _INFER_PATHS = frozenset(
 _INFER_UNDER = ("/v1/", "/v2/", "/api/")
 
 
-class UnauthorizedError(HeadraceError):
-    """The API key is missing or wrong (HTTP 401)."""
+class Key(NamedTuple):
+    """One API key. `name` is its holder's."""
 
-    status = 401
-    code = "invalid_api_key"
-
-
-class ForbiddenError(HeadraceError):
-    """The key is valid, but not for this path (HTTP 403)."""
-
-    status = 403
-    code = "permission_denied"
+    name: str
+    digest: bytes
+    classes: frozenset[str]
 
 
-def class_of(method: str, path: str) -> str:
-    """Return the class of keys that opens a path: one of `keys.CLASSES`, or `ANY`."""
-    if path in _ANY_PATHS or path.startswith("/health/"):
-        return ANY
-    reads = method in ("GET", "HEAD")
-    if path in _METRICS_PATHS and reads:
-        return "metrics"
-    if path in _ADMIN_PATHS or (path == "/props" and not reads):
-        return "admin"
-    return "infer" if path in _INFER_PATHS or path.startswith(_INFER_UNDER) else "admin"
+class Holder(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file: keys, or SHA-256 digests of keys in hex, one or several (the old one and the new)."""
+
+    key: str | list[str] = []
+    sha256: str | list[str] = []
+    classes: tuple[str, ...] = ("infer",)
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
 
-def refusal(refusals: Refusals, path: str, error: BaseException) -> Response:
-    """Return the reply for `error` in the shape of the API that `path` belongs to."""
-    return next((shape for prefix, shape in refusals.items() if path.startswith(prefix)), error_response)(error)
+class KeyRing:
+    """All keys of the server. With an empty ring every call passes.
+
+    Attributes:
+        limits: rate limits of the holders that have their own, by name.
+    """
+
+    def __init__(self, keys: Sequence[Key], limits: dict[str, Limits] | None = None) -> None:
+        self.keys = tuple(keys)
+        self.limits = dict(limits or {})
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    @classmethod
+    def of(cls, api_key: str | Sequence[str] | None, admin_api_key: str | None, file: str | None) -> KeyRing:
+        """Return the ring of all keys. Keys of `api_key` have no class admin, unless no other key has it.
+
+        Raises `RequestError` for a key that can not stand in a header, or a file that can not be read.
+        """
+        keys: list[Key] = []
+        limits: dict[str, Limits] = {}
+        if file is not None:
+            _read(Path(file).expanduser(), keys, limits)
+        if admin_api_key is not None:
+            keys.append(Key("admin", _digest("admin_api_key", admin_api_key), frozenset(CLASSES)))
+        is_only = not any("admin" in key.classes for key in keys)
+        for text in [api_key] if isinstance(api_key, str) else api_key or ():
+            digest = _digest("api_key", text)
+            name = "key-" + hashlib.blake2b(text.encode(), digest_size=8, person=b"headrace name").hexdigest()
+            keys.append(Key(name, digest, frozenset(CLASSES if is_only else CLASSES[:2])))
+        if len({key.digest for key in keys}) < len(keys):
+            raise RequestError("api_key", HIDDEN, "another for each holder: one of them is given twice")
+        return cls(keys, limits)
+
+    def find(self, text: bytes) -> Key | None:
+        """Return the key with this text, or None. The time does not depend on the keys: digests have one length, and
+        all are compared."""
+        digest = hashlib.sha256(text).digest()
+        match = None
+        for key in self.keys:
+            if hmac.compare_digest(key.digest, digest):
+                match = key
+        return match
 
 
 class ApiKeyGate:
-    """Passes on calls of public paths, and calls with a key of `ring` that opens the path.
+    """Requires a key of `ring` that opens the path, for every path that is not public (S-18).
 
     The key comes as `Authorization: Bearer KEY` or `x-api-key: KEY`. Each header may come once; if both come, both must
     hold the same key. With an empty ring all calls pass.
     """
 
-    def __init__(self, app: Any, ring: KeyRing, rates: Rates, refusals: Refusals | None = None) -> None:
-        self._app = app
+    def __init__(self, ring: KeyRing, rates: Rates) -> None:
         self._ring = ring
         self._rates = rates
-        self._refusals = dict(refusals or {})
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        path, method = scope["path"], scope["method"]
-        try:
-            tenant = self._tenant(scope)
-            with acting_as(tenant):
-                if method not in ("GET", "HEAD") and class_of(method, path) == "infer":
-                    self._rates.count_request()
-        except HeadraceError as error:
-            response = refusal(self._refusals, path, error)
-            if error.status == 401:
-                response.headers["www-authenticate"] = "Bearer"
-            await response(scope, receive, send)
-            return
+    def tenant(self, scope: Scope) -> Tenant:
+        """Return the tenant who calls, and count the tenant's request. Raises `CallError`, `RateLimitError`."""
+        tenant = self._holder(scope)
         with acting_as(tenant):
-            await self._app(scope, receive, send)
+            if scope["method"] not in ("GET", "HEAD") and class_of(scope["method"], scope["path"]) == "infer":
+                self._rates.count_request()
+        return tenant
 
-    def _tenant(self, scope: Scope) -> Tenant:
-        """Return the tenant who calls. Raises `UnauthorizedError`, `ForbiddenError`."""
+    def _holder(self, scope: Scope) -> Tenant:
         if not self._ring or scope["path"] in PUBLIC_PATHS:
             return Tenant()
         key = self._key(scope)
         if key is None:
-            raise UnauthorizedError("the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            raise CallError(401, "invalid_api_key", message, {"www-authenticate": "Bearer"})
         path_class = class_of(scope["method"], scope["path"])
         if path_class != ANY and path_class not in key.classes:
-            raise ForbiddenError(f"this needs a key of the class {path_class}")
+            raise CallError(403, "permission_denied", f"this needs a key of the class {path_class}")
         return Tenant(key.name, "admin" in key.classes)
 
     def _key(self, scope: Scope) -> Key | None:
@@ -125,3 +152,68 @@ class ApiKeyGate:
         if any(scheme != b"bearer" for scheme in schemes) or len(set(matches)) > 1:
             return None
         return matches[0]
+
+
+def class_of(method: str, path: str) -> str:
+    """Return the class of keys that opens a path: one of `CLASSES`, or `ANY`."""
+    if path in _ANY_PATHS or path.startswith("/health/"):
+        return ANY
+    reads = method in ("GET", "HEAD")
+    if path in _METRICS_PATHS and reads:
+        return "metrics"
+    if path in _ADMIN_PATHS or (path == "/props" and not reads):
+        return "admin"
+    return "infer" if path in _INFER_PATHS or path.startswith(_INFER_UNDER) else "admin"
+
+
+def _digest(field: str, text: str) -> bytes:
+    """Return a key's digest. Raises `RequestError` if the key is not valid in a header."""
+    if not re.fullmatch(r"[!-~]{1,512}", text):
+        raise RequestError(field, HIDDEN, "1 to 512 visible ASCII characters, without blanks")
+    return hashlib.sha256(text.encode("ascii")).digest()
+
+
+def _read(path: Path, keys: list[Key], limits: dict[str, Limits]) -> None:
+    """Add the keys and limits of a file to `keys` and `limits`. Raises `RequestError`."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RequestError("api_key_file", str(path), f"a file of at most {MAX_FILE_BYTES} bytes")
+        if path.stat().st_mode & 0o007:
+            logger.warning("%s can be read by every user of this machine: chmod o-rwx", path)
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("api_key_file", str(path), f"a file that can be read: {type(error).__name__}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError("api_key_file", str(path), f"TOML: {error}") from error
+    for name, table in tables.items():
+        holder = _holder(name, table)
+        digests = [_digest(f"{name}.key", text) for text in _as_list(holder.key)]
+        for text in _as_list(holder.sha256):
+            if not re.fullmatch(r"[0-9a-f]{64}", text):
+                raise RequestError(f"{name}.sha256", HIDDEN, "64 hexadecimal digits, in small letters")
+            digests.append(bytes.fromhex(text))
+        classes = frozenset(CLASSES if "admin" in holder.classes else holder.classes)
+        if not digests or not classes or not classes <= set(CLASSES):
+            raise RequestError(name, sorted(classes), "a holder with a key, and classes of " + ", ".join(CLASSES))
+        keys += [Key(name, digest, classes) for digest in digests]
+        limits[name] = Limits(holder.requests_per_minute, holder.tokens_per_minute)
+        if any(most is not None and most < 1 for most in limits[name]):
+            raise RequestError(name, limits[name], "a holder who may use at least 1 a minute")
+    if not keys:
+        raise RequestError("api_key_file", str(path), "a file with a key in it")
+
+
+def _holder(name: str, table: object) -> Holder:
+    # The excluded names are those of the command line's keys; an empty name means no tenant.
+    if not re.fullmatch(r"[\w.@-]{1,80}", name, re.ASCII) or name == "admin" or name.startswith("key-"):
+        raise RequestError(
+            "api_key_file", name, "names of 1 to 80 of A-Z a-z 0-9 _ . @ -, other than admin and key-..."
+        )
+    try:
+        return msgspec.convert(table, Holder)
+    except msgspec.ValidationError as error:
+        raise RequestError("api_key_file", name, f"a table of a key's holder: {error}") from None
+
+
+def _as_list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

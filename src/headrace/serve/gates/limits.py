@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.serve.errors import CallError
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DEPTH = 64
@@ -23,35 +24,10 @@ BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
 """Bytes a second that a body must reach on average after the first `BODY_IDLE_S` seconds."""
 
+UNSUPPORTED_MEDIA = "unsupported_media_type"
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-
-class BodyTooLargeError(HeadraceError):
-    """The body has more bytes than allowed (HTTP 413)."""
-
-    status = 413
-    code = "body_too_large"
-
-    def __init__(self, most: int) -> None:
-        super().__init__(f"body: too large; it must be at most {most} bytes")
-
-
-class BodyTimeoutError(HeadraceError):
-    """The body comes too slowly (HTTP 408)."""
-
-    status = 408
-    code = "body_timeout"
-
-    def __init__(self) -> None:
-        super().__init__(f"body: it comes too slowly, or nothing came for {BODY_IDLE_S:g} seconds")
-
-
-class UnsupportedMediaError(HeadraceError):
-    """The body is compressed, or a web page's body is not JSON (HTTP 415)."""
-
-    status = 415
-    code = "unsupported_media_type"
 
 
 class ClientGoneError(HeadraceError):
@@ -64,14 +40,17 @@ class ClientGoneError(HeadraceError):
 async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
     """Return the whole body, of at most `most` bytes.
 
-    Raises `BodyTooLargeError` before reading if the declared length is too large, or as soon as too many bytes have
-    come; `BodyTimeoutError` for slow bodies; `UnsupportedMediaError` for compressed ones; `ClientGoneError`."""
+    Raises `CallError` before reading if the declared length is too large, or as soon as too many bytes have come; also
+    for slow bodies and compressed ones. Raises `ClientGoneError`."""
+    too_large = CallError(413, "body_too_large", f"body: too large; it must be at most {most} bytes")
+    too_slow = CallError(408, "body_timeout", f"body: it comes too slowly, or nothing came for {BODY_IDLE_S:g} seconds")
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
-        raise UnsupportedMediaError("content-encoding: compressed bodies are not accepted; send it plain")
+        why = "content-encoding: compressed bodies are not accepted; send it plain"
+        raise CallError(415, UNSUPPORTED_MEDIA, why)
     declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared[:20]) > most:
-        raise BodyTooLargeError(most)
+        raise too_large
     body = bytearray()
     started = time.monotonic()
     while True:
@@ -79,16 +58,16 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
             async with asyncio.timeout(BODY_IDLE_S):
                 message = await receive()
         except TimeoutError as error:
-            raise BodyTimeoutError from error
+            raise too_slow from error
         if message["type"] == "http.disconnect":
             raise ClientGoneError("the client hung up while it sent the body")
         body += message.get("body", b"")
         if len(body) > most:
-            raise BodyTooLargeError(most)
+            raise too_large
         if not message.get("more_body", False):
             return bytes(body)
         if time.monotonic() - started > BODY_IDLE_S + len(body) / MIN_BODY_RATE:
-            raise BodyTimeoutError
+            raise too_slow
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.protocol.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
-from headrace.serve.errors import error_body
+from headrace.serve.errors import Error, error_body
 from headrace.serve.gates.limits import MAX_BODY_BYTES, parse_json
 from headrace.text.inputs import SEED_LIMIT
 
@@ -101,7 +101,8 @@ class Answerer:
             except EngineDeadError:
                 raise
             except HeadraceError as error:
-                status, reply = error_body(error)
+                status, body_of_error = error_body(error)
+                reply = Error(error=body_of_error)
             request_id = line.digest.hex()
             response = {"status_code": status, "request_id": request_id, "body": reply}
             return {"id": f"batch_req_{request_id}", "custom_id": line.custom_id, "response": response, "error": None}

@@ -29,7 +29,11 @@ class Upload(NamedTuple):
     content: bytes
 
 
-def parse_form(content_type: str, body: bytes) -> tuple[dict[str, str], dict[str, Upload]]:
+Form = tuple[dict[str, str], dict[str, Upload]]
+"""Text fields and uploads, by name."""
+
+
+def parse_form(content_type: str, body: bytes) -> Form:
     """Return text fields and uploads by name. Raises `RequestError`."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")

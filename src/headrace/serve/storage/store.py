@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,14 @@ class StorageError(HeadraceError):
     code = "storage_failed"
 
 
+@dataclass(slots=True)
 class _Entry:
     """One entry. `text` is the encoded metadata, `body` is None if a folder has it, `size` is the bytes of both."""
 
-    __slots__ = ("body", "owner", "size", "text")
-
-    def __init__(self, text: bytes, body: bytearray | None, size: int, owner: str) -> None:
-        self.text = text
-        self.body = body
-        self.size = size
-        self.owner = owner
+    text: bytes
+    body: bytearray | None
+    size: int
+    owner: str
 
 
 class Store:
@@ -76,7 +75,6 @@ class Store:
     ) -> None:
         self.prefix, self.folder = prefix, folder
         self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
-        self.num_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._lock: int | None = None
         if folder is not None:
@@ -101,6 +99,11 @@ class Store:
     def __contains__(self, entry_id: object) -> bool:
         return isinstance(entry_id, str) and self._visible(entry_id) is not None
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all metadata and bodies."""
+        return sum(entry.size for entry in self._entries.values())
+
     def close(self) -> None:
         """Release the folder's lock. May be called twice."""
         if self._lock is not None:
@@ -111,27 +114,25 @@ class Store:
         """Return a new random id that can not be guessed."""
         return self.prefix + secrets.token_hex(16)
 
-    def put(self, entry_id: str, about: dict[str, Any], body: bytes = b"") -> None:
+    def put(self, entry_id: str, metadata: dict[str, Any], body: bytes = b"") -> None:
         """Add an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
         changes."""
         known = self._entries.get(entry_id)
         owner = tenants.current().name if known is None else known.owner
-        text = _encode(about, owner)
+        text = _encode(metadata, owner)
         self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
         # The body goes first: the next start deletes a body without metadata.
         self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
         memory = bytearray(body) if self.folder is None else None
         self._entries[entry_id] = _Entry(text, memory, len(text) + len(body), owner)
-        self.num_bytes += len(text) + len(body) - (0 if known is None else known.size)
 
-    def tell(self, entry_id: str, about: dict[str, Any]) -> None:
+    def set_metadata(self, entry_id: str, metadata: dict[str, Any]) -> None:
         """Replace the metadata of an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
-        text = _encode(about, entry.owner)
+        text = _encode(metadata, entry.owner)
         size = entry.size - len(entry.text) + len(text)
         self._make_room(entry_id, size, entry.size)
         self._write({f"{entry_id}.json": text})
-        self.num_bytes += size - entry.size
         entry.text, entry.size = text, size
 
     def append(self, entry_id: str, data: bytes) -> None:
@@ -151,9 +152,8 @@ class Store:
         elif entry.body is not None:
             entry.body += data
         entry.size += len(data)
-        self.num_bytes += len(data)
 
-    def about(self, entry_id: str) -> dict[str, Any] | None:
+    def metadata(self, entry_id: str) -> dict[str, Any] | None:
         """Return a copy of an entry's metadata, or None if there is no entry."""
         entry = self._visible(entry_id)
         if entry is None:
@@ -191,7 +191,7 @@ class Store:
                 (self.folder / f"{entry_id}.json").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 (self.folder / f"{entry_id}.bin").unlink(missing_ok=True)
-        self.num_bytes -= self._entries.pop(entry_id).size
+        del self._entries[entry_id]
         return True
 
     def discard(self, entry_id: str) -> None:
@@ -199,7 +199,7 @@ class Store:
         try:
             self.delete(entry_id)
         except StorageError:
-            self.num_bytes -= self._entries.pop(entry_id).size
+            del self._entries[entry_id]
 
     def _visible(self, entry_id: str) -> _Entry | None:
         """Return the entry if it exists and the current tenant may see it."""
@@ -268,16 +268,15 @@ class Store:
         try:
             status = os.lstat(folder / f"{entry_id}.bin")
             text = (folder / f"{entry_id}.json").read_bytes()
-            about = msgspec.json.decode(text)
+            metadata = msgspec.json.decode(text)
         except (OSError, msgspec.DecodeError) as error:
             logger.warning("%s in %s is left out: %s", entry_id, folder, error)
             return
-        if not stat.S_ISREG(status.st_mode) or not isinstance(about, dict):
+        if not stat.S_ISREG(status.st_mode) or not isinstance(metadata, dict):
             logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
             return
         size = len(text) + status.st_size
-        self._entries[entry_id] = _Entry(text, None, size, str(about.get(_OWNER, "")))
-        self.num_bytes += size
+        self._entries[entry_id] = _Entry(text, None, size, str(metadata.get(_OWNER, "")))
 
 
 @contextlib.contextmanager
@@ -300,5 +299,5 @@ def _write_all(descriptor: int, data: bytes, begin: int) -> None:
     os.ftruncate(descriptor, begin + len(data))
 
 
-def _encode(about: dict[str, Any], owner: str) -> bytes:
-    return msgspec.json.encode(about | {_OWNER: owner} if owner else about)
+def _encode(metadata: dict[str, Any], owner: str) -> bytes:
+    return msgspec.json.encode(metadata | {_OWNER: owner} if owner else metadata)

@@ -88,7 +88,7 @@ def _tagged_arguments(
     for key, inner, is_required in _properties(schema):
         closing = layout.value[1]
         if is_string(required.schemas, name, key):
-            # A part of its own: free text ends at the first closing tag, whatever comes after that.
+            # The tag is a part by itself: free text ends at the first one, even if other text follows it.
             value = required.sequence(_bare_string(inner, name, key, closing.strip()), closing.strip())
         else:
             value = required.sequence(_json(inner), closing)
@@ -110,7 +110,7 @@ def _bare_string(schema: Any, name: str, key: str, closing: str) -> FormatPart:
         return _either([{"type": "const_string", "value": value} for value in values])
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if low or high != "":
-        # No mark begins in it, so that none can end it before its time.
+        # Without a "<" it contains no mark, which would end it too soon.
         return {"type": "regex", "pattern": f"[^<]{{{low},{high}}}"}
     return {"type": "any_text"}
 

@@ -6,17 +6,27 @@ parser together. Knows no grammars; called by `serve.call.dialect`.
 
 from __future__ import annotations
 
+import ast
 import functools
+import json
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from headrace.text.tools.formats import FORMATS, Body, Layout, ToolFormat
 from headrace.text.tools.parser import Schemas, ToolParser
-from headrace.text.tools.python_calls import is_json, json_text, keyword_call
-from headrace.text.tools.reader import IllFormed, Reading
+from headrace.text.tools.reader import MAX_DEPTH, IllFormed, Reader, Reading
 
 _ID = re.compile(r"[^\s\[\]{}\"]+")
+
+MAX_LITERAL = 2**16
+"""Characters of one argument that is a Python literal."""
+
+_PYTHON_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+_PYTHON_KEY = re.compile(r"\w+")
+_PLAIN = re.compile(r"[^\"'\[\](){},\\#]+")
+_PLAIN_IN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 
 
 def new_parser(
@@ -199,6 +209,117 @@ def _read_string(call: ToolParser, closing: str, margin: str) -> Reading[None]:
         yield
 
 
+def _read_python(layout: Layout, call: ToolParser) -> Reading[None]:
+    """Read `name(key=value, ...)`; the values are Python literals, which are parsed and never run."""
+    text, suffix = call.text, layout.name[1]
+    name = yield from text.word(_PYTHON_NAME)
+    if not name.endswith(suffix):
+        raise IllFormed
+    call.name(name.removesuffix(suffix))
+    yield from text.expect("(")
+    yield from text.space()
+    if (yield from text.take(")")):
+        return
+    keys: set[str] = set()
+    while True:
+        key = yield from text.word(_PYTHON_KEY)
+        if key in keys:
+            raise IllFormed
+        yield from text.space()
+        yield from text.expect("=")
+        yield from text.space()
+        value = yield from _literal(text)
+        call.write(f"{', ' if keys else '{'}{json_text(key)}: {value}")
+        keys.add(key)
+        if not (yield from text.comma(")")):
+            break
+    call.write("}")
+
+
+def _literal(text: Reader) -> Reading[str]:
+    """Read a Python literal and return it as JSON."""
+    start = text.position
+    with text.kept():
+        yield from _skip_literal(text)
+        source = text.since(start).strip()
+    if is_json(source):
+        return source
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(source)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise IllFormed from None
+    return json_text(value)
+
+
+def _skip_literal(text: Reader) -> Reading[None]:
+    """Read to the comma or bracket that ends a literal."""
+    start = text.position
+    open_brackets: list[str] = []
+    while True:
+        yield from text.while_matches(_PLAIN)
+        letter = yield from text.peek()
+        if text.position - start > MAX_LITERAL or len(open_brackets) > MAX_DEPTH or not letter or letter in "\\#":
+            raise IllFormed
+        if not open_brackets and letter in ",)]}":
+            return
+        if letter in "\"'":
+            yield from _skip_string(text, letter)
+            continue
+        text.at += 1
+        if letter in "([{":
+            open_brackets.append({"(": ")", "[": "]", "{": "}"}[letter])
+        elif letter in ")]}" and open_brackets.pop() != letter:
+            raise IllFormed
+
+
+def _skip_string(text: Reader, quote: str) -> Reading[None]:
+    quotes = quote * 3 if (yield from text.comes(quote * 3)) else quote
+    text.at += len(quotes)
+    while not (yield from text.take(quotes)):
+        if not (yield from text.while_matches(_PLAIN_IN[quote])):
+            letter = yield from text.peek()
+            if not letter:
+                raise IllFormed
+            if letter == "\\" and len((yield from text.peek(2))) < 2:
+                raise IllFormed
+            text.at += 2 if letter == "\\" else 1
+
+
+def json_text(value: Any) -> str:
+    """Return `value` as JSON. Raises `IllFormed` for what JSON has not: keys that are no strings, NaN, bytes..."""
+    try:
+        if not _is_plain(value):
+            raise IllFormed
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError):
+        raise IllFormed from None
+    return text
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(inner) for inner in value)
+    return value is None or isinstance(value, str | bool | int | float)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is one JSON value, strictly: NaN and Infinity are none."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
 def is_string(schemas: Schemas, name: str, key: str) -> bool:
     """Whether a parameter's schema allows strings only, or says nothing of its type."""
     properties = schemas.get(name, {}).get("properties")
@@ -228,6 +349,5 @@ _READERS: dict[Body, Callable[[Layout, ToolParser], Reading[None]]] = {
     "named": _read_named,
     "fenced": _read_fenced,
     "tagged": _read_tagged,
-    "python": lambda layout, call: keyword_call(call),
-    "builtin": lambda layout, call: keyword_call(call, ".call"),
+    "python": _read_python,
 }

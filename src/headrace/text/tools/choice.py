@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 
-# Whatever the format, a name must not look like a part of it.
+# A name must not contain what is a part of some format.
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 Mode = Literal["none", "auto", "required"]
@@ -50,8 +50,8 @@ class ToolUse(NamedTuple):
         fields: ToolFields = ToolFields(),
         allowed: Container[object] | None = None,
     ) -> ToolUse:
-        """Tools in OpenAI's form, checked. `allowed`: names of tools; the others are left out. Raises `RequestError`,
-        which speaks of `fields`."""
+        """Check tools in OpenAI's form and return them. `allowed`: names of tools; the others are left out. Raises
+        `RequestError`, which names the fields as `fields` does."""
         bounds.check("tools", tools or [])
         read = [_tool(tool, f"tools[{place}]", fields) for place, tool in enumerate(tools or [])]
         schemas: dict[str, dict[str, Any]] = {}
@@ -106,7 +106,7 @@ def _tool(tool: dict[str, Any], field: str, fields: ToolFields) -> dict[str, Any
 def _choice(
     choice: str | dict[str, Any] | None, schemas: dict[str, dict[str, Any]], fields: ToolFields
 ) -> tuple[Mode, list[str] | None]:
-    """The mode, and the tools that are chosen from, if not all."""
+    """Return the mode, and the names of the tools to choose from; None: all."""
     match choice:
         case None:
             return "auto" if schemas else "none", None

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from headrace.protocol.errors import RequestError
 
-Body = Literal["json", "named", "fenced", "tagged", "python", "builtin"]
+Body = Literal["json", "named", "fenced", "tagged", "python"]
 """How the name and the arguments of a call are written:
 
 - json: `{"name": ..., "arguments": {...}}`
@@ -22,7 +22,6 @@ Body = Literal["json", "named", "fenced", "tagged", "python", "builtin"]
 - fenced: as named, or with the arguments in a Markdown block and `function` as the kind of the call
 - tagged: the name, then each argument between tags; strings bare, anything else as JSON
 - python: `name(key=value, ...)`, with Python literals
-- builtin: `name.call(key=value, ...)`; only read
 """
 
 
@@ -43,7 +42,7 @@ class Layout(NamedTuple):
     arguments_key: str = "arguments"
     """For json: written; both `arguments` and `parameters` are read."""
     name: tuple[str, str] = ("", "")
-    """For named, fenced and tagged: the texts around the name."""
+    """For named, fenced and tagged: the texts around the name. For python: the text after it, which is only read."""
     name_pattern: re.Pattern[str] | None = None
     """For named and tagged: what a name is; None: all up to the text after it."""
     id_mark: str = ""
@@ -56,12 +55,12 @@ class Layout(NamedTuple):
 
 
 def call_id() -> str:
-    """A fresh id, as OpenAI's look."""
+    """Return a fresh id, which looks like OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def _short_id() -> str:
-    """Nine letters or digits: Mistral's templates take no other id."""
+    """Return nine letters or digits: Mistral's templates take no other id."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -83,7 +82,7 @@ class ToolFormat(NamedTuple):
         return (self.marks[0].strip(), *self.openers)
 
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of the format that may be special tokens."""
+        """Return the texts of the format that may be special tokens."""
         return tuple(text for text in (*self.all_openers(), self.marks[1].strip(), *self.special) if text)
 
 
@@ -114,7 +113,7 @@ FORMATS: dict[str, ToolFormat] = {
     "llama3_json": ToolFormat(
         (
             Layout("json", "read only", separator="; ", begins="{", arguments_key="parameters"),
-            Layout("builtin", "around each"),
+            Layout("python", "around each", name=("", ".call")),
         ),
         marks=("<|python_tag|>", ""),
         starts=("{",),

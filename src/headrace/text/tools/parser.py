@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace.text.parts import Content, MessagePart, ToolCall
+from headrace.text.outputs import Content, MessagePart, ToolCall
 from headrace.text.tools.formats import ToolFormat
 from headrace.text.tools.reader import MAX_NAME, SPACE, IllFormed, Reader, Reading
 
@@ -49,7 +49,7 @@ class _Call:
 
 
 class ToolParser:
-    """A `MessageParser` (see `parts`). What reads a format calls its other methods, and its reader `text`.
+    """A `MessageParser` (see `outputs`). What reads a format calls its other methods, and its reader `text`.
 
     Args:
         read: reads the calls at an opening of `tool_format`; raises `IllFormed`.

@@ -186,7 +186,7 @@ class Reader:
         if first == "{":
             yield from self.json_object(depth)
         elif first == "[":
-            yield from self._json_array(depth)
+            yield from self._json_members("[]", depth)
         elif first == '"':
             yield from self.json_string()
         elif first and first in "-0123456789":
@@ -196,15 +196,7 @@ class Reader:
 
     def json_object(self, depth: int = 0) -> Reading[None]:
         """Read one JSON object."""
-        yield from self._open("{", depth)
-        if (yield from self.take("}")):
-            return
-        while True:
-            yield from self.json_string()
-            yield from self.colon()
-            yield from self.json_value(depth + 1)
-            if not (yield from self.comma("}")):
-                return
+        yield from self._json_members("{}", depth)
 
     def key(self) -> Reading[str]:
         """Read one JSON string and return its value."""
@@ -245,20 +237,22 @@ class Reader:
         yield from self.space()
         return True
 
-    def _json_array(self, depth: int) -> Reading[None]:
-        yield from self._open("[", depth)
-        if (yield from self.take("]")):
-            return
-        while True:
-            yield from self.json_value(depth + 1)
-            if not (yield from self.comma("]")):
-                return
-
-    def _open(self, bracket: str, depth: int) -> Reading[None]:
+    def _json_members(self, brackets: str, depth: int) -> Reading[None]:
+        """Read an array or an object, as the brackets say."""
+        opening, closing = brackets[0], brackets[1]
         if depth >= MAX_DEPTH:
             raise IllFormed
-        yield from self.expect(bracket)
+        yield from self.expect(opening)
         yield from self.space()
+        if (yield from self.take(closing)):
+            return
+        while True:
+            if brackets == "{}":
+                yield from self.json_string()
+                yield from self.colon()
+            yield from self.json_value(depth + 1)
+            if not (yield from self.comma(closing)):
+                return
 
     def _json_number(self) -> Reading[None]:
         yield from self.take("-")

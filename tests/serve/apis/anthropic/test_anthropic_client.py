@@ -17,7 +17,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.anthropic.reply import MessagesAnswer
 from headrace.serve.apis.anthropic.request import MessagesRequest
 from headrace.serve.call.parsing import Warnings, convert
-from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import Content, MessagePart, Reasoning, TextDelta, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "Wer fährt so spät?"}]}
@@ -268,9 +268,9 @@ class Scripted:
         self.call = SimpleNamespace(warnings=Warnings())
         self._parts = parts
 
-    async def parts(self) -> AsyncIterator[tuple[int, list[MessagePart]]]:
+    async def parts(self) -> AsyncIterator[tuple[int, TextDelta, list[MessagePart]]]:
         for each in self._parts:
-            yield 0, each
+            yield 0, TextDelta("", [], []), each
 
     def finish_reason(self, place: int) -> str:
         return "tool_calls"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ollama
@@ -12,8 +13,10 @@ from tests.support.server import HTTP, Live, brittle, inproc
 
 from headrace import __version__
 from headrace.protocol.config import ServerConfig
-from headrace.serve.apis.ollama.reply import Calls
-from headrace.text.parts import ToolCall
+from headrace.protocol.step import Finish
+from headrace.serve.apis.ollama.reply import OllamaAnswer
+from headrace.serve.apis.ollama.request import ChatRequest
+from headrace.text.outputs import MessageBuilder, ToolCall
 from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wer reitet?"}]
@@ -236,16 +239,22 @@ def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], No
 
 
 def test_ollama_calls_are_told_whole() -> None:
-    calls = Calls()
-    calls.take([ToolCall(0, "a", "f", '{"x"')])
-    assert calls.finished(ended=False) == []
-    calls.take([ToolCall(0, "a", None, ": 1}"), ToolCall(1, "b", "g", "")])
-    (whole,) = calls.finished(ended=False)
+    message = MessageBuilder()
+    state = SimpleNamespace(finish=None)
+    chat: Any = SimpleNamespace(id="a", generation=SimpleNamespace(states=[state]), message=lambda place: message)
+    answer = OllamaAnswer(chat, ChatRequest(model="fake"), chat=True, ids=False)
+    message.add(ToolCall(0, "a", "f", '{"x"'))
+    assert answer._whole_calls() == []
+    message.add(ToolCall(0, "a", None, ": 1}"))
+    message.add(ToolCall(1, "b", "g", ""))
+    (whole,) = answer._whole_calls()
     assert (whole.id, whole.function.name, whole.function.arguments, whole.function.index) == ("a", "f", {"x": 1}, 0)
-    calls.take([ToolCall(1, "b", None, '{"cut')])
-    (cut,) = calls.finished(ended=True)
+    message.add(ToolCall(1, "b", None, '{"cut'))
+    state.finish = Finish("length")
+    (cut,) = answer._whole_calls()
     assert cut.function.arguments == {"_incomplete": '{"cut'}
-    assert calls.finished(ended=True) == []
+    assert cut.function.index == 1
+    assert answer._whole_calls() == []
 
 
 def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:

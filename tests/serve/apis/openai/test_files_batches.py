@@ -360,7 +360,7 @@ def test_the_store_is_bounded(tmp_path: Path) -> None:
         store.append(ids[0], b"z")
         assert store.num_bytes == 45
         store.put(ids[0], {"a": 1}, b"")
-        assert (store.about(ids[0]), store.body(ids[0]), store.num_bytes) == ({"a": 1}, b"", 29)
+        assert (store.metadata(ids[0]), store.body(ids[0]), store.num_bytes) == ({"a": 1}, b"", 29)
         assert not store.delete("../" + ids[0])
     with pytest.raises(HeadraceError, match="another server"):
         Store("x_", tmp_path, max_items=3, max_bytes=100)

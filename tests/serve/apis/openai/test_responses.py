@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from openai.types.responses import ResponseInputParam
 from tests.support import fake
 from tests.support.server import HTTP, Live, child, inproc, lines_of
 
-from headrace.engine.generation import TextClient
+from headrace.engine.generation import Generation, TextClient
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
@@ -28,14 +30,13 @@ from headrace.protocol.step import Finish, Request, TokenLogprob
 from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.call import ChatCall
+from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.call.service import ServedModel
 from headrace.serve.storage.store import Store
-from headrace.text.outputs import Delta, RequestState
-from headrace.text.parts import Content, Reasoning, ToolCall
+from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools.calls import new_parser
 
 
 @pytest.fixture(scope="module")
@@ -168,44 +169,44 @@ def test_logprobs_with_text(client: openai.OpenAI) -> None:
 
 
 class Scripted:
-    """A generation of one answer whose tokens come in pieces of given lengths."""
+    """The engine's stream of one answer, whose tokens come in deltas of given lengths."""
 
-    n = 1
+    def __init__(self, token_ids: list[int], lengths: list[int]) -> None:
+        self._token_ids, self._lengths = list(token_ids), list(lengths)
+        self._is_closed = False
 
-    def __init__(self, tokenizer: Tokenizer, token_ids: list[int], lengths: list[int]) -> None:
-        params = SamplingParams(logprobs=0, max_tokens=100, seed=1)
-        self.states = [RequestState(Request(request_id="r", prompt_token_ids=[65], params=params), tokenizer)]
-        self._token_ids, self._lengths = list(token_ids), lengths
+    async def __anext__(self) -> list[tuple[int, Delta]]:
+        if self._is_closed or not self._lengths:
+            raise StopAsyncIteration
+        length = self._lengths.pop(0)
+        token_ids, self._token_ids = self._token_ids[:length], self._token_ids[length:]
+        entries = [TokenLogprob(token_id, -0.5, 1, []) for token_id in token_ids]
+        finish = None if self._token_ids else Finish("stop")
+        return [(0, Delta(0.0, 0.0, 0.0, token_ids, entries, finish=finish))]
 
-    def of_prompt(self, place: int) -> list[RequestState]:
-        return self.states
+    def abort(self, index: int) -> None:
+        self._is_closed = True
 
     def close(self) -> None:
-        pass
-
-    async def __aenter__(self) -> Scripted:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        pass
-
-    async def __aiter__(self) -> AsyncIterator[list[tuple[int, Any]]]:
-        rest = self._token_ids
-        for length in self._lengths:
-            token_ids, rest = rest[:length], rest[length:]
-            entries = [TokenLogprob(token_id, -0.5, 1, []) for token_id in token_ids]
-            finish = None if rest else Finish("stop")
-            yield [(0, self.states[0].feed(Delta(0.0, 0.0, 0.0, token_ids, entries, finish=finish)))]
+        self._is_closed = True
 
 
 async def read_scripted(
-    model: ServedModel, tokenizer: Tokenizer, token_ids: list[int], lengths: list[int], stream: bool
+    model: ServedModel,
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    lengths: list[int],
+    stream: bool,
+    parser: Callable[[], MessageParser] = ContentParser,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the response at its end, the events of a stream) of an answer that comes in pieces of these lengths."""
-    generation: Any = Scripted(tokenizer, token_ids, lengths)
+    params = SamplingParams(logprobs=0, max_tokens=100, seed=1)
+    state = RequestState(Request(request_id="r", prompt_token_ids=[65], params=params), tokenizer)
+    scripted: Any = Scripted(token_ids, lengths)
+    generation = Generation(scripted, [state], 1, None)
     call = ChatCall(messages=[], sampling={"logprobs": 0})
     responses = Responses(model, Store("resp_", None, max_items=1, max_bytes=2**20, evict=True))
-    chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"])
+    chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)
     request, _ = read({"input": "A", "stream": stream})
     answer = ResponseAnswer(responses, request, chat, responses._object(request, chat, "resp_1"))
     if not stream:
@@ -231,6 +232,32 @@ def test_logprobs_do_not_depend_on_the_pieces_of_an_answer(live: Live, tokenizer
                 assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
                 (added,) = (event["part"] for event in events if event["type"] == "response.content_part.added")
                 assert added == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_logprobs_before_a_call_do_not_depend_on_the_pieces_of_an_answer(
+    live: Live, tokenizer: Tokenizer, single: bool
+) -> None:
+    """Those of the text before a call are the text's own, and tokens after the end of a single call are not counted,
+    however many tokens come at once."""
+    model = ServedModel(TextClient(live.client, tokenizer), "fake")
+    text = 'Let me see. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> Done.'
+    token_ids = [*text.encode(), fake.EOS]
+    num = len(token_ids)
+    parser = functools.partial(new_parser, "hermes", {"f": None}, new_id=lambda: "call_0", single=single)
+    answers = []
+    for lengths in ([1] * num, [num], [7] * (num // 7) + [num % 7], [12, num - 12], [20, 30, num - 50]):
+        for stream in (False, True):
+            response, events = asyncio.run(read_scripted(model, tokenizer, token_ids, lengths, stream, parser))
+            answers.append({field: response[field] for field in ("output", "usage", "status")})
+            if stream:
+                deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+                shown = [item["content"][0]["logprobs"] for item in response["output"] if item["type"] == "message"]
+                assert [entry for event in deltas for entry in event["logprobs"]] == list(itertools.chain(*shown))
+    assert [item["type"] for item in answers[0]["output"]][:2] == ["message", "function_call"]
+    assert all(answer == answers[0] for answer in answers)
+    # The text's own tokens: one for each character, and perhaps some that the parser held back.
+    assert len(answers[0]["output"][0]["content"][0]["logprobs"]) < len(text.partition("<tool_call>")[0]) + 2
 
 
 def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:

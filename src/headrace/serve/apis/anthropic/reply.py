@@ -1,20 +1,42 @@
-"""A chat's answer as Anthropic's message, whole or as its stream of events."""
+"""A chat's answer as Anthropic's message, whole or as its stream of events, and Anthropic's errors."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 
-from headrace.serve.apis.anthropic.errors import AnthropicError, error_body
 from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
-from headrace.serve.call.answers import Answer, arguments_object
+from headrace.serve.call.call import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
-from headrace.text.parts import Content, MessagePart, Reasoning
+from headrace.serve.errors import Api, ErrorBody, event
+from headrace.serve.routing import Readable
+from headrace.text.outputs import Content, MessagePart, Reasoning
 
+# The statuses whose errors have another type than OpenAI's, beside "server_error".
+ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorBody
+
+
+def _error(status: int, body: ErrorBody) -> AnthropicError:
+    kind = ERROR_TYPES.get(status, "api_error" if body.type == "server_error" else body.type)
+    return AnthropicError(error=AnthropicErrorBody(type=kind, message=body.message))
+
+
+API = Api(AnthropicError, _error, functools.partial(event, name="error"), ("/v1/messages",))
 
 
 class ReplyText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -119,24 +141,23 @@ class MessageStop(msgspec.Struct, kw_only=True, tag_field="type", tag="message_s
 MessageEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
-class MessagesAnswer:
+class MessagesAnswer(Readable):
     """A chat's answer as Anthropic's message. Read it once, by `whole` or by `events`."""
 
+    answer: Answer
+
     def __init__(self, answer: Answer, request: MessagesRequest, block_size: int) -> None:
-        self._answer = answer
+        super().__init__(answer, bool(request.stream))
         self._request = request
         self._block_size = block_size
         self._state = answer.generation.states[0]
         self.id = "msg_" + answer.id.partition("-")[2].replace("-", "")
-        self.stream = bool(request.stream)
-
-    def close(self) -> None:
-        self._answer.close()
+        self.headers = {"request-id": self.id}
 
     async def whole(self) -> MessageReply:
         """Return the message. Raises the engine's errors."""
-        await self._answer.collect()
-        message = self._answer.message(0)
+        await self.answer.collect()
+        message = self.answer.message(0)
         content: list[Block] = []
         if message.reasoning:
             content.append(ReplyThinking(thinking=message.reasoning))
@@ -152,26 +173,26 @@ class MessagesAnswer:
         errors."""
         has_started = False
         index, kind = -1, ""
-        async for _, parts in self._answer.parts():
+        async for _, _, parts in self.answer.parts():
             if not has_started:
                 has_started = True
-                yield event(MessageStart(message=self._message([], None)))
-                yield event(Ping())
+                yield _event(MessageStart(message=self._message([], None)))
+                yield _event(Ping())
             for part in parts:
                 part_kind = type(part).__name__
                 # A call's first part has its name, and begins a block even after another call.
                 if part_kind != kind or getattr(part, "name", None) is not None:
                     if kind:
-                        yield event(BlockStop(index=index))
+                        yield _event(BlockStop(index=index))
                     index, kind = index + 1, part_kind
-                    yield event(BlockStart(index=index, content_block=_opening(part)))
+                    yield _event(BlockStart(index=index, content_block=_opening(part)))
                 delta = _delta(part)
                 if delta is not None:
-                    yield event(BlockDelta(index=index, delta=delta))
+                    yield _event(BlockDelta(index=index, delta=delta))
         if kind:
-            yield event(BlockStop(index=index))
-        yield event(MessageDelta(delta=self._ending(), usage=self._usage()))
-        yield event(MessageStop())
+            yield _event(BlockStop(index=index))
+        yield _event(MessageDelta(delta=self._ending(), usage=self._usage()))
+        yield _event(MessageStop())
 
     def _message(self, content: list[Block], ending: StopDelta | None) -> MessageReply:
         usage = self._usage()
@@ -181,7 +202,7 @@ class MessagesAnswer:
             id=self.id,
             model=self._request.model,
             content=content,
-            warnings=self._answer.call.warnings.reply(),
+            warnings=self.answer.call.warnings.reply(),
             stop_reason=None if ending is None else ending.stop_reason,
             stop_sequence=None if ending is None else ending.stop_sequence,
             usage=usage,
@@ -192,7 +213,7 @@ class MessagesAnswer:
         stop = finish.stop_reason if finish is not None else None
         if isinstance(stop, str):
             return StopDelta(stop_reason="stop_sequence", stop_sequence=stop)
-        reason = self._answer.finish_reason(0) or ""
+        reason = self.answer.finish_reason(0) or ""
         return StopDelta(stop_reason=STOP_REASONS.get(reason, "end_turn"), stop_sequence=None)
 
     def _usage(self) -> MessageUsage:
@@ -227,12 +248,6 @@ def _delta(part: MessagePart) -> Delta | None:
     return InputJsonDelta(partial_json=part.arguments) if part.arguments else None
 
 
-def failure(error: BaseException) -> bytes:
-    """Return the event that ends a broken stream."""
-    return event(error_body(error)[1])
-
-
-def event(body: MessageEvent | AnthropicError) -> bytes:
+def _event(body: MessageEvent) -> bytes:
     """Return one server-sent event, named after its type."""
-    name = body.type if isinstance(body, AnthropicError) else str(body.__struct_config__.tag)
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+    return event(body, str(body.__struct_config__.tag))

@@ -273,10 +273,10 @@ def _tool(tool: Tool, field: str) -> dict[str, Any]:
         raise RequestError(f"{field}.type", tool.type, "custom or left out: this server runs no tools of its own")
     if tool.input_schema is None:
         raise RequestError(f"{field}.input_schema", None, "given")
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    function |= {} if tool.description is None else {"description": tool.description}
-    function |= {} if tool.strict is None else {"strict": tool.strict}
-    return {"type": "function", "function": function}
+    function = {
+        "name": tool.name, "parameters": tool.input_schema, "description": tool.description, "strict": tool.strict
+    }  # fmt: skip
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def marks_cache(request: CountTokensRequest) -> bool:

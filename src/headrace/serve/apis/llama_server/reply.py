@@ -1,4 +1,4 @@
-"""The replies of llama-server's API: answers, whole or as a stream of events, and what describes the server."""
+"""The replies of llama-server's API: answers, whole or as a stream of events, what describes the server, and errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,37 @@ from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.llama_options import NO_SEED
+from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import Timings, clamp, event, timings, token_text
-from headrace.text.outputs import RequestState
+from headrace.serve.call.replies import Timings, clamp, timings, token_text
+from headrace.serve.call.sampling import NO_SEED
+from headrace.serve.errors import Api, ErrorBody, event
+from headrace.serve.routing import Readable
+from headrace.text.outputs import RequestState, TextDelta
+
+# Codes of errors that llama-server has for the type.
+UNSERVED, NO_SLOT = "not_supported_error", "unavailable_error"
+TYPES = {code: code for code in (UNSERVED, NO_SLOT)} | {"context_length_exceeded": "exceed_context_size_error"}
+
+
+class LlamaErrorBody(msgspec.Struct, kw_only=True):
+    code: int
+    message: str
+    type: str
+
+
+class LlamaError(msgspec.Struct, kw_only=True):
+    error: LlamaErrorBody
+
+
+def _error(status: int, body: ErrorBody) -> LlamaError:
+    """OpenAI's shape, but the code is the status."""
+    kind = TYPES.get(body.code, body.type)
+    return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind))
+
+
+PREFIXES = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding")
+API = Api(LlamaError, _error, prefixes=PREFIXES)
 
 
 class LlamaTopLogprob(msgspec.Struct, kw_only=True):
@@ -106,62 +132,54 @@ class LlamaSlot(msgspec.Struct, kw_only=True):
     is_processing: bool
 
 
-class Results:
-    """A call's results. Read them once, by `whole` or by `events`.
+class LlamaAnswer(Readable):
+    """A call's results, one for each prompt.
 
     Args:
         many: the request has several prompts, so that the reply is a list.
     """
 
+    answer: Answer
+
     def __init__(self, answer: Answer, request: LlamaCompletionRequest, model: str, many: bool) -> None:
-        self._answer = answer
+        super().__init__(answer, bool(request.stream))
         self._request = request
         self._model = model
         self._many = many
-        self._num_sent = [0] * len(answer.generation.states)
-        self.id = answer.id
-        self.stream = bool(request.stream)
-
-    def close(self) -> None:
-        self._answer.close()
 
     async def whole(self) -> Any:
-        """Return one result, or a list of them. Raises the engine's errors."""
-        await self._answer.collect()
+        await self.answer.collect()
         results = []
-        for place, state in enumerate(self._answer.generation.states):
+        for place, state in enumerate(self.answer.generation.states):
             result = self._result(place, state)
             result.content = state.text
             result.tokens = list(state.token_ids) if self._request.return_tokens else []
-            result.completion_probabilities = self._probabilities(place, state)
+            result.completion_probabilities = self._probabilities(state)
             results.append(self._selected(result))
         return results if self._many else results[0]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield parts of the results, the last one of each with "stop": true. Raises the engine's errors."""
-        generation = self._answer.generation
-        warnings = self._answer.call.warnings.reply()
-        async with generation:
-            async for pieces in generation:
-                for place, piece in pieces:
-                    state = generation.states[place]
-                    part = LlamaPart(
-                        index=place,
-                        content=piece.text,
-                        tokens=list(piece.token_ids),
-                        stop=False,
-                        id_slot=-1,
-                        tokens_predicted=len(state.token_ids),
-                        tokens_evaluated=len(state.request.prompt_token_ids),
-                        completion_probabilities=self._probabilities(place, state),
-                        timings=timings([[state]]) if self._request.timings_per_token else UNSET,
-                        warnings=warnings,
-                    )
-                    if piece.token_ids or piece.text:
-                        yield event(part)
-                        warnings = UNSET
-                    if state.finish is not None:
-                        yield event(self._selected(self._result(place, state)))
+        warnings = self.answer.call.warnings.reply()
+        async for place, piece, _ in self.answer.parts():
+            state = self.answer.generation.states[place]
+            part = LlamaPart(
+                index=place,
+                content=piece.text,
+                tokens=list(piece.token_ids),
+                stop=False,
+                id_slot=-1,
+                tokens_predicted=len(state.token_ids),
+                tokens_evaluated=len(state.request.prompt_token_ids),
+                completion_probabilities=self._probabilities(piece),
+                timings=timings([[state]]) if self._request.timings_per_token else UNSET,
+                warnings=warnings,
+            )
+            if piece.token_ids or piece.text:
+                yield event(part)
+                warnings = UNSET
+            if state.finish is not None:
+                yield event(self._selected(self._result(place, state)))
 
     def _result(self, place: int, state: RequestState) -> LlamaResult:
         """The last event of an answer."""
@@ -169,9 +187,9 @@ class Results:
         word = finish.stop_reason if finish is not None and isinstance(finish.stop_reason, str) else ""
         reason = finish.reason if finish is not None else ""
         kind = "word" if word else {"length": "limit", "stop": "eos"}.get(reason, "none")
-        text = self._answer.texts[place]
-        if text is None and self._answer.tokenizer is not None:
-            text = self._answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
+        text = self.answer.texts[place]
+        if text is None and self.answer.tokenizer is not None:
+            text = self.answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
         return LlamaResult(
             index=place,
             id_slot=-1,
@@ -187,25 +205,20 @@ class Results:
             stopping_word=word,
             tokens_cached=len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
             timings=timings([[state]]),
-            warnings=UNSET if self.stream else self._answer.call.warnings.reply(),
+            warnings=UNSET if self.stream else self.answer.call.warnings.reply(),
             content="",
             tokens=[],
         )
 
-    def _probabilities(self, place: int, state: RequestState) -> Probabilities:
-        """Those of the tokens that came since the last call."""
-        if not self._request.n_probs:
-            return UNSET
-        entries = state.logprobs[self._num_sent[place] :]
-        self._num_sent[place] = len(state.logprobs)
-        return [self._entry(entry) for entry in entries]
+    def _probabilities(self, source: RequestState | TextDelta) -> Probabilities:
+        return [self._entry(entry) for entry in source.logprobs] if self._request.n_probs else UNSET
 
     def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
         top = [LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top]
         return LlamaTokenLogprob(**self._token(entry.token_id, entry.logprob), top_logprobs=top)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self._answer.tokenizer
+        tokenizer = self.answer.tokenizer
         raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
         return {
             "id": token_id,

@@ -1,4 +1,4 @@
-"""llama-server's API without HTTP.
+"""llama-server's API.
 
 There are no slots here: the batch has `max_num_seqs` places, and every prompt finds its prefix in the cache
 wherever it runs, so `/slots` shows places and no request can name one.
@@ -6,10 +6,14 @@ wherever it runs, so `/slots` shows places and no request can name one.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol import bounds
@@ -17,9 +21,9 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.protocol.params import SamplingParams
+from headrace.serve import routing
 from headrace.serve.apis.llama_server import reply
-from headrace.serve.apis.llama_server.errors import NoSlotError
-from headrace.serve.apis.llama_server.reply import Results, settings
+from headrace.serve.apis.llama_server.reply import API, NO_SLOT, UNSERVED, LlamaAnswer, settings
 from headrace.serve.apis.llama_server.request import (
     IGNORED,
     MAX_PIECES,
@@ -29,17 +33,15 @@ from headrace.serve.apis.llama_server.request import (
     TemplateRequest,
     are_many,
 )
-from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.call import TextCall, chat_of, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.replies import Tokenized, TokenPiece
-from headrace.serve.call.sampling import spelling_of
+from headrace.serve.call.sampling import llama_sampling_of, spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
-from headrace.text.templates import read_messages
+from headrace.serve.errors import CallError
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools.choice import ToolUse
 
 TOKEN_ID = re.compile("-?[0-9]{1,20}")
 
@@ -50,15 +52,15 @@ class LlamaServer:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
-    async def completion(self, body: dict[str, Any]) -> Results:
-        """POST /completion."""
+    async def completion(self, body: dict[str, Any]) -> LlamaAnswer:
+        """llama-server's completion."""
         request = convert(LlamaCompletionRequest, body, IGNORED)
         answer = await self.model.complete(await self._call(request))
-        return Results(answer, request, self.model.name, many=are_many(request.prompt))
+        return LlamaAnswer(answer, request, self.model.name, many=are_many(request.prompt))
 
     async def _call(self, request: LlamaCompletionRequest) -> TextCall:
         prompts = await self._prompts(request.prompt)
-        sampling = sampling_of(request, LLAMA_SERVER)
+        sampling = llama_sampling_of(request, LLAMA_SERVER)
         spelling = spelling_of(LLAMA_SERVER)
         if request.n_predict is None:
             spelling["max_tokens"] = "max_tokens"
@@ -141,22 +143,16 @@ class LlamaServer:
         return by_id
 
     async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
-        """POST /apply-template: what a chat would give the model."""
+        """The prompt that a chat becomes."""
         request = convert(TemplateRequest, body)
-        call = ChatCall(
-            model=request.model,
-            messages=read_messages(request.messages),
-            tools=ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False),
-            reasoning_effort=request.reasoning_effort,
-            template_variables=request.chat_template_kwargs or {},
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-        )
-        text, _ = await self.model.chat_prompt(call)
+        text, _ = await self.model.chat_prompt(chat_of(request, model=request.model))
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
     async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:
-        """POST /embedding. The reply is a list, which has no place for warnings."""
+        """Vectors of texts.
+
+        The reply is a list, which has no place for warnings.
+        """
         request = convert(EmbeddingRequest, body)
         self.model.check_model(request.model)
         if request.embd_normalize not in (None, -1, 2):
@@ -167,7 +163,7 @@ class LlamaServer:
         return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 
     def props(self) -> reply.LlamaProps:
-        """GET /props."""
+        """What is served, and with which defaults."""
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
         params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
@@ -184,12 +180,15 @@ class LlamaServer:
             is_sleeping=False,
         )
 
-    def slots(self, fail_on_no_slot: bool) -> list[reply.LlamaSlot]:
-        """GET /slots: the places of the batch, the taken ones first. Raises `NoSlotError` with `fail_on_no_slot`."""
+    def slots(self, query: Mapping[str, str]) -> list[reply.LlamaSlot]:
+        """The places of the batch.
+
+        Those in use come first. Raises `CallError` if all are and `query` has `fail_on_no_slot`.
+        """
         client, info = self.model.front.client, self.model.front.info
         num_busy = min(client.stats.num_running, info.max_num_seqs)
-        if fail_on_no_slot and num_busy == info.max_num_seqs:
-            raise NoSlotError("no slot is available")
+        if query.get("fail_on_no_slot", "0") not in ("", "0") and num_busy == info.max_num_seqs:
+            raise CallError(503, NO_SLOT, "no slot is available")
         return [
             reply.LlamaSlot(id=place, n_ctx=self.model.max_context, speculative=False, is_processing=place < num_busy)
             for place in range(info.max_num_seqs)
@@ -221,3 +220,28 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
+
+
+def add_routes(app: Starlette, model: ServedModel) -> None:
+    """Add `/completion`, `/embedding`, `/apply-template`, `/props` and `/slots`."""
+    llama = LlamaServer(model)
+
+    def unserved(path: str, slot_id: str = "") -> Response:
+        """Not done by this server."""
+        raise CallError(501, UNSERVED, f"{path}{slot_id}: not done here")
+
+    completion: dict[str, Any] = {
+        "takes": LlamaCompletionRequest,
+        "gives": reply.LlamaResult | list[reply.LlamaResult],
+        "streams": routing.EVENT_STREAM,
+        "chunks": (reply.LlamaPart, reply.LlamaResult),
+    }
+    for path in ("/completion", "/completions"):
+        routing.post(app, path, llama.completion, API, **completion)
+    for path in ("/embedding", "/embeddings"):
+        routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
+    routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
+    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps)
+    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
+    for path, parameter in (("/props", ""), ("/slots/", "{slot_id}"), ("/infill", "")):
+        routing.post(app, path + parameter, functools.partial(unserved, path), API, unserved=True)

@@ -9,14 +9,27 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.serve.apis.ollama.errors import error_body
 from headrace.serve.apis.ollama.request import GenerationRequest
-from headrace.serve.call.answers import Answer, arguments_object
+from headrace.serve.call.call import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs
-from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
+from headrace.serve.errors import Api
+from headrace.serve.routing import Readable
+from headrace.text.outputs import Content, Reasoning, RequestState, TextDelta
 
 NDJSON = "application/x-ndjson"
+
+
+def line(body: msgspec.Struct) -> bytes:
+    """Return one line of a stream."""
+    return msgspec.json.encode(body) + b"\n"
+
+
+class OllamaError(msgspec.Struct, kw_only=True):
+    error: str
+
+
+API = Api(OllamaError, lambda status, body: OllamaError(error=body.message), line, ("/api/",))
 
 
 class CallFunction(msgspec.Struct, kw_only=True):
@@ -159,85 +172,80 @@ class PullReply(msgspec.Struct, kw_only=True):
     warnings: WarningLines = UNSET
 
 
-class Lines:
-    """An answer as Ollama's. Read it once, by `whole` or by `events`.
+class OllamaAnswer(Readable):
+    """An answer as Ollama's.
 
     Args:
         chat: /api/chat has a message, /api/generate a response.
         ids: whether to return the token ids of prompt and answer, as the `context` of a next call.
     """
 
+    answer: Answer
+    media_type = NDJSON
+
     def __init__(self, answer: Answer, request: GenerationRequest, chat: bool, ids: bool) -> None:
-        self._answer = answer
+        # Ollama's API streams unless a request says otherwise.
+        super().__init__(answer, request.stream is not False)
         self._request = request
         self._chat = chat
         self._ids = ids
         self._state = answer.generation.states[0]
-        self._num_sent = 0
-        self.id = answer.id
-        # Ollama's API streams unless a request says otherwise.
-        self.stream = request.stream is not False
-
-    def close(self) -> None:
-        self._answer.close()
+        self._num_calls = 0
 
     async def whole(self) -> ChatReply | GenerateReply:
-        """Return one object. Raises the engine's errors."""
-        content = thinking = ""
-        calls = Calls()
-        async for _, parts in self._answer.parts():
-            content += _content(parts)
-            thinking += _thinking(parts)
-            calls.take(parts)
-        return self._reply(
-            self._answer.call.warnings.reply(), content, thinking, calls.finished(True), self._logprobs()
-        )
+        await self.answer.collect()
+        message = self.answer.message(0)
+        fields = self._message(message.content, message.reasoning, self._whole_calls())
+        return self._reply(fields, self.answer.call.warnings.reply(), self._logprobs(self._state))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield lines of JSON, the last one with "done": true. Raises the engine's errors."""
-        calls = Calls()
-        warnings = self._answer.call.warnings.reply()
-        async for _, parts in self._answer.parts():
-            content, thinking = _content(parts), _thinking(parts)
-            calls.take(parts)
-            whole_calls = calls.finished(self._state.finish is not None)
-            logprobs = self._logprobs()
-            if content or thinking or whole_calls or logprobs:
-                head = {"model": self._request.model, "created_at": now(), "warnings": warnings}
-                fields = head | self._message(content, thinking, whole_calls)
-                chunk_type = ChatChunk if self._chat else GenerateChunk
+        warnings = self.answer.call.warnings.reply()
+        chunk_type = ChatChunk if self._chat else GenerateChunk
+        async for _, piece, parts in self.answer.parts():
+            content = "".join(part.text for part in parts if isinstance(part, Content))
+            thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+            calls, logprobs = self._whole_calls(), self._logprobs(piece)
+            if content or thinking or calls or logprobs:
+                fields = self._head(warnings) | self._message(content, thinking, calls)
                 yield line(chunk_type(**fields, done=False, logprobs=logprobs))
                 warnings = UNSET
-        yield line(self._reply(warnings, "", "", [], UNSET))
+        yield line(self._reply(self._message("", "", []), warnings, UNSET))
+
+    def _head(self, warnings: WarningLines) -> dict[str, Any]:
+        return {"model": self._request.model, "created_at": now(), "warnings": warnings}
 
     def _message(self, content: str, thinking: str, calls: list[WholeCall]) -> dict[str, Any]:
         if not self._chat:
             return {"response": content, "thinking": thinking or UNSET}
         return {"message": ReplyMessage(content=content, thinking=thinking or UNSET, tool_calls=calls or UNSET)}
 
-    def _logprobs(self) -> list[ChatTokenLogprob] | UnsetType:
-        """Those of the tokens that came since the last call."""
+    def _whole_calls(self) -> list[WholeCall]:
+        """Return the tool calls that are whole now and were not before: all but the last one, until the answer has
+        ended. Ollama sends each at once, with its arguments as an object."""
+        calls, begin = self.answer.message(0).calls, self._num_calls
+        self._num_calls = len(calls) if self._state.finish is not None else max(len(calls) - 1, 0)
+        return [
+            WholeCall(
+                id=call["id"],
+                function=CallFunction(name=call["name"], arguments=arguments_object(call["arguments"]), index=index),
+            )
+            for index, call in enumerate(calls[begin : self._num_calls], begin)
+        ]
+
+    def _logprobs(self, source: RequestState | TextDelta) -> list[ChatTokenLogprob] | UnsetType:
         if not self._request.logprobs:
             return UNSET
-        entries = self._state.logprobs[self._num_sent :]
-        self._num_sent = len(self._state.logprobs)
-        return chat_logprobs(self._answer.tokenizer, entries) or UNSET
+        return chat_logprobs(self.answer.tokenizer, source.logprobs) or UNSET
 
     def _reply(
-        self,
-        warnings: WarningLines,
-        content: str,
-        thinking: str,
-        calls: list[WholeCall],
-        logprobs: list[ChatTokenLogprob] | UnsetType,
+        self, message: dict[str, Any], warnings: WarningLines, logprobs: list[ChatTokenLogprob] | UnsetType
     ) -> ChatReply | GenerateReply:
         state, times = self._state, self._state.metrics
         total = None if times.finished_time is None else times.finished_time - times.arrival_time
         fields: dict[str, Any] = {
-            "model": self._request.model,
-            "created_at": now(),
-            "warnings": warnings,
-            **self._message(content, thinking, calls),
+            **self._head(warnings),
+            **message,
             "logprobs": logprobs,
             "done": True,
             "done_reason": state.finish.reason if state.finish is not None else None,
@@ -254,44 +262,6 @@ class Lines:
         return GenerateReply(**fields, context=context)
 
 
-class Calls:
-    """Tool calls on their way; Ollama sends each at once and whole, with its arguments as an object."""
-
-    def __init__(self) -> None:
-        self._open: list[ToolCall] = []
-
-    def take(self, parts: list[MessagePart]) -> None:
-        """Take in the calls among further parts."""
-        for part in parts:
-            if not isinstance(part, ToolCall):
-                continue
-            if part.name is not None:
-                self._open.append(part)
-            else:
-                last = self._open[-1]
-                self._open[-1] = msgspec.structs.replace(last, arguments=last.arguments + part.arguments)
-
-    def finished(self, ended: bool) -> list[WholeCall]:
-        """Return the calls that are whole now and were not before: all but the last one, until the answer has ended."""
-        num_ready = len(self._open) if ended else max(len(self._open) - 1, 0)
-        ready, self._open = self._open[:num_ready], self._open[num_ready:]
-        return [
-            WholeCall(
-                id=call.id,
-                function=CallFunction(name=call.name, arguments=arguments_object(call.arguments), index=call.index),
-            )
-            for call in ready
-        ]
-
-
-def _content(parts: list[MessagePart]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Content))
-
-
-def _thinking(parts: list[MessagePart]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Reasoning))
-
-
 def _ns(seconds: float | None) -> int:
     return 0 if seconds is None else int(seconds * 1e9)
 
@@ -299,13 +269,3 @@ def _ns(seconds: float | None) -> int:
 def now() -> str:
     """Return the time as Ollama writes it."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
-
-
-def line(body: msgspec.Struct) -> bytes:
-    """Return one line of a stream."""
-    return msgspec.json.encode(body) + b"\n"
-
-
-def failure(error: BaseException) -> bytes:
-    """Return the line that ends a broken stream."""
-    return line(error_body(error)[1])

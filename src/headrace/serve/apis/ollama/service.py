@@ -1,24 +1,29 @@
-"""Ollama's API without HTTP: generate, chat, embed, and what describes the one model that is served.
+"""Ollama's API: generate, chat, embed, and what describes the one model that is served.
 
 Options that belong to loading a model are listed in `warnings`: here the command line sets them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.responses import Response
 
+from headrace import __version__
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
+from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
-from headrace.serve.apis.ollama.reply import Lines, now
+from headrace.serve.apis.ollama.reply import API, NDJSON, OllamaAnswer, line, now
 from headrace.serve.apis.ollama.request import (
     ChatRequest,
     EmbedRequest,
@@ -30,10 +35,10 @@ from headrace.serve.apis.ollama.request import (
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.llama_options import sampling_of
 from headrace.serve.call.parsing import Warnings, convert
-from headrace.serve.call.sampling import spelling_of
+from headrace.serve.call.sampling import llama_sampling_of, spelling_of
 from headrace.serve.call.service import ServedModel
+from headrace.serve.errors import CallError
 from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
@@ -62,21 +67,17 @@ LOADING = (
 T = TypeVar("T", bound=GenerationRequest)
 
 
-class UnservedError(HeadraceError):
-    """Something of Ollama's that this server does not do."""
-
-    status = 501
-    code = "not_implemented"
-
-
 class Ollama:
-    """The routes without HTTP."""
+    """The routes without HTTP; each takes a body, if it takes anything."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
 
-    async def chat(self, body: dict[str, Any]) -> Lines | reply.LoadReply:
-        """POST /api/chat; without messages, as Ollama's clients load a model, the reply says that it is loaded."""
+    async def chat(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
+        """Ollama's chat.
+
+        Without messages, as Ollama's clients load a model, the reply says that it is loaded.
+        """
         request = self._read(ChatRequest, body)
         if not request.messages:
             return _loaded(request, message=reply.ReplyMessage(content=""))
@@ -88,10 +89,13 @@ class Ollama:
             tools=ToolUse.of(request.tools, None, True),
             spelling=SPELLING | {"prompt": "messages"},
         )
-        return Lines(await self.model.chat(call), request, chat=True, ids=False)
+        return OllamaAnswer(await self.model.chat(call), request, chat=True, ids=False)
 
-    async def generate(self, body: dict[str, Any]) -> Lines | reply.LoadReply:
-        """POST /api/generate; without a prompt, as Ollama's clients load a model, the reply says so."""
+    async def generate(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
+        """Ollama's completion of one prompt.
+
+        Without a prompt, as Ollama's clients load a model, the reply says so.
+        """
         request = self._read(GenerateRequest, body)
         if request.images:
             raise RequestError("images", "images", "left out: the models served here read text")
@@ -107,17 +111,20 @@ class Ollama:
             messages=[*messages, ChatMessage(role="user", content=request.prompt)],
         )
         if not request.raw and not request.context:
-            return Lines(await self.model.chat(chat), request, chat=False, ids=True)
+            return OllamaAnswer(await self.model.chat(chat), request, chat=False, ids=True)
         if request.raw:
             token_ids = await self.model.encode(request.prompt, True)
         else:
             # What the template does not honour is no warning of this call, whose prompt is token ids.
             _, token_ids = await self.model.chat_prompt(msgspec.structs.replace(chat, warnings=Warnings()))
         call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
-        return Lines(await self.model.complete(call), request, chat=False, ids=not request.raw)
+        return OllamaAnswer(await self.model.complete(call), request, chat=False, ids=not request.raw)
 
-    async def embed(self, body: dict[str, Any], older: bool) -> reply.EmbedReply | reply.EmbeddingReply:
-        """POST /api/embed: vectors of length 1. `older`: /api/embeddings, whose one vector has any length."""
+    async def embed(self, body: dict[str, Any], older: bool = False) -> reply.EmbedReply | reply.EmbeddingReply:
+        """Vectors of texts.
+
+        They have the length 1. `older`: for /api/embeddings, whose one vector has any length.
+        """
         start_time = time.monotonic()
         request = convert(EmbedRequest, body, {"keep_alive": STAYS})
         self.model.check_model(self._name(request.model))
@@ -149,20 +156,23 @@ class Ollama:
         )
 
     def tags(self) -> reply.OllamaModels:
-        """GET /api/tags."""
+        """The models that are there."""
         return reply.OllamaModels(models=[self._card()])
 
     def ps(self) -> reply.OllamaModels:
-        """GET /api/ps. The model never expires; the date is one that no client takes for the past."""
+        """The models that are loaded.
+
+        The model never expires; the date is one that no client takes for the past.
+        """
         card = self._card()
         card.expires_at, card.size_vram = "9999-12-31T23:59:59Z", 0
         card.context_length = self.model.max_context
         return reply.OllamaModels(models=[card])
 
     def show(self, body: dict[str, Any]) -> reply.ShowReply:
-        """POST /api/show."""
+        """One model."""
         request = convert(ShowRequest, body)
-        self.check_name(request)
+        self._check_name(request)
         info, card = self.model.front.info, self._card()
         tokenizer = self.model.front.tokenizer
         template = (tokenizer.chat_template if tokenizer is not None else None) or ""
@@ -186,7 +196,14 @@ class Ollama:
             warnings=request.warnings.reply(),
         )
 
-    def check_name(self, request: ShowRequest) -> None:
+    def pull(self, body: dict[str, Any]) -> reply.PullReply | Response:
+        """Nothing to do for the model that is served; others can not be had."""
+        request = convert(ShowRequest, body)
+        self._check_name(request)
+        done = reply.PullReply(warnings=request.warnings.reply())
+        return done if request.stream is False else Response(line(done), media_type=NDJSON)
+
+    def _check_name(self, request: ShowRequest) -> None:
         """Raises `RequestError` for a request that names no model, and `ModelNotFoundError` for one not served."""
         name = request.model or request.name
         if not name:
@@ -231,7 +248,7 @@ class Ollama:
             request.warn(f"options.{name}", "ignored: set when the server starts")
         with spelled(SPELLING):
             # Also where the request only loads the model.
-            SamplingParams(**sampling_of(request.options or Options(), OLLAMA, "options."))
+            SamplingParams(**llama_sampling_of(request.options or Options(), OLLAMA, "options."))
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self.model.check_model(self._name(request.model))
@@ -240,7 +257,7 @@ class Ollama:
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
         options = request.options or Options()
-        sampling = sampling_of(options, OLLAMA, "options.")
+        sampling = llama_sampling_of(options, OLLAMA, "options.")
         context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
             request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
@@ -280,3 +297,44 @@ def _template_fields(request: GenerationRequest) -> dict[str, Any]:
         return {}
     effort = LEVELS[request.think] if isinstance(request.think, str) else None
     return {"template_variables": {"enable_thinking": bool(request.think)}, "reasoning_effort": effort}
+
+
+def add_routes(app: Starlette, model: ServedModel) -> None:
+    """Add `/` and `/api/...`."""
+    ollama = Ollama(model)
+
+    def root() -> Response:
+        """Something answers here."""
+        return Response("headrace is running\n", media_type="text/plain")
+
+    def version() -> routing.Version:
+        """headrace's version."""
+        return routing.Version(version=__version__)
+
+    def unserved(path: str) -> Response:
+        """Not done by this server, whose one model is named when it starts."""
+        message = f"{path}: not done here; the model is named when the server starts"
+        raise CallError(501, "not_implemented", message)
+
+    # HEAD on the root is how Ollama's own client asks whether somebody is there.
+    routing.get(app, "/", root, API, media_type="text/plain")
+    lines: dict[str, Any] = {"api": API, "streams": NDJSON}
+    chunks: tuple[Any, ...] = (reply.ChatChunk, reply.ChatReply)
+    routing.post(app, "/api/chat", ollama.chat, takes=ChatRequest, gives=reply.ChatReply, chunks=chunks, **lines)
+    chunks = (reply.GenerateChunk, reply.GenerateReply)
+    routing.post(
+        app, "/api/generate", ollama.generate, takes=GenerateRequest, gives=reply.GenerateReply, chunks=chunks, **lines
+    )
+    routing.post(app, "/api/embed", ollama.embed, API, takes=EmbedRequest, gives=reply.EmbedReply)
+    older: dict[str, Any] = {"gives": reply.EmbeddingReply, "summary": "The vector of one text."}
+    routing.post(app, "/api/embeddings", functools.partial(ollama.embed, older=True), API, takes=EmbedRequest, **older)
+    routing.post(app, "/api/show", ollama.show, API, takes=ShowRequest, gives=reply.ShowReply)
+    routing.post(
+        app, "/api/pull", ollama.pull, takes=ShowRequest, gives=reply.PullReply, chunks=(reply.PullReply,), **lines
+    )
+    routing.get(app, "/api/tags", ollama.tags, API, gives=reply.OllamaModels)
+    routing.get(app, "/api/ps", ollama.ps, API, gives=reply.OllamaModels)
+    routing.get(app, "/api/version", version, API, gives=routing.Version)
+    for method, name in (("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")):
+        path = f"/api/{name}"
+        routing.add(app, path, functools.partial(unserved, path), (method,), API, unserved=True)

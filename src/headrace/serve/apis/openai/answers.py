@@ -1,13 +1,13 @@
 """OpenAI's replies to accepted calls: a whole reply, or a stream of events.
 
 A stream that has begun fails only by the engine's fault. `completions` puts a reply around an answer of
-`serve.call.answers`; `serve.routing` sends it.
+`serve.call`; `serve.routing` sends it.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -18,25 +18,26 @@ from headrace import __version__
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.step import Finish
 from headrace.serve.apis.openai import reply
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.call import TextCall
+from headrace.serve.call.call import Answer, TextCall
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import chat_logprobs, event, timings, usage
+from headrace.serve.call.replies import chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
-from headrace.text.outputs import RequestState, TextDelta
-from headrace.text.parts import Content, MessageBuilder, MessagePart, Reasoning
+from headrace.serve.errors import event
+from headrace.serve.routing import Readable
+from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, RequestState, TextDelta
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Reply(ABC):
-    """A reply to an accepted call. Read it by `whole` or by `events`, once; `close` aborts what still runs."""
+class Reply(Readable):
+    """A reply to an accepted call."""
 
+    answer: Answer
     reply_type: type[Any]
     chunk_type: type[Any]
 
     def __init__(self, answer: Answer, model: ServedModel) -> None:
-        self.answer = answer
+        super().__init__(answer, answer.call.stream)
         self.generation = answer.generation
         self.tokenizer = answer.tokenizer
         self.groups = answer.groups
@@ -49,16 +50,7 @@ class Reply(ABC):
             "seed": self.generation.states[0].request.params.seed,
         }
 
-    @property
-    def id(self) -> str:
-        return self.answer.id
-
-    @property
-    def stream(self) -> bool:
-        return self.answer.call.stream
-
     async def whole(self) -> Any:
-        """Return the reply, a `reply_type`. Raises the engine's errors."""
         await self.answer.collect()
         choices = [self._choice(place, self.generation.states[place]) for place in self.generation.best_places()]
         for index, choice in enumerate(choices):
@@ -70,7 +62,7 @@ class Reply(ABC):
             timings=timings(self.groups),
             beam_search=reply.beam_search_memory(self.groups),
             warnings=self.answer.call.warnings.reply(),
-            **self._prompt_fields(),
+            **self._reply_fields(),
         )
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -82,31 +74,26 @@ class Reply(ABC):
         num_open = len(states)
         started_places: set[int] = set()
         warnings: WarningLines = self.answer.call.warnings.reply()
-        async with self.generation:
-            async for pieces in self.generation:
-                for place, piece in pieces:
-                    state = states[place]
-                    if not piece.token_ids and state.finish is None:
-                        continue
-                    choices = [] if place in started_places else self._opening(place, state)
-                    started_places.add(place)
-                    choices += self._pieces(place, state, piece)
-                    num_open -= state.finish is not None
-                    for number, choice in enumerate(choices, 1):
-                        chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
-                        warnings = UNSET
-                        if with_usage:
-                            chunk.usage = usage(self.groups) if continuous else None
-                        elif not num_open and number == len(choices):
-                            chunk.timings = timings(self.groups)
-                        yield event(chunk)
+        async for place, piece, parts in self.answer.parts():
+            state = states[place]
+            if not piece.token_ids and state.finish is None:
+                continue
+            choices = [] if place in started_places else self._opening(place, state)
+            started_places.add(place)
+            choices += self._pieces(place, state, piece, parts)
+            num_open -= state.finish is not None
+            for number, choice in enumerate(choices, 1):
+                chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
+                warnings = UNSET
+                if with_usage:
+                    chunk.usage = usage(self.groups) if continuous else None
+                elif not num_open and number == len(choices):
+                    chunk.timings = timings(self.groups)
+                yield event(chunk)
         if with_usage:
             counts = {"usage": usage(self.groups), "timings": timings(self.groups)}
             yield event(self.chunk_type(**head, choices=[], **counts))
         yield DONE
-
-    def close(self) -> None:
-        self.answer.close()
 
     def _shows_tokens(self, piece: TextDelta) -> bool:
         has_details = self.generation.states[0].request.params.logprobs is not None or self.answer.call.return_token_ids
@@ -134,8 +121,17 @@ class Reply(ABC):
         """The part of an answer's text that has a form."""
         return state.text
 
-    def _prompt_fields(self) -> dict[str, Any]:
-        """The fields of the whole reply that describe the prompt."""
+    def _prompt_fields(self, state: RequestState) -> dict[str, Any]:
+        """The fields that describe the prompt of an answer."""
+        fields: dict[str, Any] = {}
+        if self.answer.call.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = reply.prompt_logprobs(state)
+        if self.answer.call.return_token_ids:
+            fields["prompt_token_ids"] = state.request.prompt_token_ids
+        return fields
+
+    def _reply_fields(self) -> dict[str, Any]:
+        """The fields of the whole reply beside those that every reply has."""
         return {}
 
     @abstractmethod
@@ -143,7 +139,7 @@ class Reply(ABC):
         """A whole answer."""
 
     @abstractmethod
-    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[Any]:
+    def _pieces(self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]) -> list[Any]:
         """The chunks that a piece adds to an answer: none, if there is nothing to show."""
 
     @abstractmethod
@@ -181,7 +177,7 @@ class CompletionReply(Reply):
 
     def _choice(self, place: int, state: RequestState) -> reply.CompletionChoice:
         fields = self._opening_fields(place, state)
-        text = fields.pop("text", "") + state.text
+        text = fields.pop("body", "") + state.text
         logprobs = fields.pop("logprobs", None)
         if self._logprobs is not None:
             generated = self._logprobs[place].add(state.token_ids, state.logprobs)
@@ -190,31 +186,30 @@ class CompletionReply(Reply):
             else:
                 logprobs.extend(generated)
         ending = self._ending(state, state.token_ids)
-        return reply.CompletionChoice(index=place, text=text, logprobs=logprobs, **ending, **fields)
+        return reply.CompletionChoice(index=place, body=text, logprobs=logprobs, **ending, **fields)
 
-    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[reply.CompletionChunkChoice]:
+    def _pieces(
+        self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
+    ) -> list[reply.CompletionChunkChoice]:
         if not (piece.text or state.finish or self._shows_tokens(piece)):
             return []
         logprobs = None if self._logprobs is None else self._logprobs[place].add(piece.token_ids, piece.logprobs)
         ending = self._ending(state, piece.token_ids)
-        return [reply.CompletionChunkChoice(index=place, text=piece.text, logprobs=logprobs, **ending)]
+        return [reply.CompletionChunkChoice(index=place, body=piece.text, logprobs=logprobs, **ending)]
 
     def _opening(self, place: int, state: RequestState) -> list[reply.CompletionChunkChoice]:
         fields = self._opening_fields(place, state)
-        empty: dict[str, Any] = {"index": place, "text": "", "logprobs": None, "finish_reason": None}
+        empty: dict[str, Any] = {"index": place, "body": "", "logprobs": None, "finish_reason": None}
         return [reply.CompletionChunkChoice(**(empty | fields))] if fields else []
 
     def _opening_fields(self, place: int, state: RequestState) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        token_ids = state.request.prompt_token_ids
+        """The fields of the answer's beginning, which tells of the prompt alone."""
+        fields = self._prompt_fields(state)
         if self.call.echo:
-            fields["text"] = self._echoed(place, state) or ""
+            fields["body"] = self._echoed(place, state) or ""
             if self._logprobs is not None:
-                fields["logprobs"] = self._logprobs[place].add(token_ids, [None, *state.prompt_logprobs])
-        if self.answer.call.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = reply.prompt_logprobs(state)
-        if self.answer.call.return_token_ids:
-            fields["prompt_token_ids"] = token_ids
+                prompt = state.request.prompt_token_ids
+                fields["logprobs"] = self._logprobs[place].add(prompt, [None, *state.prompt_logprobs])
         return fields
 
 
@@ -225,10 +220,12 @@ class ChatReply(Reply):
     def _choice(self, place: int, state: RequestState) -> reply.ChatChoice:
         ending = self._ending(state, state.token_ids) | {"finish_reason": self.answer.finish_reason(place)}
         message, logprobs = _message(self.answer.message(place)), self._chat_logprobs(state)
-        return reply.ChatChoice(index=place, message=message, logprobs=logprobs, **ending)
+        return reply.ChatChoice(index=place, body=message, logprobs=logprobs, **ending)
 
-    def _pieces(self, place: int, state: RequestState, piece: TextDelta) -> list[reply.ChatChunkChoice]:
-        deltas = [_delta(part) for part in self.answer.take(place, piece.text)]
+    def _pieces(
+        self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
+    ) -> list[reply.ChatChunkChoice]:
+        deltas = [_delta(part) for part in parts]
         if not deltas and (state.finish or self._shows_tokens(piece)):
             deltas = [reply.ChatDelta(content="")]
         choices = []
@@ -241,7 +238,7 @@ class ChatReply(Reply):
             else:
                 ending["finish_reason"] = ending["stop_reason"] = None
             logprobs = self._chat_logprobs(piece) if is_first else None
-            choices.append(reply.ChatChunkChoice(index=place, delta=delta, logprobs=logprobs, **ending))
+            choices.append(reply.ChatChunkChoice(index=place, body=delta, logprobs=logprobs, **ending))
         return choices
 
     def _chat_logprobs(self, source: RequestState | TextDelta) -> reply.ChatLogprobs | None:
@@ -254,17 +251,11 @@ class ChatReply(Reply):
 
     def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
         delta = reply.ChatDelta(role="assistant", content="")
-        fields = self._prompt_fields()
-        return [reply.ChatChunkChoice(index=place, delta=delta, logprobs=None, finish_reason=None, **fields)]
+        fields = self._reply_fields()
+        return [reply.ChatChunkChoice(index=place, body=delta, logprobs=None, finish_reason=None, **fields)]
 
-    def _prompt_fields(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        state = self.generation.states[0]
-        if self.answer.call.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = reply.prompt_logprobs(state)
-        if self.answer.call.return_token_ids:
-            fields["prompt_token_ids"] = state.request.prompt_token_ids
-        return fields
+    def _reply_fields(self) -> dict[str, Any]:
+        return self._prompt_fields(self.generation.states[0])
 
 
 def _message(message: MessageBuilder) -> reply.ChatMessage:

@@ -3,7 +3,7 @@
 Batches run one at a time, oldest first, with several lines at once. No new line starts while other requests wait:
 interactive requests go first. An answer is written to the output file before it is counted, so with a storage folder
 the next server continues a batch that this one did not finish. A batch waits while the disk is full or fails. This
-module knows files and lines; only `add_routes` knows HTTP.
+module knows files and lines, and no HTTP.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.engine.tenants import Tenant, acting_as
 from headrace.protocol.errors import EngineDeadError, HeadraceError, RequestError
@@ -29,7 +27,7 @@ from headrace.serve import routing
 from headrace.serve.apis.openai.files import PAGE, Files, NotFoundError, page
 from headrace.serve.apis.openai.reply import Page
 from headrace.serve.call.parsing import Body, WarningLines, convert
-from headrace.serve.errors import json_response
+from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 
@@ -37,12 +35,16 @@ logger = logging.getLogger("headrace.server")
 
 MAX_LINES = 50_000
 MAX_OPEN = 64
-MAX_TOLD = 100
-MAX_METADATA = 16
+MAX_LISTED_ERRORS = 100
 LOOK_AGAIN_S = 0.02
 DISK_AGAIN_S = 5.0
 HOUR_S = 3600
 ENDED = ("failed", "completed", "expired", "cancelled")
+NONE_AT_FIRST = (
+    "errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at", "completed_at", "failed_at",
+    "expired_at", "cancelling_at", "cancelled_at",
+)  # fmt: skip
+"""The fields of a batch that are None before its work comes there."""
 DEFAULT_PAGE = 20
 
 
@@ -134,45 +136,36 @@ class Batches:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
 
-    def create(self, request: BatchRequest) -> BatchObject:
-        """Accept a batch. Raises `RequestError`, `NotFoundError`, `StoreFullError`."""
+    def create(self, body: dict[str, Any]) -> BatchObject:
+        """Answer a file of requests in the background.
+
+        Raises `RequestError`, `NotFoundError`, `StoreFullError`.
+        """
+        request = convert(BatchRequest, body)
         if request.endpoint not in self.answerer.routes:
             raise RequestError("endpoint", request.endpoint, "one of " + ", ".join(self.answerer.routes))
         window = re.fullmatch(r"(\d{1,3})h", request.completion_window)
         if window is None or not int(window[1]):
             raise RequestError("completion_window", request.completion_window, "24h, or other hours from 1h to 999h")
-        metadata = request.metadata or {}
-        if len(metadata) > MAX_METADATA or any(len(k) > 64 or len(v) > 512 for k, v in metadata.items()):
-            raise RequestError(
-                "metadata", len(metadata), f"at most {MAX_METADATA} keys of 64 and values of 512 characters"
-            )
+        check_metadata(request.metadata)
         self.files.get(request.input_file_id)
         unfinished = [batch_id for batch_id in self.store if self._card(batch_id)["status"] not in ENDED]
         if len(unfinished) >= MAX_OPEN:
             raise StoreFullError(f"batches: {len(unfinished)} are not done yet; the bound is {MAX_OPEN}")
         now = int(time.time())
         batch_id = self.store.new_id()
-        batch = BatchObject(
-            id=batch_id,
-            endpoint=request.endpoint,
-            errors=None,
-            input_file_id=request.input_file_id,
-            completion_window=request.completion_window,
-            status="validating",
-            output_file_id=None,
-            error_file_id=None,
-            created_at=now,
-            in_progress_at=None,
-            expires_at=now + HOUR_S * int(window[1]),
-            finalizing_at=None,
-            completed_at=None,
-            failed_at=None,
-            expired_at=None,
-            cancelling_at=None,
-            cancelled_at=None,
-            request_counts=RequestCounts(total=0, completed=0, failed=0),
-            metadata=metadata or None,
-        )
+        fields: dict[str, Any] = dict.fromkeys(NONE_AT_FIRST) | {
+            "id": batch_id,
+            "endpoint": request.endpoint,
+            "input_file_id": request.input_file_id,
+            "completion_window": request.completion_window,
+            "status": "validating",
+            "created_at": now,
+            "expires_at": now + HOUR_S * int(window[1]),
+            "request_counts": RequestCounts(total=0, completed=0, failed=0),
+            "metadata": request.metadata or None,
+        }
+        batch = BatchObject(**fields)
         while len(self.store) >= self.store.max_items and (old := self._oldest_ended()):
             self.store.delete(old)
         self.store.put(batch_id, msgspec.to_builtins(batch))
@@ -181,17 +174,23 @@ class Batches:
         return batch
 
     def get(self, batch_id: str) -> BatchObject:
-        """Raises `NotFoundError`."""
+        """One batch.
+
+        Raises `NotFoundError`.
+        """
         if batch_id not in self.store:
             raise NotFoundError("batch", batch_id)
         return msgspec.convert(self._card(batch_id), BatchObject)
 
-    def listed(self) -> list[BatchObject]:
-        """All batches, oldest first."""
-        return [self.get(batch_id) for batch_id in self.store]
+    def listed(self, query: Mapping[str, str]) -> BatchList:
+        """The batches."""
+        return page(BatchList, [self.get(batch_id) for batch_id in self.store], query, DEFAULT_PAGE)
 
     def cancel(self, batch_id: str) -> BatchObject:
-        """End a batch early; what was answered stays. Raises `NotFoundError`, `RequestError` if it has ended."""
+        """End a batch early.
+
+        What was answered stays. Raises `NotFoundError`, `RequestError` if it has ended.
+        """
         batch = self.get(batch_id)
         if batch.status in ENDED:
             raise RequestError("batch_id", batch.status, "that of a batch which has not ended")
@@ -237,7 +236,7 @@ class Batches:
                     logger.error("batch %s failed", batch_id, exc_info=error)
                     is_ours = isinstance(error, HeadraceError)
                     message = str(error) if is_ours else "internal error; the server's log has more"
-                    self._fail(batch_id, [{"code": "batch_failed", "message": message, "line": None, "param": None}])
+                    self._fail(batch_id, [_error("batch_failed", message)])
                 elif self._card(batch_id)["status"] == "cancelling":
                     self._end(batch_id, "cancelled")
             except (StorageError, StoreFullError) as waits:
@@ -251,7 +250,7 @@ class Batches:
         try:
             raw = await asyncio.to_thread(self.files.content, card["input_file_id"])
         except NotFoundError as error:
-            self._fail(batch_id, [{"code": "invalid_input", "message": str(error), "line": None, "param": None}])
+            self._fail(batch_id, [_error("invalid_input", str(error))])
             return
         numbers, errors = await asyncio.to_thread(check_all, raw, card["endpoint"])
         if errors:
@@ -268,7 +267,7 @@ class Batches:
                     async for _, output in outputs:
                         self._keep(batch_id, output)
         except TimeoutError:
-            self._tell_expired(batch_id, numbers)
+            self._mark_expired(batch_id, numbers)
             self._end(batch_id, "expired")
             return
         self._note(batch_id, "finalizing")
@@ -290,7 +289,7 @@ class Batches:
                 file = self.files.create(f"{batch_id}_{kind}.jsonl", "batch_output", b"", hidden=True)
                 card[name] = file.id
                 try:
-                    self.store.tell(batch_id, card)
+                    self.store.set_metadata(batch_id, card)
                 except HeadraceError:
                     self.files.store.discard(file.id)
                     raise
@@ -298,12 +297,12 @@ class Batches:
             written = self.files.store.body(file_id)
             whole = written[: written.rfind(b"\n") + 1]
             if len(whole) < len(written):
-                self.files.store.put(file_id, self.files.store.about(file_id) or {}, whole)
+                self.files.store.put(file_id, self.files.store.metadata(file_id) or {}, whole)
             ids = [msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()]
             done.update(ids)
             counts[counted] = len(ids)
         card |= {"status": "in_progress", "in_progress_at": int(time.time()), "request_counts": counts}
-        self.store.tell(batch_id, card)
+        self.store.set_metadata(batch_id, card)
         return done
 
     def _keep(self, batch_id: str, output: dict[str, Any]) -> None:
@@ -311,9 +310,9 @@ class Batches:
         failed = has_failed(output)
         self.files.store.append(card["_errors" if failed else "_output"], msgspec.json.encode(output) + b"\n")
         card["request_counts"]["failed" if failed else "completed"] += 1
-        self.store.tell(batch_id, card)
+        self.store.set_metadata(batch_id, card)
 
-    def _tell_expired(self, batch_id: str, numbers: Mapping[str, int]) -> None:
+    def _mark_expired(self, batch_id: str, numbers: Mapping[str, int]) -> None:
         card = self._card(batch_id)
         bodies = [self.files.store.body(card[name]) for name in ("_output", "_errors")]
         done = {msgspec.json.decode(line)["custom_id"] for body in bodies for line in body.splitlines()}
@@ -335,27 +334,32 @@ class Batches:
             else:
                 self.files.store.delete(file_id)
         card |= {"status": status, f"{status}_at": int(time.time())}
-        self.store.tell(batch_id, card)
+        self.store.set_metadata(batch_id, card)
 
-    def _fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
-        self.store.tell(batch_id, self._card(batch_id) | {"errors": {"object": "list", "data": errors}})
+    def _fail(self, batch_id: str, errors: list[BatchError]) -> None:
+        listed = msgspec.to_builtins(BatchErrors(data=errors))
+        self.store.set_metadata(batch_id, self._card(batch_id) | {"errors": listed})
         self._end(batch_id, "failed")
 
     def _note(self, batch_id: str, status: str) -> None:
-        self.store.tell(batch_id, self._card(batch_id) | {"status": status, f"{status}_at": int(time.time())})
+        self.store.set_metadata(batch_id, self._card(batch_id) | {"status": status, f"{status}_at": int(time.time())})
 
     def _card(self, batch_id: str) -> dict[str, Any]:
-        return self.store.about(batch_id) or {}
+        return self.store.metadata(batch_id) or {}
 
     def _oldest_ended(self) -> str | None:
         return next((batch_id for batch_id in self.store if self._card(batch_id)["status"] in ENDED), None)
 
 
-def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[dict[str, Any]]]:
+def _error(code: str, message: str, param: str | None = None, line: int | None = None) -> BatchError:
+    return BatchError(code=code, message=message, param=param, line=line)
+
+
+def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[BatchError]]:
     """Return the line numbers of a batch's requests by custom id, and the errors of its lines: a batch with a bad line
     is not answered at all."""
     numbers: dict[str, int] = {}
-    errors: list[dict[str, Any]] = []
+    errors: list[BatchError] = []
     for number, text in _texts(raw):
         try:
             custom_id = read_line(text, number, (endpoint,)).custom_id
@@ -364,13 +368,13 @@ def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[dict[str,
             if len(numbers) >= MAX_LINES:
                 raise RequestError("line", number, f"among at most {MAX_LINES} requests of one batch")
         except RequestError as error:
-            errors.append({"code": error.code, "message": str(error), "param": error.field, "line": number})
-            if len(errors) >= MAX_TOLD:
+            errors.append(_error(error.code, str(error), error.field, number))
+            if len(errors) >= MAX_LISTED_ERRORS:
                 break
             continue
         numbers[custom_id] = number
     if not numbers and not errors:
-        errors.append({"code": "empty_file", "message": "the file has no lines", "param": None, "line": None})
+        errors.append(_error("empty_file", "the file has no lines"))
     return numbers, errors
 
 
@@ -389,24 +393,7 @@ def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
 
 def add_routes(app: Starlette, batches: Batches) -> None:
     """/v1/batches."""
-
-    async def create(request: Request) -> Response:
-        """Answer a file of requests in the background."""
-        return json_response(batches.create(convert(BatchRequest, await routing.body(request))))
-
-    async def listed(request: Request) -> Response:
-        """The batches."""
-        return json_response(page(BatchList, batches.listed(), request, DEFAULT_PAGE, lambda batch: str(batch.id)))
-
-    async def get(request: Request) -> Response:
-        """One batch."""
-        return json_response(batches.get(request.path_params["batch_id"]))
-
-    async def cancel(request: Request) -> Response:
-        """End a batch early."""
-        return json_response(batches.cancel(request.path_params["batch_id"]))
-
-    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=BatchObject)
-    routing.get(app, "/v1/batches", listed, gives=BatchList, query=PAGE)
-    routing.get(app, "/v1/batches/{batch_id}", get, gives=BatchObject)
-    routing.post(app, "/v1/batches/{batch_id}/cancel", cancel, gives=BatchObject)
+    routing.post(app, "/v1/batches", batches.create, takes=BatchRequest, gives=BatchObject)
+    routing.get(app, "/v1/batches", batches.listed, gives=BatchList, query=PAGE)
+    routing.get(app, "/v1/batches/{batch_id}", batches.get, gives=BatchObject)
+    routing.post(app, "/v1/batches/{batch_id}/cancel", batches.cancel, gives=BatchObject)

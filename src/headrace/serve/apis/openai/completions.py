@@ -1,26 +1,30 @@
-"""OpenAI's completions and chats, and vLLM's tokenize and detokenize: a JSON object in, an answer or a reply out.
+"""OpenAI's completions, chats and models, and vLLM's tokenize and detokenize: a JSON object in, an answer or reply out.
 
-Builds a `Call` of each request, its fields under OpenAI's names. Called by `serve.app`, and by `storage` for the lines
-of batches; `responses` shares `call_fields`. Knows no HTTP.
+Builds a `Call` of each request, its fields under OpenAI's names. `add_routes` puts the functions on an app; `storage`
+calls them for the lines of batches, and `responses` shares `call_fields`. Knows no HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
+from starlette.applications import Starlette
 
 from headrace.engine.generation import off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
+from headrace.protocol.step import EngineInfo
+from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
-from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.call import ChatCall, TextCall, chat_of, spelled
 from headrace.serve.call.replies import Tokenized, token_text
 from headrace.serve.call.schema import (
     PASSED_ON,
@@ -32,8 +36,6 @@ from headrace.serve.call.schema import (
     parse,
 )
 from headrace.serve.call.service import ServedModel
-from headrace.text.templates import read_messages
-from headrace.text.tools.choice import ToolUse
 
 # Parameters of a beam search, with the values that ask for nothing without `use_beam_search`.
 BEAM_FIELDS = {
@@ -43,6 +45,12 @@ BEAM_FIELDS = {
     "num_beam_groups": 1,
     "diversity_penalty": 0,
 }
+
+# The fields of a `Call` that requests have under the same name.
+CALL_FIELDS = (
+    "model", "stream_options", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "priority",
+    "timeout", "cache_salt", "request_id",
+)  # fmt: skip
 
 # vLLM's older ways to ask for a form, and the fields of `StructuredOutputs` that they are.
 GUIDED = {
@@ -55,8 +63,15 @@ GUIDED = {
 }
 
 
+Quality = Callable[[EngineInfo], dict[str, Any] | None]
+"""Returns what was measured of the model in the form that the engine runs, or None."""
+
+
 async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
-    """POST /v1/completions. Raises `HeadraceError`s of all kinds."""
+    """OpenAI's text completions.
+
+    Raises `HeadraceError`s of all kinds.
+    """
     request = parse(CompletionRequest, body)
     model.check_model(request.model)
     call = text_call(request)
@@ -64,7 +79,10 @@ async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
 
 
 async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
-    """POST /v1/chat/completions. Raises `HeadraceError`s of all kinds."""
+    """OpenAI's chat completions.
+
+    Raises `HeadraceError`s of all kinds.
+    """
     request = parse(ChatCompletionRequest, body)
     model.check_model(request.model)
     return ChatReply(await model.chat(chat_call(request)), model)
@@ -89,16 +107,7 @@ def chat_call(request: ChatCompletionRequest) -> ChatCall:
     if request.max_completion_tokens is not None:
         fields["sampling"]["max_tokens"] = request.max_completion_tokens
         fields["spelling"]["max_tokens"] = "max_completion_tokens"
-    return ChatCall(
-        **fields,
-        messages=read_messages(request.messages),
-        tools=ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls is not False),
-        reasoning_effort=request.reasoning_effort,
-        include_reasoning=request.include_reasoning is not False,
-        template_variables=request.chat_template_kwargs or {},
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-    )
+    return chat_of(request, **fields, include_reasoning=request.include_reasoning is not False)
 
 
 async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
@@ -109,16 +118,7 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
         raise RequestError("prompt", request.prompt, "given, or else messages, and not both")
     text = request.prompt
     if text is None:
-        call = ChatCall(
-            messages=read_messages(request.messages or []),
-            tools=ToolUse.of(request.tools, None, True),
-            reasoning_effort=request.reasoning_effort,
-            template_variables=request.chat_template_kwargs or {},
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-            warnings=request.warnings,
-        )
-        text = await model.render(call)
+        text = await model.render(chat_of(request, warnings=request.warnings))
     special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
     token_ids = await model.encode(text, special)
     texts = [token_text(model.tokenizer, token_id) for token_id in token_ids] if request.return_token_strs else UNSET
@@ -132,7 +132,10 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
 
 
 async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
-    """POST /detokenize. Raises `RequestError`."""
+    """Token ids to text.
+
+    Raises `RequestError`.
+    """
     request = parse(DetokenizeRequest, body)
     model.check_model(request.model)
     vocab_size = model.front.info.vocab_size
@@ -145,14 +148,19 @@ async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
     return Detokenized(prompt=text, content=text, warnings=request.warnings.reply())
 
 
-def models(model: ServedModel) -> ModelList:
-    """GET /v1/models."""
-    return ModelList(data=[model_card(model, model.name)], has_more=False, first_id=model.name, last_id=model.name)
+def models(model: ServedModel, quality: Quality) -> ModelList:
+    """The models that are served."""
+    card = model_card(model, quality, model.name)
+    return ModelList(data=[card], has_more=False, first_id=model.name, last_id=model.name)
 
 
-def model_card(model: ServedModel, name: str) -> ModelCard:
-    """GET /v1/models/NAME. Raises `ModelNotFoundError`."""
+def model_card(model: ServedModel, quality: Quality, name: str) -> ModelCard:
+    """One model.
+
+    Raises `ModelNotFoundError`.
+    """
     model.check_model(name)
+    measured = quality(model.front.info)
     return ModelCard(
         id=model.name,
         created=model.created,
@@ -160,6 +168,7 @@ def model_card(model: ServedModel, name: str) -> ModelCard:
         max_model_len=model.max_context,
         display_name=model.name,
         created_at=datetime.fromtimestamp(model.created, UTC).isoformat(),
+        quality=UNSET if measured is None else measured,
     )
 
 
@@ -171,20 +180,13 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
         raise RequestError("best_of", request.best_of, "left out of a stream, or n: the best are known at the end")
     form, spelling = form_of(request)
     values = {name: getattr(request, name) for name in PASSED_ON}
+    alike = {name: getattr(request, name) for name in CALL_FIELDS}
     return {
-        "model": request.model,
+        **{name: value for name, value in alike.items() if value is not None},
         "sampling": {name: value for name, value in values.items() if value is not None},
         "form": form,
         "beam": beam_params(request),
         "stream": stream,
-        "stream_options": request.stream_options,
-        "return_token_ids": bool(request.return_token_ids),
-        "add_special_tokens": request.add_special_tokens,
-        "truncate_prompt_tokens": request.truncate_prompt_tokens,
-        "priority": request.priority or 0,
-        "timeout": request.timeout,
-        "cache_salt": request.cache_salt or "",
-        "request_id": request.request_id,
         "warnings": request.warnings,
         "spelling": spelling,
     }
@@ -270,3 +272,24 @@ def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | lis
         if not isinstance(item, str) and not ids:
             raise RequestError(f"{field}[{index}]", item, "a string or a list of token ids")
     return list(prompt)
+
+
+def add_routes(app: Starlette, model: ServedModel, quality: Quality) -> None:
+    """Add `/v1/completions`, `/v1/chat/completions`, `/detokenize` and `/v1/models`."""
+    for path, function, request_type, reply_type in (
+        ("/v1/completions", complete, CompletionRequest, CompletionReply),
+        ("/v1/chat/completions", chat, ChatCompletionRequest, ChatReply),
+    ):
+        routing.post(
+            app,
+            path,
+            functools.partial(function, model),
+            takes=request_type,
+            gives=reply_type.reply_type,
+            streams=routing.EVENT_STREAM,
+            chunks=(reply_type.chunk_type,),
+        )
+    detokenizer = functools.partial(detokenize, model)
+    routing.post(app, "/detokenize", detokenizer, takes=DetokenizeRequest, gives=Detokenized)
+    routing.get(app, "/v1/models", functools.partial(models, model, quality), gives=ModelList)
+    routing.get(app, "/v1/models/{name:path}", functools.partial(model_card, model, quality), gives=ModelCard)

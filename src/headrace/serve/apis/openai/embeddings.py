@@ -10,17 +10,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
-from headrace.serve.call.embedding import vectors
+from headrace.serve.call.embedding import Vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import json_response
-from headrace.serve.gates.streams import until_gone
 from headrace.text.inputs import new_request_id
 from headrace.text.vectors import likeness, packed
 
@@ -124,7 +120,7 @@ class Embeddings:
         self.model = model
 
     async def create(self, body: dict[str, Any]) -> EmbeddingReply:
-        """POST /v1/embeddings."""
+        """Texts as vectors."""
         request = convert(EmbeddingRequest, body)
         self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
@@ -145,15 +141,14 @@ class Embeddings:
         return EmbeddingReply(data=data, **self._tail(request, embedded.num_tokens))
 
     async def score(self, body: dict[str, Any]) -> ScoreReply:
-        """POST /v1/score."""
+        """How alike texts are."""
         request = convert(ScoreRequest, body)
         self.model.check_model(request.model)
         ones, others = _as_list(request.text_1), _as_list(request.text_2)
         if len(ones) not in (1, len(others)):
             raise RequestError("text_1", len(ones), f"one text, or as many as text_2 has ({len(others)})")
-        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        first = await vectors(self.model.front, ones, field="text_1", **options)
-        second = await vectors(self.model.front, others, field="text_2", **options)
+        first = await self._vectors(request, ones, "text_1")
+        second = await self._vectors(request, others, "text_2")
         rows = first.rows * len(others) if len(ones) == 1 else first.rows
         pairs = zip(rows, second.rows, strict=True)
         data = [Score(index=i, score=likeness(a, b)) for i, (a, b) in enumerate(pairs)]
@@ -161,15 +156,14 @@ class Embeddings:
         return ScoreReply(id=f"score-{new_request_id()}", data=data, **tail)
 
     async def rerank(self, body: dict[str, Any]) -> RerankReply:
-        """POST /v1/rerank."""
+        """Documents by their likeness to a query."""
         request = convert(RerankRequest, body)
         self.model.check_model(request.model)
         top_n = len(request.documents) if request.top_n is None else request.top_n
         if top_n < 0:
             raise RequestError("top_n", top_n, "at least 0; 0 is all of them")
-        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        query = await vectors(self.model.front, [request.query], field="query", **options)
-        documents = await vectors(self.model.front, request.documents, field="documents", **options)
+        query = await self._vectors(request, [request.query], "query")
+        documents = await self._vectors(request, request.documents, "documents")
         scores = [likeness(query.rows[0], row) for row in documents.rows]
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: top_n or None]
         results = [RankedResult(index=i, relevance_score=scores[i]) for i in order]
@@ -178,6 +172,10 @@ class Embeddings:
                 result.document = RankedDocument(text=request.documents[result.index])
         tail = self._tail(request, query.num_tokens + documents.num_tokens)
         return RerankReply(id=f"rerank-{new_request_id()}", results=results, **tail)
+
+    async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
+        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
+        return await vectors(self.model.front, texts, field=field, **options)
 
     def _tail(self, request: Body, num_tokens: int) -> dict[str, Any]:
         """The last fields of every reply."""
@@ -191,24 +189,8 @@ def _as_list(texts: str | list[str]) -> list[str]:
 
 def add_routes(app: Starlette, embeddings: Embeddings) -> None:
     """/v1/embeddings, /v1/score and /v1/rerank."""
-
-    async def create(request: Request) -> Response:
-        """Texts as vectors."""
-        body = await routing.body(request)
-        return json_response(await until_gone(request.receive, embeddings.create(body)))
-
-    async def score(request: Request) -> Response:
-        """How alike texts are."""
-        body = await routing.body(request)
-        return json_response(await until_gone(request.receive, embeddings.score(body)))
-
-    async def rerank(request: Request) -> Response:
-        """Documents by their likeness to a query."""
-        body = await routing.body(request)
-        return json_response(await until_gone(request.receive, embeddings.rerank(body)))
-
-    routing.post(app, "/v1/embeddings", create, takes=EmbeddingRequest, gives=EmbeddingReply)
+    routing.post(app, "/v1/embeddings", embeddings.create, takes=EmbeddingRequest, gives=EmbeddingReply)
     for path in ("/v1/score", "/score"):
-        routing.post(app, path, score, takes=ScoreRequest, gives=ScoreReply)
+        routing.post(app, path, embeddings.score, takes=ScoreRequest, gives=ScoreReply)
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        routing.post(app, path, rerank, takes=RerankRequest, gives=RerankReply)
+        routing.post(app, path, embeddings.rerank, takes=RerankRequest, gives=RerankReply)

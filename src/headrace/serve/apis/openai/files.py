@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -21,9 +21,8 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.reply import Deleted, Page
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.errors import json_response
 from headrace.serve.gates.limits import read_body
-from headrace.serve.storage.multipart import parse_form
+from headrace.serve.storage.multipart import Form, parse_form
 from headrace.serve.storage.store import Store
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -77,16 +76,19 @@ class Files:
         if not 0 < len(filename) <= MAX_FILENAME or not filename.isprintable():
             raise RequestError("file", filename, f"named, in 1 to {MAX_FILENAME} printable characters")
         file_id = self.store.new_id()
-        about = {"filename": filename, "purpose": purpose, "created_at": int(time.time()), "hidden": hidden}
-        self.store.put(file_id, about, content)
-        return self._object(file_id, about)
+        metadata = {"filename": filename, "purpose": purpose, "created_at": int(time.time()), "hidden": hidden}
+        self.store.put(file_id, metadata, content)
+        return self._object(file_id, metadata)
 
     def get(self, file_id: str) -> FileObject:
-        """Raises `NotFoundError`."""
-        about = self.store.about(file_id)
-        if about is None or about.get("hidden"):
+        """One file's description.
+
+        Raises `NotFoundError`.
+        """
+        metadata = self.store.metadata(file_id)
+        if metadata is None or metadata.get("hidden"):
             raise NotFoundError("file", file_id)
-        return self._object(file_id, about)
+        return self._object(file_id, metadata)
 
     def content(self, file_id: str) -> bytes:
         """Raises `NotFoundError`, `StorageError`."""
@@ -96,40 +98,43 @@ class Files:
         except FileNotFoundError as error:
             raise NotFoundError("file", file_id) from error
 
-    def delete(self, file_id: str) -> None:
-        """Raises `NotFoundError`, `StorageError`."""
+    def delete(self, file_id: str) -> Deleted:
+        """Delete a file.
+
+        Raises `NotFoundError`, `StorageError`.
+        """
         self.get(file_id)
         self.store.delete(file_id)
+        return Deleted(id=file_id, object="file", deleted=True)
 
     def reveal(self, file_id: str) -> None:
         """Show a file, which is whole now. Raises KeyError."""
-        self.store.tell(file_id, (self.store.about(file_id) or {}) | {"hidden": False})
+        self.store.set_metadata(file_id, (self.store.metadata(file_id) or {}) | {"hidden": False})
 
     def listed(self, purpose: str | None = None) -> list[FileObject]:
         """Return all files that clients may see, oldest first."""
-        entries = ((file_id, self.store.about(file_id) or {}) for file_id in self.store)
+        entries = ((file_id, self.store.metadata(file_id) or {}) for file_id in self.store)
         return [
-            self._object(file_id, about)
-            for file_id, about in entries
-            if not about.get("hidden") and purpose in (None, about.get("purpose"))
+            self._object(file_id, metadata)
+            for file_id, metadata in entries
+            if not metadata.get("hidden") and purpose in (None, metadata.get("purpose"))
         ]
 
-    def _object(self, file_id: str, about: dict[str, Any]) -> FileObject:
+    def _object(self, file_id: str, metadata: dict[str, Any]) -> FileObject:
         return FileObject(
             id=file_id,
             bytes=self.store.body_size(file_id),
-            created_at=int(about.get("created_at", 0)),
-            filename=str(about.get("filename", "")),
-            purpose=str(about.get("purpose", "")),
+            created_at=int(metadata.get("created_at", 0)),
+            filename=str(metadata.get("filename", "")),
+            purpose=str(metadata.get("purpose", "")),
         )
 
 
-def page(kind: type[P], items: list[Any], request: Request, default: int, id_of: Callable[[Any], str]) -> P:
+def page(kind: type[P], items: list[Any], query: Mapping[str, str], default: int) -> P:
     """Return one page of a list whose oldest item comes first: `limit`, `after` and `order` of the query, as OpenAI's.
 
     Raises `RequestError`, and `NotFoundError` for an unknown `after`.
     """
-    query = request.query_params
     limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_PAGE):
         raise RequestError("limit", limit, f"an integer from 1 to {MAX_PAGE}")
@@ -137,23 +142,31 @@ def page(kind: type[P], items: list[Any], request: Request, default: int, id_of:
         raise RequestError("order", order, "asc or desc")
     rows = items if order == "asc" else items[::-1]
     if after:
-        places = [place for place, item in enumerate(rows) if id_of(item) == after]
-        if not places:
+        ids = [_id(item) for item in rows]
+        if after not in ids:
             raise NotFoundError("after", after)
-        rows = rows[places[0] + 1 :]
+        rows = rows[ids.index(after) + 1 :]
     data = rows[: int(limit)]
-    first_id, last_id = (id_of(data[0]), id_of(data[-1])) if data else (None, None)
+    first_id, last_id = (_id(data[0]), _id(data[-1])) if data else (None, None)
     return kind(data=data, has_more=len(rows) > len(data), first_id=first_id, last_id=last_id)
+
+
+def _id(item: Any) -> str:
+    return str(item["id"] if isinstance(item, dict) else item.id)
+
+
+async def read_form(request: Request) -> Form:
+    """Return the parts of an upload's body. Raises `RequestError` and the errors of `limits`."""
+    body = await read_body(request.scope, request.receive, MAX_FILE_BYTES)
+    return await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
 
 
 def add_routes(app: Starlette, files: Files) -> None:
     """/v1/files."""
 
-    async def create(request: Request) -> Response:
+    async def create(form: Form) -> FileObject:
         """Upload a file."""
-        body = await read_body(request.scope, request.receive, MAX_FILE_BYTES)
-        kind = request.headers.get("content-type", "")
-        fields, uploads = await asyncio.to_thread(parse_form, kind, body)
+        fields, uploads = form
         purpose = fields.pop("purpose", None)
         if "file" not in uploads:
             raise RequestError("file", None, "given, as a file")
@@ -163,30 +176,19 @@ def add_routes(app: Starlette, files: Files) -> None:
         file = await asyncio.to_thread(files.create, upload.filename, purpose, upload.content)
         # `expires_after[seconds]` and the like: files stay until they are deleted.
         file.warnings = [f"{name[:80]}: not honoured, and ignored" for name in (*fields, *uploads)] or UNSET
-        return json_response(file)
+        return file
 
-    async def listed(request: Request) -> Response:
+    def listed(query: Mapping[str, str]) -> FileList:
         """The files."""
-        listed = files.listed(request.query_params.get("purpose"))
-        return json_response(page(FileList, listed, request, MAX_PAGE, lambda file: str(file.id)))
+        return page(FileList, files.listed(query.get("purpose")), query, MAX_PAGE)
 
-    async def get(request: Request) -> Response:
-        """One file's description."""
-        return json_response(files.get(request.path_params["file_id"]))
-
-    async def content(request: Request) -> Response:
+    async def content(file_id: str) -> Response:
         """One file's bytes."""
-        data = await asyncio.to_thread(files.content, request.path_params["file_id"])
+        data = await asyncio.to_thread(files.content, file_id)
         return Response(data, media_type="application/octet-stream", headers={"x-content-type-options": "nosniff"})
 
-    async def delete(request: Request) -> Response:
-        """Delete a file."""
-        file_id = request.path_params["file_id"]
-        files.delete(file_id)
-        return json_response(Deleted(id=file_id, object="file", deleted=True))
-
-    routing.post(app, "/v1/files", create, gives=FileObject)
+    routing.post(app, "/v1/files", create, read=read_form, gives=FileObject)
     routing.get(app, "/v1/files", listed, gives=FileList, query=("purpose", *PAGE))
-    routing.get(app, "/v1/files/{file_id}", get, gives=FileObject)
+    routing.get(app, "/v1/files/{file_id}", files.get, gives=FileObject)
     routing.get(app, "/v1/files/{file_id}/content", content, media_type="application/octet-stream")
-    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",), gives=Deleted)
+    routing.add(app, "/v1/files/{file_id}", files.delete, ("DELETE",), gives=Deleted)

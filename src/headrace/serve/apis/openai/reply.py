@@ -97,12 +97,12 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
-class CompletionChunkChoice(msgspec.Struct, kw_only=True):
-    """The first chunk of an answer may tell of the prompt alone: then it has no stop reason and no seed."""
+class Choice(msgspec.Struct, kw_only=True):
+    """An answer. Each kind has its own name for `body` in the JSON."""
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
+    body: Any
+    logprobs: Any
     finish_reason: str | None
     stop_reason: str | int | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
@@ -110,6 +110,13 @@ class CompletionChunkChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
     beam_score: float | UnsetType = UNSET
+
+
+class CompletionChunkChoice(Choice, kw_only=True):
+    """The first chunk of an answer may tell of the prompt alone: then it has no stop reason and no seed."""
+
+    body: str = msgspec.field(name="text")
+    logprobs: CompletionLogprobs | None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -119,34 +126,20 @@ class CompletionChoice(CompletionChunkChoice, kw_only=True):
     seed: int
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChunkChoice(Choice, kw_only=True):
     """The first chunk of an answer tells its role alone: then it has no stop reason and no seed."""
 
-    index: int
-    delta: ChatDelta
+    body: ChatDelta = msgspec.field(name="delta")
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    seed: int | UnsetType = UNSET
-    warnings: WarningLines = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    cumulative_logprob: float | UnsetType = UNSET
-    beam_score: float | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
-    message: ChatMessage
+class ChatChoice(Choice, kw_only=True):
+    body: ChatMessage = msgspec.field(name="message")
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
     stop_reason: str | int | None
     seed: int
-    warnings: WarningLines = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    cumulative_logprob: float | UnsetType = UNSET
-    beam_score: float | UnsetType = UNSET
 
 
 class Head(msgspec.Struct, kw_only=True):

@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 import msgspec
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 
 from headrace.engine.generation import off_loop
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
-from headrace.serve import routing
+from headrace.serve import errors, routing
 from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
 from headrace.serve.apis.openai.reply import Deleted, Page
 from headrace.serve.apis.openai.responses_events import (
@@ -35,7 +33,6 @@ from headrace.serve.apis.openai.responses_events import (
     ResponseObject,
     ResponseUsage,
     TextSettings,
-    encode,
 )
 from headrace.serve.apis.openai.responses_input import (
     NamedItem,
@@ -45,19 +42,23 @@ from headrace.serve.apis.openai.responses_input import (
     messages_of,
     read,
 )
-from headrace.serve.call.answers import Answer
-from headrace.serve.call.call import ChatCall
+from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import error_body, json_response
+from headrace.serve.routing import Readable
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
-from headrace.text.parts import Content, MessagePart
+from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
 
 MAX_BACKGROUND = 256
 DEFAULT_PAGE = 20
+# The fields of a request that the response repeats.
+REPEATED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "user",
+)  # fmt: skip
 RUNNING = ("queued", "in_progress")
 
 
@@ -73,29 +74,23 @@ class Entry(msgspec.Struct, kw_only=True):
     history: list[dict[str, Any]]
 
 
-class ResponseAnswer:
-    """An accepted response. Read it once, by `whole` or by `events`; `close` aborts what still runs."""
+class ResponseAnswer(Readable):
+    """An accepted response."""
+
+    answer: Answer
 
     def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: ResponseObject) -> None:
-        self.api, self.request, self.chat, self.response = api, request, chat, response
+        super().__init__(chat, bool(request.stream))
+        self.api, self.request, self.response = api, request, response
+        self.id = response.id
         self.output = Output(response)
-        self._num_read = 0
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
 
-    @property
-    def id(self) -> str:
-        return self.response.id
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.request.stream)
-
     async def whole(self) -> ResponseObject:
-        """Return the response object at its end. Raises the engine's errors."""
         try:
-            async for _, parts in self.chat.parts():
-                self._take(parts)
+            async for _, piece, parts in self.answer.parts():
+                self._take(piece, parts)
         except HeadraceError as error:
             self._fail(error)
             raise
@@ -105,34 +100,33 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as events. An error of the engine becomes `response.failed`."""
-        yield encode(self.output.whole("created"))
-        yield encode(self.output.whole("in_progress"))
+        yield _encode(self.output.whole("created"))
+        yield _encode(self.output.whole("in_progress"))
         try:
-            async for _, parts in self.chat.parts():
-                for event in self._take(parts):
-                    yield encode(event)
+            async for _, piece, parts in self.answer.parts():
+                for event in self._take(piece, parts):
+                    yield _encode(event)
         except HeadraceError as error:
             self._fail(error)
-            yield encode(self.output.whole("failed"))
+            yield _encode(self.output.whole("failed"))
             return
         await self._count_reasoning()
         for event in self._finish():
-            yield encode(event)
+            yield _encode(event)
 
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
-        self.chat.close()
+        super().close()
         if self.response.status in RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
             self.api.keep(self.response)
 
-    def _take(self, parts: list[MessagePart]) -> list[Event]:
-        """Return the events of new parts. Log-probabilities of tokens go with the next text that comes."""
-        state = self.chat.generation.states[0]
-        fresh, self._num_read = state.logprobs[self._num_read :], len(state.logprobs)
-        if self.chat.call.logprobs is not None:
-            self._logprobs += chat_logprobs(self.chat.tokenizer, fresh)
+    def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
+        """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
+        has one token at most where there are some, so the cut of the answer into pieces does not matter."""
+        if self.answer.call.logprobs is not None:
+            self._logprobs += chat_logprobs(self.answer.tokenizer, piece.logprobs)
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
@@ -142,14 +136,14 @@ class ResponseAnswer:
         """Count the tokens of the reasoning's text. How the text came in pieces must not matter, so it is tokenised
         again."""
         texts = [item.part.text for item in self.output.items if item.type == "reasoning"]
-        tokenizer = self.chat.tokenizer
+        tokenizer = self.answer.tokenizer
         if texts and tokenizer is not None:
             count = lambda: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
             self._num_reasoning = await off_loop(sum(map(len, texts)), count)
 
     def _finish(self) -> list[Event]:
         """Close the response: its status, its usage, its place in the store."""
-        cut = self.chat.finish_reason(0) == "length"
+        cut = self.answer.finish_reason(0) == "length"
         events: list[Event] = []
         # An empty answer has a message all the same: readers look for one. The log-probabilities of tokens without
         # text, such as the one that ends an answer, go with an empty text, as in a chat.
@@ -163,19 +157,19 @@ class ResponseAnswer:
         else:
             response.completed_at = int(time.time())
         response.usage = self._usage()
-        response.timings = timings(self.chat.groups)
+        response.timings = timings(self.answer.groups)
         self.api.keep(response)
         return [*events, self.output.whole(response.status)]
 
     def _fail(self, error: HeadraceError) -> None:
-        _, body = error_body(error)
+        _, body = errors.error_body(error)
         self.output.end("incomplete")
         self.response.status = "failed"
-        self.response.error = ResponseError(code="server_error", message=body.error.message)
+        self.response.error = ResponseError(code="server_error", message=body.message)
         self.api.keep(self.response)
 
     def _usage(self) -> ResponseUsage:
-        counts = usage(self.chat.groups)
+        counts = usage(self.answer.groups)
         num_cached = counts.prompt_tokens_details.cached_tokens
         num_reasoning = min(self._num_reasoning, counts.completion_tokens)
         return ResponseUsage(
@@ -188,7 +182,7 @@ class ResponseAnswer:
 
 
 class Responses:
-    """The routes. `store` keeps the responses: `about` is empty, the body holds object, input and history."""
+    """The routes. `store` keeps the responses: the metadata is empty, the body holds object, input and history."""
 
     def __init__(self, model: ServedModel, store: Store) -> None:
         self.model = model
@@ -222,15 +216,6 @@ class Responses:
                 chat.close()
                 raise
         return answer
-
-    async def whole(self, body: dict[str, Any]) -> ResponseObject:
-        """Create a response and read it to its end, as batches do: not stored unless the body says so."""
-        answer = await self.create({"store": False} | body)
-        try:
-            return await answer.whole()
-        except BaseException:
-            answer.close()
-            raise
 
     def run_in_background(self, answer: ResponseAnswer) -> ResponseObject:
         """Go on with an answer when its caller is gone. -> the response object as it is now."""
@@ -268,7 +253,10 @@ class Responses:
         return self._entry(response_id).input
 
     def cancel(self, response_id: str) -> ResponseObject:
-        """End a response that runs in the background. Raises `NotFoundError`, `RequestError`."""
+        """End a response that runs in the background.
+
+        Raises `NotFoundError`, `RequestError`.
+        """
         response = self.get(response_id)
         if not response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
@@ -278,13 +266,17 @@ class Responses:
             answer.close()
         return self.get(response_id)
 
-    def delete(self, response_id: str) -> None:
-        """Forget a response; one that runs in the background is ended. Raises `NotFoundError`."""
+    def delete(self, response_id: str) -> Deleted:
+        """Delete a stored response.
+
+        One that runs in the background is ended. Raises `NotFoundError`.
+        """
         if response_id not in self.store:
             raise NotFoundError("response", response_id)
         if response_id in self._background:
             self.cancel(response_id)
         self.store.delete(response_id)
+        return Deleted(id=response_id, object="response", deleted=True)
 
     def keep(self, response: ResponseObject) -> None:
         """Store what became of a response, if it is stored and still there."""
@@ -344,7 +336,9 @@ class Responses:
         params = chat.generation.states[0].request.params
         form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
         effort = None if request.reasoning is None else request.reasoning.effort
+        repeated: dict[str, Any] = {name: getattr(request, name) for name in REPEATED}
         return ResponseObject(
+            **repeated,
             id=response_id,
             created_at=int(time.time()),
             completed_at=None,
@@ -352,16 +346,10 @@ class Responses:
             background=bool(request.background),
             error=None,
             incomplete_details=None,
-            instructions=request.instructions,
-            max_output_tokens=request.max_output_tokens,
-            max_tool_calls=request.max_tool_calls,
             model=self.model.name,
             output=[],
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            previous_response_id=request.previous_response_id,
-            prompt_cache_key=request.prompt_cache_key,
             reasoning=ReasoningSettings(effort=effort, summary=None),
-            safety_identifier=request.safety_identifier,
             service_tier="default",
             store=request.store is not False,
             temperature=params.temperature,
@@ -372,11 +360,15 @@ class Responses:
             top_p=params.top_p,
             truncation=request.truncation or "disabled",
             usage=None,
-            user=request.user,
             metadata=request.metadata or {},
             seed=cast(int, params.seed),
             warnings=chat.call.warnings.reply(),
         )
+
+
+def _encode(event: Event) -> bytes:
+    """Return one server-sent event, named after its type."""
+    return errors.event(event, event.type)
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -386,45 +378,25 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def add_routes(app: Starlette, responses: Responses) -> None:
     """/v1/responses."""
 
-    async def create(request: Request) -> Any:
+    async def create(body: dict[str, Any]) -> ResponseAnswer | ResponseObject:
         """OpenAI's responses: items in, items or typed events out."""
-        answer = await responses.create(await routing.body(request))
-        if answer.request.background:
-            return json_response(responses.run_in_background(answer))
-        return await routing.deliver(request, answer)
+        answer = await responses.create(body)
+        return responses.run_in_background(answer) if answer.request.background else answer
 
-    async def get(request: Request) -> Response:
+    def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
         """A stored response."""
-        if request.query_params.get("stream", "false") != "false":
-            raise RequestError("stream", request.query_params["stream"], "false: a stored response is read whole")
-        return json_response(responses.get(request.path_params["response_id"]))
+        if query.get("stream", "false") != "false":
+            raise RequestError("stream", query["stream"], "false: a stored response is read whole")
+        return responses.get(response_id)
 
-    async def delete(request: Request) -> Response:
-        """Delete a stored response."""
-        response_id = request.path_params["response_id"]
-        responses.delete(response_id)
-        return json_response(Deleted(id=response_id, object="response", deleted=True))
-
-    async def cancel(request: Request) -> Response:
-        """End a response that runs in the background."""
-        return json_response(responses.cancel(request.path_params["response_id"]))
-
-    async def input_items(request: Request) -> Response:
+    def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
         """What a stored response was asked."""
-        items = responses.items(request.path_params["response_id"])
-        return json_response(page(InputItems, items, request, DEFAULT_PAGE, lambda item: str(item["id"])))
+        return page(InputItems, responses.items(response_id), query, DEFAULT_PAGE)
 
     one = "/v1/responses/{response_id}"
-    routing.post(
-        app,
-        "/v1/responses",
-        create,
-        takes=ResponsesRequest,
-        gives=ResponseObject,
-        streams="text/event-stream",
-        chunks=(Event,),
-    )
+    stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (Event,)}
+    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=ResponseObject, **stream)
     routing.get(app, one, get, gives=ResponseObject, query=("stream",))
-    routing.add(app, one, delete, ("DELETE",), gives=Deleted)
-    routing.post(app, f"{one}/cancel", cancel, gives=ResponseObject)
+    routing.add(app, one, responses.delete, ("DELETE",), gives=Deleted)
+    routing.post(app, f"{one}/cancel", responses.cancel, gives=ResponseObject)
     routing.get(app, f"{one}/input_items", input_items, gives=InputItems, query=PAGE)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, Timings
-from headrace.text.parts import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
 
 ItemType = Literal["message", "reasoning", "function_call"]
 _IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -156,11 +156,6 @@ class Event(msgspec.Struct, kw_only=True):
     arguments: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
-
-
-def encode(event: Event) -> bytes:
-    """Return one server-sent event, with its type as the event's name."""
-    return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 class Output:

@@ -17,11 +17,10 @@ from headrace.protocol.errors import RequestError
 from headrace.serve.apis.openai.completions import call_fields
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
-from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, parse
+from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_metadata, parse
 from headrace.text.templates import ChatMessage, ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
-MAX_METADATA = 16
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
@@ -118,9 +117,7 @@ def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
         raise RequestError("store", False, "true for a response in the background: it is read by its id")
     if request.truncation not in (None, "auto", "disabled"):
         raise RequestError("truncation", request.truncation, "auto or disabled")
-    metadata = request.metadata or {}
-    if len(metadata) > MAX_METADATA or any(len(k) > 64 or len(v) > 512 for k, v in metadata.items()):
-        raise RequestError("metadata", len(metadata), f"at most {MAX_METADATA} keys of 64 and values of 512 characters")
+    check_metadata(request.metadata)
     if request.top_logprobs is not None:
         bounds.check("logprobs", request.top_logprobs, "top_logprobs")
     _warn(request)

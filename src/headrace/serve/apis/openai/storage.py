@@ -5,6 +5,8 @@ Handed its numbers by `serve.app`. Knows the modules beside it and no config.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from headrace.serve.apis.openai.embeddings import Embeddings
 from headrace.serve.apis.openai.files import MAX_FILES, Files
 from headrace.serve.apis.openai.responses import Responses
 from headrace.serve.call.service import ServedModel
-from headrace.serve.storage.batch_lines import Answerer
+from headrace.serve.routing import Readable
+from headrace.serve.storage.batch_lines import Answerer, Route
 from headrace.serve.storage.store import Store
 
 MAX_BATCHES = 1024
@@ -67,20 +70,24 @@ class Storage:
 def answerer(model: ServedModel, responses: Responses, embeddings: Embeddings) -> Answerer:
     """Return what answers the lines of batches."""
 
-    async def completion(body: dict[str, object]) -> Any:
-        answer = await completions.complete(model, body)
-        return await answer.whole()
+    def whole(create: Callable[[dict[str, Any]], Awaitable[Readable]]) -> Route:
+        async def route(body: dict[str, Any]) -> Any:
+            answer = await create(body)
+            try:
+                return await answer.whole()
+            except BaseException:
+                answer.close()
+                raise
 
-    async def chat(body: dict[str, object]) -> Any:
-        answer = await completions.chat(model, body)
-        return await answer.whole()
+        return route
 
     return Answerer(
         {
-            "/v1/chat/completions": chat,
-            "/v1/completions": completion,
+            "/v1/chat/completions": whole(functools.partial(completions.chat, model)),
+            "/v1/completions": whole(functools.partial(completions.complete, model)),
             "/v1/embeddings": embeddings.create,
-            "/v1/responses": responses.whole,
+            # Not stored unless the line says so.
+            "/v1/responses": whole(lambda body: responses.create({"store": False} | body)),
         }
     )
 
