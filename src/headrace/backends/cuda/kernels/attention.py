@@ -3,13 +3,14 @@
 A row's keys are summed in spans of SPAN positions counted from position 0, a span in tiles of TILE keys, and the spans
 are merged in ascending order. Programs walk through a work list (`spans.work_list`). An item is a tile of rows of one
 sequence with all its spans, or with one: then the partial sums go to the scratch, and the last program to arrive merges
-them by the same formula. A tile or span that a row does not see leaves the row's sums exactly as they were, so a row has
-the same bits in any tile, split or not.
+them by the same formula. A tile or span that a row does not see leaves the row's sums exactly as they were, so a row
+has the same bits in any tile, split or not. Speed: not measured on hardware.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +99,16 @@ def _add_tiles(
 
 
 @triton.jit
+def _rows(item, head, i, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr):
+    """Return an item's first row, number of rows and first position, which of the tile's rows `i` are real, and their
+    query heads."""
+    num_rows = tl.load(item + 1, volatile=True)
+    real = (i // GROUP_ROWS < num_rows) & (i % GROUP_ROWS < GROUP)
+    row, start = tl.load(item, volatile=True), tl.load(item + 2, volatile=True)
+    return row, num_rows, start, real, head * GROUP + i % GROUP_ROWS
+
+
+@triton.jit
 def _attention(
     query, ld_query, out, ld_out, keys, values, key_scales, value_scales, blocks, items,
     sums, totals, arrived, inner, outer,
@@ -114,12 +125,10 @@ def _attention(
     for work in tl.range(tl.program_id(0), tl.load(items + KIND) * KV_HEADS, tl.num_programs(0)):
         item = items + (first_item + work // KV_HEADS) * _ITEM
         head = work % KV_HEADS
-        row, num_rows, start = tl.load(item), tl.load(item + 1), tl.load(item + 2)
         table = blocks + tl.load(item + 3)
         first_span, end_span = tl.load(item + 4), tl.load(item + 5)
-        real = (i // GROUP_ROWS < num_rows) & (i % GROUP_ROWS < GROUP)
+        row, num_rows, start, real, query_head = _rows(item, head, i, GROUP, GROUP_ROWS)
         position = tl.where(real, start + i // GROUP_ROWS, -1)
-        query_head = head * GROUP + i % GROUP_ROWS
         full = real[:, None] & (column < DIM)[None, :]
         at = (row + i // GROUP_ROWS).to(tl.int64)
         q = tl.load(query + (at * ld_query + query_head * DIM)[:, None] + column[None, :], mask=full, other=0.0)
@@ -149,6 +158,9 @@ def _attention(
                 inner, outer, KV_HEADS, DIM, WIDTH, BLOCK, WINDOW, SOFTCAP, True,
             )  # fmt: skip
             top, total, o = _merged(top, total, o, m, tl.max(t, 1), s)
+        # Read again, so that nothing of it is held in registers in the loops.
+        row, num_rows, start, real, query_head = _rows(item, head, i, GROUP, GROUP_ROWS)
+        full = real[:, None] & (column < DIM)[None, :]
         last = end_span > low_span
         if KIND == 0:
             slot = tl.load(item + 6)
@@ -178,6 +190,7 @@ def _attention(
                         place += num_rows * HEADS
         # A sum that underflowed is -0 or +0 depending on keys that the row does not see.
         o = o / tl.where(total == 0.0, 1.0, total)[:, None] + 0.0
+        at = (row + i // GROUP_ROWS).to(tl.int64)
         to = out + (at * ld_out + query_head * DIM)[:, None] + column[None, :]
         tl.store(to, o.to(out.dtype.element_ty), mask=full & last)
 
@@ -189,8 +202,11 @@ def _twin(
     WINDOW: int, SOFTCAP: bool, WIDE: bool,
 ) -> None:  # fmt: skip
     few, many = items[0, :2].tolist()
+    chosen = items[1 + few : 1 + few + many] if KIND else items[1 : 1 + few]
     width = KV_HEADS * GROUP * DIM
-    for row, num_rows, start, table, first, end_span, slot, _ in items[1:][few * KIND :][: many if KIND else few].tolist():
+    for row, num_rows, start, table, first, end_span, slot, _ in items[1:][few * KIND :][
+        : many if KIND else few
+    ].tolist():
         rows, end = slice(row, row + num_rows), start + num_rows
         low = max(start - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
         q = query[rows, :width].view(num_rows, KV_HEADS, GROUP, DIM).transpose(0, 1).float()
@@ -227,7 +243,11 @@ def _twin(
 
 def _quotient(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """Merge the spans' largest scores, sums of weights and weighted values, in their order."""
-    top, total, o = torch.full_like(parts[0][0], -torch.inf), torch.zeros_like(parts[0][1]), torch.zeros_like(parts[0][2])
+    top, total, o = (
+        torch.full_like(parts[0][0], -torch.inf),
+        torch.zeros_like(parts[0][1]),
+        torch.zeros_like(parts[0][2]),
+    )
     for span_top, span_total, span_o in parts:
         most = torch.maximum(top, span_top)
         base = most.masked_fill(most == -torch.inf, 0.0)
@@ -237,11 +257,19 @@ def _quotient(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
 
 
 def _span(
-    q: Tensor, gathered: list[Tensor | None], seen: Tensor, inner: float, outer: float, softcap: bool, dtype: torch.dtype
+    q: Tensor,
+    gathered: list[Tensor | None],
+    seen: Tensor,
+    inner: float,
+    outer: float,
+    softcap: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum one span for q [kv_heads, R, GROUP, D]: returns [kv_heads, R, GROUP, 1], the same, and the shape of q."""
+    """Sum one span for q [kv_heads, R, GROUP, D]; return the largest scores and the sums of weights, of that shape but
+    for D = 1, and the weighted values. `dtype`: of products."""
     keys, values, key_scales, value_scales = gathered
-    assert keys is not None and values is not None
+    assert keys is not None
+    assert values is not None
     head_dim = q.shape[-1]
     s = _products(F.pad(q, (0, keys.shape[-1] - head_dim)).expand(len(keys), *q.shape[:-1], -1), keys.mT)
     if key_scales is not None:
@@ -283,15 +311,64 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _config(rows: int, warps: int, stages: int, *capabilities: int) -> Config:
-    return Config({"BM": rows}, warps, stages, capabilities)
+def _configs(*options: tuple[int, ...]) -> tuple[Config, ...]:
+    return tuple(Config({"BM": rows}, warps, stages, tuple(suited)) for rows, warps, stages, *suited in options)
 
 
-FEW = Kernel(_attention, _twin, tuple(_config(16, w, s) for w in (4, 2, 1) for s in (3, 2)), fuse=False)
+# Block ids are loaded before keys, so keys are loaded two tiles ahead with 5 stages, and one with 2 or 3.
+FEW = Kernel(_attention, _twin, _configs((16, 8, 5), (16, 4, 5, 80, 90), (16, 8, 3)), fuse=False)
 """For small tiles: decode and short chunks."""
 
-MANY = Kernel(_attention, _twin, (_config(64, 4, 2), _config(128, 8, 2), _config(64, 4, 3)), fuse=False)
+MANY = Kernel(
+    _attention,
+    _twin,
+    _configs((128, 8, 3, 90), (64, 8, 2, 80, 90, 120), (64, 8, 3, 80, 90, 100), (128, 8, 5, 90)),
+    fuse=False,
+)
 """For large tiles: prefill."""
+
+
+def is_wide(query: torch.dtype, cache: torch.dtype) -> bool:
+    """Whether products are those of float32: for float32 numbers, and where the 16-bit types differ."""
+    return query == torch.float32 or (cache.itemsize > 1 and cache != query)
+
+
+def configs(
+    kernel: Kernel, heads: int, kv_heads: int, head_dim: int, query: torch.dtype, cache: torch.dtype,
+    capability: int = 90,
+) -> tuple[Config, ...]:  # fmt: skip
+    """Return the configs of FEW or MANY for the shape, the types and the GPU (80, 90, 100 or 120), the default first.
+
+    Those left out do not fit in registers or shared memory. Caches of fp8 need a capability from 90 on.
+    """
+    if is_wide(query, cache):
+        suited = _configs((16, 8, 1))
+    elif head_dim > 128:
+        suited = _configs((16, 8, 3), (16, 8, 1)) if kernel is FEW else _configs((32, 8, 2, 80, 90, 100), (32, 8, 1))
+    elif cache.itemsize == 1:
+        suited = _configs((16, 8, 5), (16, 8, 3)) if kernel is FEW else _configs((64, 8, 2, 80, 90, 100), (32, 8, 2))
+    else:
+        suited = kernel.configs
+    group = group_rows(heads, kv_heads)
+    return tuple(
+        replace(config, tiles={"BM": max(config.tiles["BM"], group)})
+        for config in suited
+        if not config.capabilities or capability in config.capabilities
+    )
+
+
+def default_configs(
+    heads: int, kv_heads: int, head_dim: int, query: torch.dtype, cache: torch.dtype, capability: int = 90
+) -> tuple[Config, Config]:
+    """Return the configs for small and for large tiles."""
+    few, many = (configs(kernel, heads, kv_heads, head_dim, query, cache, capability)[0] for kernel in (FEW, MANY))
+    return few, many
+
+
+def tile_rows(heads: int, kv_heads: int, chosen: tuple[Config, Config]) -> tuple[int, int]:
+    """Return the most query rows of small and of large tiles in a work list for `chosen` configs."""
+    few, many = (config.tiles["BM"] // group_rows(heads, kv_heads) for config in chosen)
+    return few, many
 
 
 def attention(
@@ -308,15 +385,14 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     programs: int,
-    configs: tuple[Config, Config] | None = None,
+    chosen: tuple[Config, Config] | None = None,
 ) -> list[Launch]:
     """Attention of queries [R, heads * D] over the cache -> out [R, heads * D]: launches for small and large tiles.
 
-    blocks: int32, the block ids of all chunks. items: int32, `work_list` of the step, with the tile rows that
-    `tile_rows` gives. programs: how many run at once, a multiple of the GPU's multiprocessors.
+    blocks: int32, the block ids of all chunks. items: int32, `work_list` of the step, its tiles no larger than
+    `tile_rows` of the configs `chosen`. programs: how many run at once, a multiple of the GPU's multiprocessors.
     """
     head_dim = cache.keys.shape[-1]
-    wide = query.dtype == torch.float32 or (cache.keys.element_size() > 1 and cache.keys.dtype != query.dtype)
     arguments = {
         "query": query, "ld_query": query.stride(0), "out": out, "ld_out": out.stride(0), "keys": cache.keys,
         "values": cache.values, "key_scales": cache.key_scales, "value_scales": cache.value_scales, "blocks": blocks,
@@ -324,9 +400,9 @@ def attention(
         "inner": 2 * LOG2_E * scale / softcap if softcap else 0.0, "outer": LOG2_E * (softcap or scale),
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "GROUP_ROWS": group_rows(heads, kv_heads), "DIM": head_dim,
         "WIDTH": max(16, triton.next_power_of_2(head_dim)), "BLOCK": cache.block_size, "WINDOW": window or 0,
-        "SOFTCAP": bool(softcap), "WIDE": wide,
+        "SOFTCAP": bool(softcap), "WIDE": is_wide(query.dtype, cache.keys.dtype),
     }  # fmt: skip
-    few, many = configs or (FEW.configs[0], MANY.configs[0])
+    few, many = chosen or default_configs(heads, kv_heads, head_dim, query.dtype, cache.keys.dtype)
     return [
         Launch(FEW, (programs,), arguments | {"KIND": 0}, few),
         Launch(MANY, (programs,), arguments | {"KIND": 1}, many),

@@ -1,8 +1,8 @@
 """Work lists of attention: a step's rows in tiles, and their keys in spans counted from position 0 of the sequence.
 
-A span is summed on its own, in tiles of keys, and the spans of a row are merged in ascending order (FlashDecoding, Dao et
-al. 2023). Spans and key tiles lie at fixed positions, so how rows form tiles and programs share spans changes no bit.
-Plain numpy: the list is made on the host and copied to the device before each step. Called by the program.
+A span is summed on its own, in tiles of keys, and the spans of a row are merged in ascending order (FlashDecoding, Dao
+et al. 2023). Spans and key tiles lie at fixed positions, so how rows form tiles and programs share spans changes no
+bit. Plain numpy: the list is made on the host and copied to the device before each step. Called by `program`.
 """
 
 from __future__ import annotations
