@@ -167,7 +167,7 @@ def _copy_blocks_twin(data: Tensor, pairs: Tensor, count: Tensor, num_blocks: in
 
 
 GATHER = Kernel(_gather, _gather_twin, CONFIGS)
-MAP = Kernel(_map, _map_twin, CONFIGS)
+MAP = Kernel(_map, _map_twin, CONFIGS, fuse=False)
 FINITE = Kernel(_finite, _finite_twin, CONFIGS)
 COPY_BLOCKS = Kernel(_copy_blocks, _copy_blocks_twin, CONFIGS)
 KERNELS = (GATHER, MAP, FINITE, COPY_BLOCKS)
