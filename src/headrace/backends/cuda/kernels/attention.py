@@ -204,9 +204,7 @@ def _twin(
     few, many = items[0, :2].tolist()
     chosen = items[1 + few : 1 + few + many] if KIND else items[1 : 1 + few]
     width = KV_HEADS * GROUP * DIM
-    for row, num_rows, start, table, first, end_span, slot, _ in items[1:][few * KIND :][
-        : many if KIND else few
-    ].tolist():
+    for row, num_rows, start, table, first, end_span, slot, _ in chosen.tolist():
         rows, end = slice(row, row + num_rows), start + num_rows
         low = max(start - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
         q = query[rows, :width].view(num_rows, KV_HEADS, GROUP, DIM).transpose(0, 1).float()
@@ -347,6 +345,8 @@ def configs(
         suited = _configs((16, 8, 3), (16, 8, 1)) if kernel is FEW else _configs((32, 8, 2, 80, 90, 100), (32, 8, 1))
     elif cache.itemsize == 1:
         suited = _configs((16, 8, 5), (16, 8, 3)) if kernel is FEW else _configs((64, 8, 2, 80, 90, 100), (32, 8, 2))
+    elif head_dim <= 64 and kernel is MANY:
+        suited = _configs((128, 8, 3, 90), (64, 8, 2), (64, 8, 3, 80, 90), (128, 8, 5, 90))
     else:
         suited = kernel.configs
     group = group_rows(heads, kv_heads)
