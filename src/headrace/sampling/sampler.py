@@ -122,14 +122,15 @@ class Sampler:
         cuts, -1 where the device can not tell, and `fetch` brings those rows to the host whose numbers are needed."""
         samples: list[Drawn | ValueError] = [Drawn(row.best or 0, state=row.state) for row in rows]
         cuts = {i: self.cut_of(row) for i, row in enumerate(rows)}
-        drawn = {
+        cut_rows = {
             i: cut
             for i, cut in cuts.items()
             if cut is not None and (cut.temperature > 0 or rows[i].mask is not None or rows[i].best is None)
         }
         needed = [i for i, cut in cuts.items() if cut is None]
-        if drawn:
-            for i, token_id in zip(drawn, draw(list(drawn), list(drawn.values())), strict=True):
+        if cut_rows:
+            tokens = draw(list(cut_rows), list(cut_rows.values()))
+            for i, token_id in zip(cut_rows, tokens, strict=True):
                 samples[i] = Drawn(token_id, state=rows[i].state)
                 if token_id < 0:
                     needed.append(i)
