@@ -16,11 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, Draw, Heads
+from headrace.backends.base import Chunks, Draw
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
-from headrace.backends.cuda.kernels import spans
-from headrace.backends.cuda.kernels.attention import FEW, MANY
+from headrace.backends.cuda.kernels import attention, spans
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.replay import Replay
@@ -115,7 +114,7 @@ class CudaProgram:
         self._hidden = hidden
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
-        self._tile_rows = tile_rows(graph)
+        self._tile_rows = tile_rows(graph, ops.dtype, capability(device))
         self.tape = self._make_tape(graph, outside, ops.dtype)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
@@ -224,12 +223,25 @@ class CudaProgram:
         return DeviceLogits(rows, fit.tolist(), ids.tolist(), self._drawing)
 
 
-def tile_rows(graph: Graph) -> tuple[int, int]:
-    """Return the query rows of a small and of a large tile of attention."""
-    heads: Heads = next((node.fields["heads"] for node in graph.nodes if node.op == "attention"), Heads(1, 1, 1))
-    group = spans.group_rows(heads.num_heads, heads.num_kv_heads)
-    few, many = (max(kernel.configs[0].tiles["BM"] // group, 1) for kernel in (FEW, MANY))
-    return few, many
+def tile_rows(graph: Graph, dtype: torch.dtype, capability: int) -> tuple[int, int]:
+    """Choose the configurations of every attention, and return the query rows of a small and of a large tile: work
+    lists are made for the least of them, since one list serves all layers."""
+    listed = [(1, 1)]
+    for node in graph.nodes:
+        if node.op == "attention":
+            heads, keys = node.fields["heads"], node.fields["cache"].keys
+            shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
+            chosen = attention.default_configs(*shape, dtype, keys.dtype, capability)
+            node.fields["chosen"] = chosen
+            listed.append(attention.tile_rows(heads.num_heads, heads.num_kv_heads, chosen))
+    few, many = zip(*(listed[1:] or listed), strict=True)
+    return min(few), min(many)
+
+
+def capability(device: torch.device) -> int:
+    """Return the compute capability of a GPU, such as 90; on a CPU Hopper's."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 def num_programs(device: torch.device) -> int:

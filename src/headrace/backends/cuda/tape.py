@@ -233,6 +233,7 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
         window=f["window"],
         softcap=f["softcap"],
         programs=2 * tape.num_programs,
+        chosen=f["chosen"],
     )
 
 
