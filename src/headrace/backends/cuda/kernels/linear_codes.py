@@ -423,7 +423,8 @@ def suits(config: Config, gated: bool) -> bool:
 def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
-    columns = 128 if rows < 64 and weight.step < WIDEST else 64
+    # Less to do for each weight where scales are many or have minima (and one register spills on sm_100 with 64).
+    columns = 128 if rows < 64 and (weight.step < WIDEST or weight.mins is not None) else 64
     suited = [config for config in KERNEL.configs if config.tiles["BR"] == rows and suits(config, gated)]
     return next(config for config in suited if config.tiles["BN"] >= columns)
 
