@@ -103,10 +103,10 @@ def in_order(acc, acc_up, partial, arrived, item, SPANS: tl.constexpr, GATED: tl
     """Leave a span's sums in memory; the last program of a tile adds all of them in order. -> sums, whether last."""
     NUMBERS: tl.constexpr = ROWS * COLS * (2 if GATED else 1)
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    own = partial + item.to(tl.int64) * NUMBERS
-    tl.store(own + at, acc)
+    parts = partial + item.to(tl.int64) * NUMBERS
+    tl.store(parts + at, acc)
     if GATED:
-        tl.store(own + ROWS * COLS + at, acc_up)
+        tl.store(parts + ROWS * COLS + at, acc_up)
     tl.debug_barrier()
     tile = item // SPANS
     last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPANS - 1

@@ -215,16 +215,16 @@ def _linear_codes(
         end = tl.minimum(begin + SPAN, K)
         acc = tl.zeros([COLS, BR], tl.float32)
         acc_up = acc
-        own = mins
-        up = mins
+        lower = mins
+        upper = mins
         if mins is not None:
-            own = mins + first
-            up = mins + first + N
-        acc = _sum(x, x_at, k, codes + first * ld_codes, q_at, scales + first, own, within, begin, end, acc, K, ALL, H,
-                   EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
+            lower = mins + first
+            upper = mins + first + N
+        acc = _sum(x, x_at, k, codes + first * ld_codes, q_at, scales + first, lower, within, begin, end, acc, K, ALL,
+                   H, EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
         if GATED:
-            acc_up = _sum(x, x_at, k, codes + (first + N) * ld_codes, q_at, scales + first + N, up, within, begin, end,
-                          acc_up, K, ALL, H, EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
+            acc_up = _sum(x, x_at, k, codes + (first + N) * ld_codes, q_at, scales + first + N, upper, within, begin,
+                          end, acc_up, K, ALL, H, EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
         acc = tl.trans(acc)
         acc_up = tl.trans(acc_up)
         inside = (row < rows)[:, None] & (col < N)[None, :]
