@@ -1,5 +1,5 @@
 """Every kernel, in every configuration, compiles for every GPU it is meant for, and its machine code has no stack, no
-spilled registers, no more shared memory than there is, no arithmetic on bfloat16 and no 16-bit loads of weights or keys.
+spilled registers, no more shared memory than there is, and no arithmetic on bfloat16.
 
 No GPU is needed. On an Ampere GPU (sm_80) and on Blackwell's (sm_100, sm_120) the default configurations are compiled;
 for Hopper (sm_90) all of them are.
@@ -16,7 +16,7 @@ from tests.support.cubin import CAPABILITIES, compiled, faults
 
 from headrace.backends.cuda.launch import Launch
 
-FILES = ("attention", "best", "choose", "experts", "linear", "linear_8bit", "linear_codes", "norm", "rope_store", "rows")
+FILES = "attention best choose experts linear linear_8bit linear_codes norm rope_store rows".split()
 
 
 def launches_of(file: str) -> list[Launch]:

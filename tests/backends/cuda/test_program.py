@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.formats.quantised.formats import fp8
 from tests.support.harness import load, random_ids, save_random, scattered_tables
 
 from headrace import LLM, SamplingParams, models
 from headrace.backends.base import Chunks, Draw
 from headrace.backends.cuda.drawing import Drawing
 from headrace.backends.cuda.launch import Launch
+from headrace.backends.cuda.matrix import EightBits
 from headrace.backends.cuda.program import CudaProgram, DeviceLogits, bucket_sizes
 from headrace.backends.cuda.staging import Staging
 from headrace.protocol.errors import RequestError
@@ -156,3 +158,21 @@ def test_blocks_are_copied_one_pair_after_the_other(program: CudaProgram) -> Non
 def test_options_without_kernels_are_refused(directory: Path, options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(options))):
         load(directory, **(ON_CPU | options))
+
+
+@pytest.mark.parametrize("block", [None, (64, 128)])
+def test_eight_bit_floats_are_multiplied_as_they_are(tmp_path: Path, block: tuple[int, int] | None) -> None:
+    """A checkpoint of fp8 weights: rows are rounded to fp8 too, so logits are near those of the widened weights."""
+    directory = fp8(tmp_path, block).directory
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 64}
+    mine = load(directory, **(ON_CPU | options)).program
+    assert isinstance(mine, CudaProgram)
+    held = [node.fields["matrix"].data for node in mine.tape.nodes if node.op == "linear"]
+    assert sum(isinstance(data, EightBits) for data in held) > len(held) / 2
+    reference = load(directory, backend="torch_ref", **options).program
+    chunks = chunks_of([20, 9], mine)
+    exact = reference.forward(chunks, [19, 28])[1].fetch()
+    logits = last_logits(mine, chunks)
+    assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
+    alone = Chunks([0], chunks.token_ids[:1], chunks.tables[:1])
+    assert np.array_equal(last_logits(mine, alone)[0], logits[0])

@@ -20,7 +20,7 @@ from headrace.backends.cuda import cache
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
-from headrace.backends.cuda.program import MAX_ROWS, CudaProgram
+from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability
 from headrace.protocol.errors import RequestError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ class Cuda:
     def __init__(self, device: str, dtype: str) -> None:
         self.device, self.dtype = device, dtype
         self.ops = CudaOps(torch.device(device), DTYPES[dtype])
-        self.schemes = schemes(DTYPES[dtype])
+        self.schemes = schemes(DTYPES[dtype], capability(self.ops.device))
 
     def constant(self, values: Any) -> Tensor:
         """Return a norm or bias in the model's dtype; a rope table (numpy) stays float32."""
