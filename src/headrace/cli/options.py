@@ -46,6 +46,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
         "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
+        "gpu_memory_utilization": "Share of a GPU's memory that weights, working memory and KV cache may take.",
         "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",
         "max_num_seqs": "Sequences running at once.",
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
