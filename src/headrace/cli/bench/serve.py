@@ -20,12 +20,12 @@ import httpx
 import msgspec
 
 from headrace import env
-from headrace.cli.bench.data import Sample, check_dataset, file_samples, random_samples
+from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_tokenizer, random_samples
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import Timeline, figures
-from headrace.cli.bench.words import Words
 from headrace.cli.progress import progress_bar
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.text.tokenizer import Tokenizer
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
@@ -198,8 +198,8 @@ def measure_server(
     )
     served = first_model(base_url, target.headers(), plan.ready_check_timeout_sec)
     target = msgspec.structs.replace(target, model=plan.model or served["id"])
-    words = Words.find(plan.tokenizer or plan.model or served["root"])
-    samples = _samples(plan, words)
+    tokenizer_id = plan.tokenizer or plan.model or served["root"]
+    samples = _samples(plan, find_tokenizer(tokenizer_id))
 
     numbers = itertools.count(1)
     with progress_bar("requests", not plan.json and not plan.disable_tqdm) as show:
@@ -209,7 +209,7 @@ def measure_server(
         "backend": plan.backend,
         "endpoint": target.endpoint,
         "label": plan.label,
-        "tokenizer_id": plan.tokenizer or plan.model or served["root"],
+        "tokenizer_id": tokenizer_id,
         "dataset_name": plan.dataset_name,
         "num_prompts": plan.num_prompts,
         # JSON has no infinity; vLLM writes it as this word.
@@ -238,25 +238,23 @@ def measure_server(
     return result, detail
 
 
-def _samples(plan: ServePlan, words: Words) -> list[Sample]:
+def _samples(plan: ServePlan, tokenizer: Tokenizer) -> list[Sample]:
     if plan.dataset_name != "random":
-        return file_samples(
-            plan.dataset_name, plan.dataset_path, plan.num_prompts, plan.output_len, words.count, seed=plan.seed
-        )
+        return file_samples(plan, lambda text: len(tokenizer.encode(text)))
     samples = random_samples(
         plan.num_prompts,
-        words.vocab_size,
+        tokenizer.vocab_size,
         input_len=plan.input_len or plan.random_input_len,
         output_len=plan.output_len or plan.random_output_len,
         range_ratio=plan.random_range_ratio,
         prefix_len=plan.random_prefix_len,
         seed=plan.seed,
-        avoid=words.special_ids,
+        avoid=frozenset(i for i in range(tokenizer.vocab_size) if tokenizer.added_token(i) is not None),
     )
     if plan.backend == "openai":
         return samples
     # A chat message is text; its token count is the server's.
-    return [sample._replace(prompt=words.decode(list(sample.prompt))) for sample in samples]  # type: ignore[arg-type]
+    return [sample._replace(prompt=tokenizer.decode(list(sample.prompt))) for sample in samples]  # type: ignore[arg-type]
 
 
 def _object(text: str | None) -> dict[str, Any]:
