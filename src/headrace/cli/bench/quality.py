@@ -30,7 +30,6 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
-from headrace.quant.schemes import K_TYPES, Scheme
 
 SHOWN_LAYERS = 8
 WRITTEN_AT_ONCE = 8
@@ -214,15 +213,9 @@ def held_bits(matrix: Any) -> float:
     parts = getattr(matrix, "parts", None)  # of other forms, one under the other
     if parts is not None:
         return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
-    scheme: Scheme = matrix.scheme
-    if scheme.kind == "f":
-        return 32.0 if scheme.dtype == "float32" else 16.0
-    if scheme.kind == "k":
-        return K_TYPES[scheme.dtype].bits
-    bits = float(scheme.bits)
-    if getattr(matrix, "outliers", None) is not None:
-        bits += 16 * len(matrix.outliers.columns) / matrix.num_in
-    return bits + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 32 / matrix.num_in)
+    outliers = getattr(matrix, "outliers", None)
+    bits: float = matrix.scheme.bits_per_weight(matrix.num_in)
+    return bits if outliers is None else bits + 16 * len(outliers.columns) / matrix.num_in
 
 
 def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
