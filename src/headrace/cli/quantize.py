@@ -49,8 +49,8 @@ METHOD_OPTIONS = ("method", "symmetric", "act_order", "damping", "clip", "alpha"
 """The flags that a method takes as they are."""
 
 
-def _flag(metavar: str, text: str, **bounds: int) -> Meta:
-    return Meta(description=text, extra={"metavar": metavar}, **bounds)
+def _flag(metavar: str, text: str, low: int | None = None, high: int | None = None) -> Meta:
+    return Meta(description=text, extra={"metavar": metavar}, ge=low, le=high)
 
 
 class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,11 +85,11 @@ class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
             "FILE", 'Text, or .jsonl with a "text" or "token_ids" in each line; by default the model writes the text.'
         ),
     ] = None
-    num_calibration_tokens: Annotated[
-        int, _flag("INT", "Tokens of the calibration text that are used.", ge=2, le=2**22)
-    ] = 32768
+    num_calibration_tokens: Annotated[int, _flag("INT", "Tokens of the calibration text that are used.", 2, 2**22)] = (
+        32768
+    )
     calibration_length: Annotated[
-        int, _flag("INT", "Tokens of each piece of the calibration text; at most the context.", ge=2, le=2**17)
+        int, _flag("INT", "Tokens of each piece of the calibration text; at most the context.", 2, 2**17)
     ] = 512
     act_order: Annotated[str, _flag("O", "gptq: none, static (any kernel runs it) or group (with a g_idx).")] = "static"
     damping: Annotated[float, Meta(description="gptq: added to the Hessian's diagonal, as a share of its mean.")] = 0.01

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,7 +165,11 @@ def judge(llm: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
     path = hub.resolve(llm.config.model, llm.config.revision)
     result |= sizes(program, path)
     if expected is not None:
-        layers = list(_counted(layer_errors(matrices_of(program), matrices_of(expected)), len(matrices_of(program))))
+        layers: list[LayerError] = []
+        with progress_bar("comparing weights") as show:
+            for layer in layer_errors(matrices_of(program), matrices_of(expected)):
+                layers.append(layer)
+                show(len(layers), len(matrices_of(program)))
         layers.sort(key=lambda layer: (-layer.relative_error, layer.name))
         result["layers"] = [layer._asdict() for layer in layers]
     return result
@@ -262,6 +266,8 @@ def decode_speed(program: Program, num_tokens: int = SPEED_TOKENS) -> float:
 
 
 LINES: tuple[tuple[str, str, str], ...] = (
+    ("reference", "Reference", "{}"),
+    ("text", "Text", "{}"),
     ("num_tokens", "Scored tokens", "{:,}"),
     ("perplexity", "Perplexity", "{:.4f}"),
     ("reference_perplexity", "Perplexity of the reference", "{:.4f}"),
@@ -285,9 +291,6 @@ def print_quality(result: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(title=f"Quality of {result['model_id']}: {described(result)}", show_header=False)
-    for name in ("reference", "text"):
-        if name in result:
-            table.add_row(name.capitalize(), result[name])
     for name, heading, form in LINES:
         if name in result:
             table.add_row(heading, form.format(result[name]))
@@ -306,10 +309,3 @@ def described(result: dict[str, Any]) -> str:
     """Describe the form in words."""
     weights = result["quantization"] or result["dtype"]
     return f"{weights}, KV cache {result['kv_cache_dtype']}, {result['backend']}"
-
-
-def _counted(layers: Iterator[LayerError], num_layers: int) -> Iterator[LayerError]:
-    with progress_bar("comparing weights") as show:
-        for num_done, layer in enumerate(layers, 1):
-            show(num_done, num_layers)
-            yield layer

@@ -94,7 +94,8 @@ def _signed(codes: NDArray[Any], offset: int) -> NDArray[np.int8]:
 def _legacy(b: U8, bits: int, has_min: bool) -> Parts:
     """32 codes of 4 or 5 bits with one scale, and a minimum if `has_min`."""
     begin = 4 if has_min else 2
-    codes, scale = _halves(b[:, -16:]), _f16(b[:, :2])
+    codes: NDArray[Any] = _halves(b[:, -16:])
+    scale = _f16(b[:, :2])
     if bits == 5:
         codes = codes | _bits(b[:, begin : begin + 4]) << 4
     return (codes, scale, _f16(b[:, 2:4])) if has_min else (_signed(codes, 2 ** (bits - 1)), scale, None)
@@ -127,7 +128,7 @@ def _six_bits(b: U8) -> tuple[U8, U8]:
 def _with_minima(b: U8, bits: int) -> Parts:
     """Q4_K or Q5_K."""
     scale, least = _six_bits(b[:, 4:16])
-    codes = _chunks(b[:, -128:], 32)
+    codes: NDArray[Any] = _chunks(b[:, -128:], 32)
     if bits == 5:
         codes = codes | _planes(b[:, 16:48], 32, 1) << 4
     return codes, _f16(b[:, :2]) * scale, -(_f16(b[:, 2:4]) * least)
