@@ -1,8 +1,8 @@
 """Reads the weights of a GGUF file with torch: mapped, some rows at a time.
 
-Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; the log
-says which, and what it costs. Rows of q and k that ggml keeps in pairs come back in halves. Norms are floats, tables
-floats or mapped blocks. Knows no requests. Called by `engine.load`.
+Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; which form
+they get is logged, with its bytes. Rows of q and k, which ggml stores in pairs, are reordered into halves. Norms are
+floats, tables floats or mapped blocks. Knows no requests. Called by `engine.load`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mapped safetensors files: names, shapes and read-only numpy views, without a copy.
 
-`MappedFile` trusts nothing in a header (S-28): lengths, types, shapes and offsets must agree with each other and with
+`MappedFile` checks all of a header (S-28): lengths, types, shapes and offsets must agree with each other and with
 the file, leave no hole and not overlap. `MappedCheckpoint` finds the files of a directory and opens no others. Knows no
 models and imports no torch. Called by the readers of weights, by `engine.load` and by `drafters`.
 """

@@ -2,7 +2,7 @@
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
 the native formats, biases, norms. Embedding tables are not copied: they stay mapped in the checkpoint, of which the
-file holds a fingerprint. A file that does not fit is logged and left alone, and the checkpoint is read instead. Imports
+file holds a fingerprint. A file that does not fit is logged and not used, and the checkpoint is read instead. Imports
 no torch. Called by `checkpoint.source`; the readers of checkpoints fill it.
 """
 
@@ -183,7 +183,7 @@ class PackedFile:
         scheme = scheme_of_flag(kind, group, flag) if is_sound and isinstance(kind, str) else None
         if scheme is None or kind not in form.layouts:
             raise CheckpointError(f"matrix {name} is said to be {values}")
-        # The kernels trust this size: it keeps them inside the file.
+        # The kernels read so many bytes without a check of their own.
         num_bytes = backend.packed_bytes(scheme, num_out, num_in)
         if entry.dtype != "U8" or entry.shape != (num_bytes,) or entry.begin % LINE:
             raise CheckpointError(f"matrix {name} has {entry.end - entry.begin} bytes, expected {num_bytes}")

@@ -159,7 +159,7 @@ def calibration_of(plan: QuantizePlan, model: str, directory: Path) -> list[list
 def calibration_text(model: str, directory: Path, file: Path | None, num_tokens: int, length: int) -> list[list[int]]:
     """Return pieces of token ids, from `file` or from text that the model generates."""
     from headrace.models.config import ModelConfig
-    from headrace.quantize.calibration import cut, own_words, read_texts
+    from headrace.quantize.calibration import cut, generated_text, read_texts
 
     if directory.is_file():
         raise CheckpointError(f"{directory} is a GGUF file; headrace quantises directories of safetensors")
@@ -194,7 +194,7 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
             outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
             return [[*prompt, *output.outputs[0].token_ids] for output in outputs]
 
-        return own_words(answer, length, num_tokens)
+        return generated_text(answer, length, num_tokens)
 
 
 def _gguf(model: str, out: Path, plan: QuantizePlan) -> None:

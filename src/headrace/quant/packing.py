@@ -1,7 +1,7 @@
 """What the checkpoint formats have in common: codes out of packed words, verified tensors, lists of plain layers.
 
-Nothing here trusts a checkpoint: every shape, type and number that a format relies on is verified, and what does not
-fit is a `CheckpointError` naming tensor, shape and what was expected. Called by the formats `quant/<quant_method>.py`.
+Every shape, type and number that a format relies on is verified; a wrong one is a `CheckpointError` that names the
+tensor, its shape and what was expected. Called by the formats `quant/<quant_method>.py`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """One request to send: a prompt as text or as token ids, and how many tokens to ask for."""
+    """One request to send: a prompt as text or as token ids, and the number of tokens to request."""
 
     prompt: str | list[int]
     num_prompt_tokens: int

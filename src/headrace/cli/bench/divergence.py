@@ -27,7 +27,7 @@ F64 = NDArray[np.float64]
 
 
 class NamedMatrix(Protocol):
-    """A backend's matrix, as far as it is measured."""
+    """What is needed of a backend's matrix to measure it."""
 
     @property
     def name(self) -> str: ...

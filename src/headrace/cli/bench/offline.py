@@ -1,8 +1,8 @@
 """`headrace bench latency` and `throughput`: drives an `EngineCore` step by step and times each token.
 
 A token's time is the end of the step that made it, so the figures contain no text, sockets or progress bars. Prompts
-differ in every iteration, as a prefix cache would speed up a second run. Knows the engine's
-`add` and `step` alone, so the tests can run it on a simulated executor.
+differ in every iteration, as a prefix cache would speed up a second run. Of the engine it uses `add` and `step` alone,
+so that tests can run it on a simulated executor.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SHOWN_LAYERS = 8
 WRITTEN_AT_ONCE = 8
 MAX_TEXTS = 4096
 FIRST_SEED = 2**20
-"""Far from the seeds that `headrace quantize` calibrates with: nothing is judged by the text it was fitted to."""
+"""Far from the seeds that `headrace quantize` calibrates with, so that no model is scored on its calibration text."""
 CHARACTERS_OF_TOKEN = 16
 """Characters of a file that are read for each token to score."""
 SPEED_TOKENS, SPEED_RUNS = 64, 3
@@ -43,7 +43,7 @@ TIED = {"lm_head": "embed_tokens"}
 
 
 class Text(NamedTuple):
-    """Windows of token ids, all but the first of each scored. num_bytes: of what the scored tokens stand for."""
+    """Windows of token ids, all but the first of each scored. num_bytes: of the text of the scored tokens."""
 
     name: str
     windows: list[list[int]]
