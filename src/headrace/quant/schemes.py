@@ -86,6 +86,14 @@ class Scheme(NamedTuple):
         """Bits of a code."""
         return BITS[self.kind]
 
+    def bits_per_weight(self, num_in: int) -> float:
+        """Bits of a weight of rows of `num_in` as the kernels read it: scales and minima included, padding not."""
+        if self.kind == "f":
+            return 32.0 if self.dtype == "float32" else 16.0
+        if self.kind == "k":
+            return K_TYPES[self.dtype].bits
+        return self.bits + (16 * (1 + self.has_min) / self.group if self.group else 32 / num_in)
+
     @property
     def middle(self) -> int:
         """The code of weight 0 if there are neither minima nor a book."""
