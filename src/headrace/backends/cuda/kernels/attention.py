@@ -212,8 +212,9 @@ def _twin(
         for span in range(max(first, low // SPAN), end_span):
             at = torch.arange(max(span * SPAN, low), min(span * SPAN + SPAN, end), device=q.device)
             block = blocks[table + at // BLOCK]
-            gathered = [_tiles(x, block, at % BLOCK) for x in (keys, values)]
-            scales = [None if x is None else _tiles(x, block, at % BLOCK) for x in (key_scales, value_scales)]
+            k, v = (_tiles(x, block, at % BLOCK) for x in (keys, values))
+            scales = (None if x is None else _tiles(x, block, at % BLOCK) for x in (key_scales, value_scales))
+            k_scales, v_scales = scales
             at = at[0] + torch.arange(-(-len(at) // TILE) * TILE, device=q.device)
             position = torch.arange(start, end, device=q.device)[:, None]
             seen = at <= position
