@@ -213,17 +213,17 @@ def _twin(
             at = torch.arange(max(span * SPAN, low), min(span * SPAN + SPAN, end), device=q.device)
             block = blocks[table + at // BLOCK]
             k, v = (_tiles(x, block, at % BLOCK) for x in (keys, values))
-            scales = (None if x is None else _tiles(x, block, at % BLOCK) for x in (key_scales, value_scales))
-            k_scales, v_scales = scales
+            k_scales, v_scales = (
+                None if x is None else _tiles(x, block, at % BLOCK) for x in (key_scales, value_scales)
+            )
             at = at[0] + torch.arange(-(-len(at) // TILE) * TILE, device=q.device)
             position = torch.arange(start, end, device=q.device)[:, None]
             seen = at <= position
             if WINDOW:
                 seen &= at > position - WINDOW
             seen = seen.view(num_rows, -1, TILE).transpose(0, 1)[:, None, :, None]
-            parts.append(
-                _span(q, *gathered, *scales, seen, inner, outer, SOFTCAP, torch.float32 if WIDE else query.dtype)
-            )
+            dtype = torch.float32 if WIDE else query.dtype
+            parts.append(_span(q, k, v, k_scales, v_scales, seen, inner, outer, SOFTCAP, dtype))
         if slot >= 0 and parts:
             count = (end - 1) // SPAN + 1 - low // SPAN
             places = [slice(slot + i * num_rows, slot + (i + 1) * num_rows) for i in range(count)]
