@@ -1,8 +1,8 @@
 """Kernels compile for GPUs that need not be here, and their machine code has no stack, no spilled registers, no more
 shared memory than there is, and no arithmetic on bfloat16.
 
-Here a launch of each kernel is compiled for Hopper (sm_90), and the heaviest for Ampere (sm_80) and Blackwell's (sm_100,
-sm_120). `make gpu-compile` does all launches in all configurations for all of them, which takes some minutes.
+Here a launch of each kernel is compiled for Hopper (sm_90), and the heaviest for Ampere (sm_80) and for Blackwell's two
+(sm_100, sm_120). `make gpu-compile` does all launches in all configurations for all of them, which takes some minutes.
 """
 
 from __future__ import annotations
