@@ -19,7 +19,7 @@ from bench.gpu.report import Report, read
 STAGES = ("prove", "tune", "bench")
 SECONDS = 530
 """A stage's time."""
-SILENCE = 150
+SILENCE = 240
 """Seconds without a new item after which a process hangs."""
 MODULES = {"prove": "bench.gpu.prove", "tune": "bench.gpu.tune", "bench": "bench.gpu.speed"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
@@ -76,9 +76,9 @@ def compile_one(made: Recipe) -> str:
     return ""
 
 
-def compile_all(launches: Sequence[Launch]) -> dict[str, Any]:
+def compile_all(launches: Iterable[Launch]) -> dict[str, Any]:
     """Compile what the launches need, each kind once. Returns counts and errors: what failed is compiled later, by its
-    first run, or fails there."""
+    first run, or fails there. Launches are forgotten one after the other, with their tensors."""
     made = {signature(each): each for each in map(recipe, launches)}
     workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(made))
     if workers == 0:

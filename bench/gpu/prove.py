@@ -22,7 +22,7 @@ def run(report: Report, device: Device) -> None:
     report.run("ceilings", lambda: ceilings(device))
     listed = list(problems(device.toy))
     if device.is_gpu:
-        report.run("compile", lambda: compile_all([x for _, make in listed for x in all_launches(make(), device)]))
+        report.run("compile", lambda: compile_all(x for _, make in listed for x in all_launches(make(), device)))
     for name, make in listed:
         report.run(name, lambda make=make: check(make(), device))  # type: ignore[misc]
     for name, probe in probes(device):

@@ -38,8 +38,9 @@ class Report:
             if item["status"] == "running":
                 item |= {"status": "failed", "error": "the process ended or hung"}
 
-    def run(self, name: str, measure: Callable[[], Result]) -> Result | None:
-        """Run one item and keep what it returns. A failure is recorded, and the stage goes on.
+    def run(self, name: str, measure: Callable[[], Result], is_free: bool = False) -> Result | None:
+        """Run one item and keep what it returns. A failure is recorded, and the stage goes on. `is_free`: it takes no
+        time, so it runs also when the time is over.
 
         An item fails by raising, or by a result whose "fault" is not empty. Raises `SystemExit` if the GPU answers no
         more: only another process can use it then.
@@ -51,7 +52,7 @@ class Report:
             return earlier
         item: Result = {"name": name, "status": "running"}
         self.items.append(item)
-        if time.time() > self.end:
+        if time.time() > self.end and not is_free:
             item["status"] = "left out: no time"
             self._write(item)
             return None

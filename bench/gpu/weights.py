@@ -16,6 +16,9 @@ from headrace.models.config import ModelConfig
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Quantization, Scheme, parse
 
+BLOCK = 16
+"""Positions of a block of the cache."""
+
 
 class RandomMatrix:
     """A `MatrixSource` of normal numbers, or of codes of `scheme`."""
@@ -91,17 +94,16 @@ class RandomWeights:
 
 
 def make_program(
-    config: dict[str, Any], device: str, quantization: str, max_rows: int, max_seqs: int, max_len: int,
-    block_size: int = 16,
-) -> tuple[CudaProgram, Cuda]:  # fmt: skip
-    """Return a program with room for `max_seqs` sequences of `max_len` positions, its cache full of normal numbers."""
+    config: dict[str, Any], device: str, quantization: str, max_rows: int, max_seqs: int, max_len: int, positions: int
+) -> tuple[CudaProgram, Cuda]:
+    """Return a program whose cache has room for `positions`, and is full of normal numbers."""
     backend = make_backend("cuda", device, "bfloat16")
     if not isinstance(backend, Cuda):
         raise TypeError(f"not the GPU backend: {type(backend).__name__}")
     weights: Any = RandomWeights(backend, quantization)
     model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
-    per_seq = -(-max_len // block_size)
-    program = backend.program(model, max_seqs * per_seq, block_size, "bfloat16", max_seqs, max_rows, per_seq, 1)
+    num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
+    program = backend.program(model, num_blocks, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
     for layer in program.cache.data:
         layer.normal_()
     return program, backend
