@@ -224,7 +224,7 @@ class Bench:
         return result | yardstick(device, lambda: products(device, kind, layer, rows, len(sets)), seconds)
 
     def attention(self, heads: Heads, place: int) -> Result:
-        """Decode of 64 sequences at 2k, or a prefill of 4k, beside scaled_dot_product_attention, which has no blocks."""
+        """Decode of 64 sequences at 2k, or a prefill of 4k, beside torch's attention, which has no blocks."""
         device = self.device
         choice = list(tune.attend(device, heads))[place]
         config = tuned.choose(torch.device(device.name), choice.kernel, choice.shape, 1, choice.configs, choice.default)
