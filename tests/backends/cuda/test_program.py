@@ -16,7 +16,7 @@ from headrace.backends.base import Chunks, Draw
 from headrace.backends.cuda.drawing import Drawing
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.matrix import EightBits
-from headrace.backends.cuda.program import CudaProgram, DeviceLogits, bucket_sizes
+from headrace.backends.cuda.program import CudaProgram, DeviceLogits, bucket_sizes, planned_bytes
 from headrace.backends.cuda.staging import Staging
 from headrace.protocol.errors import RequestError
 from headrace.sampling.sampler import F32
@@ -176,3 +176,12 @@ def test_eight_bit_floats_are_multiplied_as_they_are(tmp_path: Path, block: tupl
     assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
     alone = Chunks([0], chunks.token_ids[:1], chunks.tables[:1])
     assert np.array_equal(last_logits(mine, alone)[0], logits[0])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
+def test_memory_is_planned_without_allocating_it(tmp_path: Path, model_type: str) -> None:
+    save_random(models.find(model_type).TINY, tmp_path)
+    program = load(tmp_path, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=48, **ON_CPU).program
+    assert isinstance(program, CudaProgram)
+    planned = planned_bytes(program.model, program.model.ops, program.max_rows, program.max_logits, 64)
+    assert planned == program.num_bytes > program.tape.arena.nbytes > 0

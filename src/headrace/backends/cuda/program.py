@@ -74,6 +74,7 @@ class CudaProgram:
         max_blocks: entries of all block tables of one call together.
         max_len: positions of a sequence at most.
         layers: those whose residual streams `features` gives.
+        device: of everything but the weights; "meta" to plan memory (default: that of the weights).
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class CudaProgram:
         max_blocks: int,
         max_len: int,
         layers: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.vocab_size: int = model.vocab_size
         self.num_blocks, self.block_size = cache.data.shape[2], cache.data.shape[4]
         self.max_rows, self.max_logits = max_rows, max_chunks
-        self._device = device = ops.device
+        self._device = device = device or ops.device
         self._partials = spans.num_partials(max_rows, max_len)
         ops.begin()
         graph = ops.graph
@@ -101,19 +103,18 @@ class CudaProgram:
         self._finite_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Ids and flags lie together: one copy brings them to the host.
         self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
-        self._best_values = torch.zeros(max_chunks, device=device)
         streams: list[Value] = []
         layer_caches = [cache.layer(i) for i in range(len(cache.data))]
-        hidden: Value = model.forward(image, layer_caches, streams if layers else None)
+        self._hidden: Value = model.forward(image, layer_caches, streams if layers else None)
         self._streams = [streams[layer] for layer in layers]
-        ops.finite(hidden, self._finite_rows)
+        ops.finite(self._hidden, self._finite_rows)
         self._num_forward = len(graph.nodes)
-        logits: Value = model.logits(hidden, self._logit_rows_image)
-        ops.best(logits, *self._best, self._best_values)
+        logits: Value = model.logits(self._hidden, self._logit_rows_image)
+        self._best_values = torch.zeros(max_chunks, device=device)
+        ops.best(logits, self._best[0], self._best[1], self._best_values)
         # Hidden states and streams stay until the next step, for `logits` and `features` of other rows.
-        for value in (hidden, *self._streams):
+        for value in (self._hidden, *self._streams):
             graph.read(value)
-        self._hidden = hidden
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
         self._tile_rows = tile_rows(graph, ops.dtype, device)
@@ -123,6 +124,7 @@ class CudaProgram:
         self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
         self._final = self._record_final(ops)
         ops.begin()
+        self._whole.prepare()
 
     def _stage(self, max_blocks: int, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
@@ -141,6 +143,12 @@ class CudaProgram:
     def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], dtype: torch.dtype) -> Tape:
         most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
         return Tape(graph, most, self._step, dtype, outside, num_programs(self._device), self._partials)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all memory beside the weights and the cache, once the largest bucket is bound."""
+        self._whole.launches(self.max_rows)
+        return self.tape.num_bytes + self._logits.nbytes + self._features.nbytes + self._staging.num_bytes
 
     def _bind_whole(self, size: int) -> list[Launch]:
         num_logits = min(size, self.max_logits)
@@ -249,6 +257,14 @@ def attention_configs(device: torch.device, shape: tuple[int, int, int, torch.dt
         suited = attention.configs(kernel, *shape, capability(device))
         listed.append(tuned.choose(device, f"attention {name}", key, 1, suited, suited[0]))
     return listed[0], listed[1]
+
+
+def planned_bytes(model: Any, ops: CudaOps, max_rows: int, max_chunks: int, max_len: int) -> int:
+    """Return the bytes that a program takes beside weights and cache, without allocating them."""
+    block, meta = 16, torch.device("meta")
+    cache = KVCache(model.kv_shape, 1, block, "bfloat16", meta)
+    max_blocks = max_chunks * -(-max_len // block)
+    return CudaProgram(model, ops, cache, max_rows, max_chunks, max_blocks, max_len, device=meta).num_bytes
 
 
 def capability(device: torch.device) -> int:

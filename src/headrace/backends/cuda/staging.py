@@ -27,6 +27,11 @@ class Staging:
         self.device: list[Tensor] = [self._device[at : at + size] for at, size in places]
         self._few = begins[-2]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's images."""
+        return self._device.nbytes
+
     def send(self, whole: bool) -> None:
         """Copy the arrays to the device, behind what it was given before."""
         size = len(self._host) if whole else self._few

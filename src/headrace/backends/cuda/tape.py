@@ -135,6 +135,13 @@ class Tape:
             self._pairs = experts.make_scratch(self._most_rows, top_k, down)
         return self._pairs
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the arena and the scratch of what was bound so far."""
+        scratch = [self._wide, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
+        scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
+        return sum(int(part.nbytes) for part in [self.arena, *scratch])
+
     def close(self) -> None:
         """Free the memory."""
         self._pairs, self._wide = None, self._wide.new_empty(0)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.backends.base import Draw
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.sampling import filters, noise
 
 MARGIN = 1e-9
@@ -278,7 +278,7 @@ def choose(
     masks int32 [S, ceil(V / 32)]. reals float64 [S, 3] and wholes int64 [S, 4]: see `pack`. scratch int64 [S, 256].
     margins float64 [S]: by how much the best sum of scaled logit and noise exceeds the next; huge without another.
     """
-    arguments = {
+    arguments: dict[str, Argument] = {
         "logits": logits, "ld": logits.stride(0), "masks": masks, "ld_masks": masks.stride(0), "reals": reals,
         "wholes": wholes, "scratch": scratch, "ids": ids, "margins": margins, "sizes": sizes,
         "width": logits.shape[1], "DIM": dim,
