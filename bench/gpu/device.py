@@ -69,7 +69,7 @@ class Device:
             for call in calls:
                 call()
             return (time.perf_counter() - began) / len(calls)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             for call in calls[:1]:
                 call()
@@ -94,7 +94,7 @@ class Device:
 
 def elapsed(call: Call, turns: int) -> float:
     """Return the seconds of one of `turns` calls on the GPU."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(turns):
         call()

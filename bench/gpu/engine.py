@@ -5,8 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+from bench.gpu.compiling import compile_all
 from bench.gpu.device import Device
+from headrace.backends.cuda.replay import Replay
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
@@ -106,9 +109,22 @@ class Law:
             "preempted": {"preempt_every": 2, "strangers": 2 if toy else 60},
             "with n-gram drafts": {"speculative_config": ngram},
         }
+        if self.device.is_gpu:
+            yield "compile the built-in model", self.compile
         yield "greedy ids of torch_ref", self.greedy
         for name, way in ways.items():
             yield f"law: {name}", lambda way=way: self.compare(**way)  # type: ignore[misc]
+
+    def compile(self) -> Result:
+        with mock.patch.object(Replay, "prepare"):
+            core = make_core(self.device)
+        program: Any = core.executor.program  # type: ignore[attr-defined]
+        result = compile_all(
+            launch for replay in (program._whole, program._head) for size in replay.sizes
+            for launch in replay.launches(size)
+        )  # fmt: skip
+        core.close()
+        return result
 
     def alone(self) -> Answers:
         if self.reference is None:

@@ -161,7 +161,8 @@ def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, g
     x, weight = normal(num_rows, num_in, dtype=torch.bfloat16), normal(num_out, num_in, seed=1)
     pieces = -(-num_in // linear_8bit.PIECE)
     most = linear_8bit.MOST[kind]
-    padded = F.pad(weight, (0, -num_in % linear_8bit.PIECE)).unflatten(1, (pieces, -1) if grouped else (1, -1))
+    shape = (num_out, pieces if grouped else 1, -1)
+    padded = F.pad(weight, (0, -num_in % linear_8bit.PIECE)).view(shape)
     w_scales = padded.abs().amax(2) / most
     codes = (padded / w_scales[:, :, None]).flatten(1)[:, :num_in]
     codes = (codes.round() if kind == torch.int8 else codes).to(kind)
@@ -207,7 +208,7 @@ def norm_problem(num_rows: int, width: int, dtype: torch.dtype, centred: bool, a
     exact["out"] = v + tensors["bias"].double() if centred else v
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        more = {"add": t["other"], "total": t["total"]} if adds else {}
+        more: dict[str, Any] = {"add": t["other"], "total": t["total"]} if adds else {}
         bias = t["bias"] if centred else None
         return [
             norm.norm(
@@ -453,10 +454,10 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
             yield case(norm_problem, 5, width, dtype, True, True)
         for name in ROWS:
             yield case(rows_problem, name, 5, 200 if toy else 3000, dtype)
-    for kind in STORED:
-        dtype = torch.float16 if kind == "float16" else torch.float32 if kind == "float32" else torch.bfloat16
-        yield case(rope_problem, 21, Heads(6, 2, 24), kind, dtype)
-        yield case(attention_problem, [(500, 30), (60, 1), (5, 18)], Heads(4, 2, 16), kind, dtype)
+    for stored, as_stored in STORED.items():
+        dtype = as_stored if as_stored in (torch.float16, torch.float32) else torch.bfloat16
+        yield case(rope_problem, 21, Heads(6, 2, 24), stored, dtype)
+        yield case(attention_problem, [(500, 30), (60, 1), (5, 18)], Heads(4, 2, 16), stored, dtype)
     if not toy:
         mixed = [(0, 200), (1700, 1), (1022, 5), (511, 1), (512, 1), (900, 33)]
         for heads in (Heads(32, 8, 128), Heads(32, 8, 64), Heads(8, 8, 256), Heads(12, 2, 80)):

@@ -80,7 +80,7 @@ class Report:
         width = max((len(item["name"]) for item in self.items), default=0)
         for item in self.items:
             print(f"  {item['name']:{width}}  {item['status']:6}  {shown(item)}")
-        failed = sum(item["status"] == "failed" for item in self.items)
+        failed: int = sum(item["status"] == "failed" for item in self.items)
         left = sum(item["status"].startswith("left") for item in self.items)
         print(f"  {len(self.items)} items, {failed} failed, {left} left out; {self.path}", flush=True)
         return failed

@@ -7,6 +7,7 @@ operators, where this torch has them.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -76,18 +77,12 @@ class Bench:
     def items(self) -> Iterator[Item]:
         toy = self.device.toy
         for model, quantization in (("toy", ""), ("toy", "int4")) if toy else PROGRAMS:
-            form = f"{model} {quantization or 'bf16'}"
-            yield f"compile {form}", lambda key=(model, quantization): self.compile(*key)  # type: ignore[misc]
+            form, key = f"{model} {quantization or 'bf16'}", (model, quantization)
+            yield f"compile {form}", functools.partial(self.compile, *key)
             for batch in self.batches:
-                yield (
-                    f"decode {form} x{batch}",
-                    lambda key=(model, quantization), n=batch: self.decode(*key, n),  # type: ignore[misc]
-                )
+                yield f"decode {form} x{batch}", functools.partial(self.decode, *key, batch)
             for length in self.prefills if not quantization else ():
-                yield (
-                    f"prefill {form} {length}",
-                    lambda key=(model, quantization), n=length: self.prefill(*key, n),  # type: ignore[misc]
-                )
+                yield f"prefill {form} {length}", functools.partial(self.prefill, *key, length)
         yield "release memory", self.release
         num_rows, width = (4, 300) if toy else (256, 128256)
         yield f"draw {num_rows} x {width}", lambda: draw(self.device, num_rows, width)
@@ -95,7 +90,7 @@ class Bench:
         yield f"price of the law{', toy' * toy}", self.price
         yield "experts", lambda: mixture(self.device)
         for batch in () if toy else (256, 1):
-            yield f"transformers l1b x{batch}", lambda n=batch: self.transformers("l1b", n)  # type: ignore[misc]
+            yield f"transformers l1b x{batch}", functools.partial(self.transformers, "l1b", batch)
 
     def ceiling(self, name: str) -> float:
         """Return a rate of this run, so that a process that goes on need not measure it again."""
@@ -193,19 +188,16 @@ class Bench:
                     if layer.head and rows > 256:
                         continue
                     name = f"{model} {layer.name} x{rows}"
-                    yield f"linear bf16 {name}", lambda layer=layer, n=rows: self.linear("plain", layer, n)  # type: ignore[misc]
+                    yield f"linear bf16 {name}", functools.partial(self.linear, "plain", layer, rows)
                     if rows <= 64:
-                        yield f"linear int4 {name}", lambda layer=layer, n=rows: self.linear("codes", layer, n)  # type: ignore[misc]
+                        yield f"linear int4 {name}", functools.partial(self.linear, "codes", layer, rows)
                     if not layer.head:
-                        yield f"linear fp8 {name}", lambda layer=layer, n=rows: self.linear("eight", layer, n)  # type: ignore[misc]
+                        yield f"linear fp8 {name}", functools.partial(self.linear, "eight", layer, rows)
             heads = Heads(config["num_attention_heads"], config["num_key_value_heads"], shapes.head_size(config))
             for place, kind in enumerate(("decode", "prefill")):
-                yield f"attention {model} {kind}", lambda heads=heads, place=place: self.attention(heads, place)  # type: ignore[misc]
+                yield f"attention {model} {kind}", functools.partial(self.attention, heads, place)
             for rows in (3,) if device.toy else (64, 8192):
-                yield (
-                    f"norm {model} x{rows}",
-                    lambda n=rows, width=config["hidden_size"]: self.norm(n, width),  # type: ignore[misc]
-                )
+                yield f"norm {model} x{rows}", functools.partial(self.norm, rows, config["hidden_size"])
 
     def linear(self, kind: str, layer: shapes.Layer, rows: int) -> Result:
         """One layer as the backend launches it, and torch's product of the same numbers."""
@@ -285,7 +277,8 @@ class Bench:
         self.release()
         config = transformers.LlamaConfig(**shapes.MODELS[model])
         with torch.device("cuda"):
-            network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            made: Any = transformers.AutoModelForCausalLM
+            network = made.from_config(config, dtype=torch.bfloat16).eval()
         ids = torch.randint(3, 1000, (batch, self.context), device="cuda")
 
         def generate(count: int) -> float:
@@ -354,11 +347,11 @@ def draw(device: Device, num_rows: int, width: int) -> Result:
         masks = torch.zeros(num_rows, -(-width // 32), dtype=torch.int32)
         draws = [Draw(temperature=0.8, seed=i, position=i, **cut) for i in range(num_rows)]
         choose.pack(list(range(num_rows)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
-        moved = [tensor.to(device.name) for tensor in (masks, reals, wholes)]
+        m, r, w = (tensor.to(device.name) for tensor in (masks, reals, wholes))
         space = torch.zeros(num_rows, 256, dtype=torch.int64, device=device.name)
         ids = torch.zeros(num_rows, dtype=torch.int32, device=device.name)
         margins = torch.zeros(num_rows, dtype=torch.float64, device=device.name)
-        launch = choose.choose(logits, *moved, space, ids, margins, counts, 0)
+        launch = choose.choose(logits, m, r, w, space, ids, margins, counts, 0)
         result[f"{name}_ms"] = 1e3 * device.seconds([device.call([launch])])
     return {"ms": max(result.values())} | result
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from headrace import models
-from headrace.backends import make_backend
 from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.program import CudaProgram
+from headrace.backends.cuda.replay import Replay
 from headrace.models.config import ModelConfig
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Quantization, Scheme, parse
@@ -96,14 +97,14 @@ class RandomWeights:
 def make_program(
     config: dict[str, Any], device: str, quantization: str, max_rows: int, max_seqs: int, max_len: int, positions: int
 ) -> tuple[CudaProgram, Cuda]:
-    """Return a program whose cache has room for `positions`, and is full of normal numbers."""
-    backend = make_backend("cuda", device, "bfloat16")
-    if not isinstance(backend, Cuda):
-        raise TypeError(f"not the GPU backend: {type(backend).__name__}")
+    """Return a program whose cache has room for `positions`, and is full of normal numbers. Nothing is captured yet:
+    its kernels can be compiled in many processes first."""
+    backend = Cuda(device, "bfloat16")
     weights: Any = RandomWeights(backend, quantization)
     model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
     num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
-    program = backend.program(model, num_blocks, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
+    with mock.patch.object(Replay, "prepare"):
+        program = backend.program(model, num_blocks, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
     for layer in program.cache.data:
         layer.normal_()
     return program, backend

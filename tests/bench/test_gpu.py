@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -99,7 +100,7 @@ def test_a_config_with_other_bits_is_not_taken(device: Device) -> None:
         made, out = choice.make(config, copy)
         return made, out if config.name != wrong else torch.zeros_like(out)
 
-    result = tune.measure(tune.replace(choice, make=make), device)
+    result = tune.measure(dataclasses.replace(choice, make=make), device)
     assert result["fault"] == f"{wrong}: other bits"
     assert wrong not in result["times"]
 
