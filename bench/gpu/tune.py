@@ -6,6 +6,7 @@ A config whose bits differ from the others' is never written: it is a fault. The
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,8 @@ def run(report: Report, device: Device) -> None:
         item = report.run(choice.name, lambda choice=choice: measure(choice, device))  # type: ignore[misc]
         if item is not None and item.get("best"):
             write(path, choice, item["best"], device)
+            if path.parent != report.path.parent:
+                shutil.copy(path, report.path.with_name(f"tuned-{path.name}"))
 
 
 def write(path: Path, choice: Choice, best: str, device: Device) -> None:

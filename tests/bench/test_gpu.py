@@ -121,6 +121,13 @@ def test_goals_are_judged(report: Report) -> None:
     assert judged["draw 256 x 128256"]["met"] == "no"
 
 
+def test_the_page_has_every_goal() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith("not measured on hardware |")]
+    goals = [(goal.text, f"at {'most' if goal.at_most else 'least'} {goal.bound:g}") for goal in shapes.GOALS]
+    assert [(row[0], row[1].split(",")[0]) for row in rows] == goals
+
+
 def test_a_failure_is_kept_and_the_stage_goes_on(report: Report) -> None:
     def fail() -> dict[str, Any]:
         raise ValueError("no such thing")
