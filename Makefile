@@ -21,10 +21,10 @@ WHEEL    := build/wheel
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test gpu-compile test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels test-lm-eval wheel lock audit clean
+.PHONY: help setup run test gpu-compile test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## make .venv with the headrace command and the dev tools in it
 
@@ -117,6 +117,10 @@ fuzz-kernels: $(STAMP)  ## the same on random shapes, 100,000 at a time (ARGS="C
 	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
 	$(BIN)/cmake --build $(TESTED)
 	$(RECORD) fuzz-kernels -- $(TESTED)/selftest fuzz $(ARGS)
+
+# With PYTHON it makes no environment: a machine with a GPU may have torch and triton, and no network.
+gpu-check: $(if $(PYTHON),,$(STAMP))  ## prove, tune and measure the GPU backend (at toy size without a GPU); JSON in build/gpu
+	PYTHONPATH=src $(or $(PYTHON),$(BIN)/python) -m bench.gpu --out build/gpu $(ARGS)
 
 # 650 MB of packages that nothing else needs: an environment of its own, which sees what .venv has.
 test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: the same scores

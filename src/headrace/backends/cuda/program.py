@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.backends.base import Chunks, Draw
+from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
 from headrace.backends.cuda.kernels import attention, spans
-from headrace.backends.cuda.launch import Launch
+from headrace.backends.cuda.launch import Config, Launch
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.replay import Replay
 from headrace.backends.cuda.staging import Staging
@@ -32,6 +33,7 @@ MAX_ROWS = 8192
 """Rows of one step; a longer one is computed in portions."""
 
 F32 = NDArray[np.float32]
+AttentionConfigs: TypeAlias = tuple[Config, Config]
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -115,7 +117,7 @@ class CudaProgram:
             graph.read(value)
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
-        self._tile_rows = tile_rows(graph, ops.dtype, capability(device))
+        self._tile_rows = tile_rows(graph, ops.dtype, device)
         self.tape = self._make_tape(graph, outside, ops.dtype)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
@@ -231,7 +233,7 @@ class CudaProgram:
         return DeviceLogits(rows, fit.tolist(), ids.tolist(), self._drawing)
 
 
-def tile_rows(graph: Graph, dtype: torch.dtype, capability: int) -> tuple[int, int]:
+def tile_rows(graph: Graph, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
     """Choose the configurations of every attention, and return the query rows of a small and of a large tile: work
     lists are made for the least of them, since one list serves all layers."""
     listed = [(1, 1)]
@@ -239,11 +241,22 @@ def tile_rows(graph: Graph, dtype: torch.dtype, capability: int) -> tuple[int, i
         if node.op == "attention":
             heads, keys = node.fields["heads"], node.fields["cache"].keys
             shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-            chosen = attention.default_configs(*shape, dtype, keys.dtype, capability)
+            chosen = attention_configs(device, (*shape, dtype, keys.dtype))
             node.fields["chosen"] = chosen
             listed.append(attention.tile_rows(heads.num_heads, heads.num_kv_heads, chosen))
     few, many = zip(*(listed[1:] or listed), strict=True)
     return min(few), min(many)
+
+
+def attention_configs(device: torch.device, shape: tuple[int, int, int, torch.dtype, torch.dtype]) -> AttentionConfigs:
+    """Return the configs of small and of large tiles: the fastest measured ones, else the defaults. shape: heads, heads
+    of keys, head_dim, types of queries and of the cache."""
+    key, kernels = tuned.heads_shape(*shape), {"few": attention.FEW, "many": attention.MANY}
+    listed = []
+    for name, kernel in kernels.items():
+        suited = attention.configs(kernel, *shape, capability(device))
+        listed.append(tuned.choose(device, f"attention {name}", key, 1, suited, suited[0]))
+    return listed[0], listed[1]
 
 
 def planned_bytes(model: Any, ops: CudaOps, max_rows: int, max_chunks: int, max_len: int) -> int:

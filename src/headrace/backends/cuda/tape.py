@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
+from headrace.backends.cuda import tuned
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
     best,
@@ -27,8 +28,8 @@ from headrace.backends.cuda.kernels import (
     rows,
     spans,
 )
-from headrace.backends.cuda.launch import Launch
-from headrace.backends.cuda.matrix import EightBits
+from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.matrix import CudaMatrix, EightBits
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
 DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
@@ -169,6 +170,11 @@ class Frame:
     def sizes(self) -> Tensor:
         return self.tape.step.sizes
 
+    def config(self, kernel: Kernel, matrix: CudaMatrix, form: str, gated: bool, rows: int, default: Config) -> Config:
+        """Return the config of a linear layer's kernel: the fastest measured one, else `default`."""
+        shape = tuned.matrix_shape(matrix.num_out, matrix.num_in, form, gated)
+        return tuned.choose(self.tape.device, kernel.name, shape, rows, kernel.configs, default)
+
     def rows(self, value: Value) -> Tensor:
         """Return a value's rows in the bucket."""
         return self.tape.value(value, self.most[value.dim])
@@ -211,24 +217,26 @@ def _elementwise(frame: Frame, node: Node) -> list[Launch]:
 def _linear(frame: Frame, node: Node) -> list[Launch]:
     f, tape = node.fields, frame.tape
     x, out, matrix, gate = frame.rows(f["x"]), frame.rows(f["out"]), f["matrix"], f["gate"]
-    num_rows, weight = len(out), matrix.data
+    num_rows, weight, gated = len(out), matrix.data, gate is not None
     options: dict[str, Any] = {
         "num_programs": tape.num_programs,
         "bias": matrix.bias,
         "residual": None if f.get("residual") is None else frame.buffer(node, "residual", "ld_res", out.shape[1]),
         "activation": gate,
-        "gated": gate is not None,
+        "gated": gated,
     }
     if isinstance(weight, EightBits):
         return _linear_8bit(frame, node, x, weight, out, options)
     codes = not isinstance(weight, Tensor)
     if codes and num_rows <= linear_codes.MOST_ROWS:
-        config = linear_codes.default(weight, num_rows, gate is not None)
+        config = linear_codes.default(weight, num_rows, gated)
+        config = frame.config(linear_codes.KERNEL, matrix, tuned.form_of(matrix.scheme), gated, num_rows, config)
         needed = linear_codes.scratch_numbers(weight, num_rows, config)
     else:
         plain = torch.empty(weight.num_out, weight.num_in, dtype=x.dtype, device="meta") if codes else weight
-        config = linear.default(plain, num_rows, gate is not None)
-        needed = linear.scratch_numbers(plain, num_rows, gate is not None, config)
+        config = linear.default(plain, num_rows, gated)
+        config = frame.config(linear.KERNEL, matrix, tuned.dtype_name(x.dtype), gated, num_rows, config)
+        needed = linear.scratch_numbers(plain, num_rows, gated, config)
         if codes:
             options["wide"] = tape.wide(plain.numel())
     options |= {"config": config, "scratch": tape.sums(needed) if any(needed) else None}
@@ -242,8 +250,10 @@ def _linear_8bit(
 ) -> list[Launch]:
     """Round the rows, and multiply them with weights of the same type."""
     num_rows, num_in = x.shape
-    config = linear_8bit.default(weight.codes, num_rows, options["gated"], weight.grouped)
-    needed = linear.scratch_numbers(weight.codes, num_rows, options["gated"], config)
+    gated, form = options["gated"], tuned.dtype_name(weight.codes.dtype) + "-128" * weight.grouped
+    config = linear_8bit.default(weight.codes, num_rows, gated, weight.grouped)
+    config = frame.config(linear_8bit.KERNEL, node.fields["matrix"], form, gated, num_rows, config)
+    needed = linear.scratch_numbers(weight.codes, num_rows, gated, config)
     options |= {"config": config, "scratch": frame.tape.sums(needed) if any(needed) else None}
     codes, scales = frame.tape.rounded(num_in, weight.grouped)
     step = frame.sizes, node.dim, num_rows

@@ -1,0 +1,88 @@
+"""`python -m bench.gpu [prove|tune|bench ...] [--out DIR] [--toy]`: the stages in turn, all by default.
+
+Each stage runs in a process of its own. If that dies or hangs (a fault of the GPU ends every later call of a process),
+its item is recorded as failed and another process goes on with the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench.gpu.report import Report, read
+
+STAGES = ("prove", "tune", "bench")
+SECONDS = 530
+"""A stage's time."""
+SILENCE = 240
+"""Seconds without a new item after which a process hangs."""
+MODULES = {"prove": "bench.gpu.prove", "tune": "bench.gpu.tune", "bench": "bench.gpu.speed"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("stages", nargs="*", default=STAGES, metavar="STAGE", help="prove, tune, bench; default: all")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the JSON files")
+    parser.add_argument("--toy", action="store_true", help="toy size; always so without a GPU")
+    parser.add_argument("--only", default="", help="items whose names contain this")
+    parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := [stage for stage in args.stages if stage not in STAGES]:
+        parser.error(f"{unknown[0]} is none of {', '.join(STAGES)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.inside is not None:
+        [stage] = args.stages
+        run_stage(stage, args)
+        return
+    failed = sum([supervise(stage, args) for stage in args.stages])
+    sys.exit(1 if failed else 0)
+
+
+def run_stage(stage: str, args: argparse.Namespace) -> None:
+    from bench.gpu.device import Device
+
+    device = Device(args.toy)
+    report = Report(args.out / f"{stage}.json", args.inside, args.only)
+    report.head = device.describe()
+    importlib.import_module(MODULES[stage]).run(report, device)
+
+
+def supervise(stage: str, args: argparse.Namespace) -> int:
+    """Run a stage to its end, in as many processes as that takes. Returns the number of items that failed."""
+    path = args.out / f"{stage}.json"
+    path.unlink(missing_ok=True)
+    end = time.time() + SECONDS
+    command = [sys.executable, "-m", "bench.gpu", stage, "--out", str(args.out), "--only", args.only]
+    command += ["--inside", str(end)] + ["--toy"] * args.toy
+    while time.time() < end:
+        process = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        items = len(read(path)["items"])
+        if watch(process, path, end) == 0:
+            break
+        if len(read(path)["items"]) == items:
+            print(f"{stage}: the process ended before it reached an item", flush=True)
+            return 1
+    return Report(path, end).close()
+
+
+def watch(process: subprocess.Popen[bytes], path: Path, end: float) -> int:
+    """Wait for the process; kill it if it hangs, or shortly after the stage's time is over."""
+    began = time.time()
+    while True:
+        try:
+            return process.wait(1)
+        except subprocess.TimeoutExpired:
+            last = max(began, path.stat().st_mtime if path.exists() else 0)
+            if time.time() > end + 15 or time.time() - last > SILENCE:
+                process.kill()
+                process.wait()
+                return -1
+
+
+if __name__ == "__main__":
+    main()

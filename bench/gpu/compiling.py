@@ -1,0 +1,93 @@
+"""Compiles kernels in many processes before they are needed: Triton keeps what they compile in its cache on disk."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from headrace.backends.cuda.launch import Launch
+
+Recipe = dict[str, Any]
+MOST_PROCESSES = 16
+
+
+class Pointer:
+    """Stands for a tensor: Triton compiles for its type and for whether its address is a multiple of 16."""
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype, self.address = dtype, address
+        self.shape = [1]
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+def recipe(launch: Launch) -> Recipe:
+    """Return what a process needs to compile a launch, without its tensors."""
+    arguments = {
+        name: ("tensor", value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else ("plain", value)
+        for name, value in launch.arguments.items()
+    }
+    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
+    return {
+        "module": launch.kernel.jit.fn.__module__,
+        "name": launch.kernel.name,
+        "arguments": arguments,
+        "constants": dict(launch.config.tiles),
+        "options": options | {"enable_fp_fusion": launch.kernel.fuse},
+    }
+
+
+def signature(made: Recipe) -> str:
+    """Return what the machine code depends on: of integers, whether they are 1 or multiples of 16."""
+    jit = getattr(importlib.import_module(made["module"]), made["name"])
+    parameters = {parameter.name: parameter for parameter in jit.params}
+
+    def key(name: str, value: tuple[Any, ...]) -> object:
+        if value[0] == "tensor" or parameters[name].is_constexpr or isinstance(value[1], float | str | None):
+            return value
+        return value[1] if value[1] == 1 else (value[1] % 16 == 0, abs(value[1]) < 2**31)
+
+    keys = {name: key(name, value) for name, value in made["arguments"].items()}
+    return repr((made["module"], made["name"], keys, made["constants"], made["options"]))
+
+
+def compile_one(made: Recipe) -> str:
+    """Compile a recipe in this process. Returns the error, or nothing."""
+    try:
+        jit = getattr(importlib.import_module(made["module"]), made["name"])
+        arguments = {
+            name: Pointer(value[1], value[2]) if value[0] == "tensor" else value[1]
+            for name, value in made["arguments"].items()
+        }
+        jit.warmup(grid=(1,), **arguments, **made["constants"], **made["options"])
+    except Exception as error:
+        return f"{made['name']} {made['constants']}: {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def compile_all(launches: Iterable[Launch]) -> dict[str, Any]:
+    """Compile what the launches need, each kind once. Returns counts and errors: what failed is compiled later, by its
+    first run, or fails there. Launches are forgotten one after the other, with their tensors."""
+    made = {signature(each): each for each in map(recipe, launches)}
+    workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(made))
+    if workers == 0:
+        return {"kernels": 0}
+    errors: list[str] = []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(compile_one, each) for each in made.values()]
+        for count, future in enumerate(as_completed(waiting), 1):
+            errors += [future.result()] if future.result() else []
+            if count % 16 == 0 or count == len(made):
+                print(f"compiled {count} of {len(made)} kernels", file=sys.stderr, flush=True)
+    return {"kernels": len(made), "failed": len(errors), "errors": errors[:20]}

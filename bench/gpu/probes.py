@@ -1,0 +1,235 @@
+"""Probes of the law on the GPU: the bits of one row, however many rows, tiles and programs there are around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.gpu.device import Device
+from bench.gpu.problems import normal, scratch, sizes
+from headrace.backends.base import Draw, Heads
+from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.kernels import attention as paged
+from headrace.backends.cuda.kernels import choose, linear, linear_codes, spans
+from headrace.backends.cuda.launch import Config
+from headrace.quant.base import QWeight
+from headrace.quant.schemes import Scheme
+
+BOTH_INSTRUCTIONS = {
+    "mma.sync": Config({"BR": 16, "BN": 64, "BK": 64, "SWAP": 0, "APART": 0, "BAND": 1}, 4, 2),
+    "wgmma": Config({"BR": 64, "BN": 64, "BK": 64, "SWAP": 0, "APART": 0, "BAND": 1}, 4, 2),
+}
+"""Tiles of 16 rows are too small for Hopper's wgmma, so the compiler takes mma.sync for them."""
+
+Result = dict[str, Any]
+Probe = tuple[str, Callable[[], Result]]
+
+
+def probes(device: Device) -> Iterator[Probe]:
+    shapes = [(80, 600)] if device.toy else [(1024, 4096), (6144, 4096), (4096, 14336), (2048, 8192), (3000, 1000)]
+    for num_out, num_in in shapes:
+        yield f"rows: linear {num_out}x{num_in}", lambda n=num_out, k=num_in: rows(device, n, k)  # type: ignore[misc]
+    yield "buckets: linear", lambda: buckets(device)
+    yield "codes in registers against widened", lambda: codes(device)
+    yield "decode against prefill", lambda: attention(device)
+    yield "order of K in tensor cores", lambda: order(device)
+    yield "choose against the sampler", lambda: drawing(device)
+
+
+def product(
+    device: Device, x: Tensor, w: Tensor, num_rows: int, bucket: int = 0, config: Config | None = None
+) -> Tensor:
+    """Return the first rows of x times w in float32, so that no rounding hides a difference."""
+    bucket = bucket or num_rows
+    config = config or linear.default(w, bucket)
+    out = torch.full((bucket, w.shape[0]), torch.nan, device=x.device)
+    needed = linear.scratch_numbers(w, bucket, False, config)
+    device.run([
+        linear.linear(
+            x, w, out, sizes(num_rows).to(x.device), 0, bucket, num_programs=device.num_programs,
+            scratch=scratch(needed, x.device) if any(needed) else None, config=config,
+        )
+    ])  # fmt: skip
+    return out[:num_rows]
+
+
+def unequal(a: Tensor, b: Tensor) -> int:
+    """Return how many numbers have other bits; NaN counts."""
+    return int((~(a == b)).sum())
+
+
+def rows(device: Device, num_out: int, num_in: int) -> Result:
+    """Rows in steps of 1 to 8,192 rows, in the config that the backend takes for each and in all others."""
+    most = 40 if device.toy else 8192
+    x = normal(most, num_in, dtype=torch.bfloat16).to(device.name)
+    w = normal(num_out, num_in, seed=1, dtype=torch.bfloat16).to(device.name)
+    expected = product(device, x, w, most)
+    wrong = {}
+    num_rows = 1
+    while num_rows <= most:
+        for each in (num_rows, num_rows + 1):
+            if each <= most and unequal(product(device, x, w, each), expected[:each]):
+                wrong[f"{each} rows"] = unequal(product(device, x, w, each), expected[:each])
+        num_rows *= 2
+    suited = [c for c in linear.KERNEL.configs if linear.suits(c, w) and (not c.capabilities or 90 in c.capabilities)]
+    for config in suited:
+        if count := unequal(product(device, x, w, min(most, 300), config=config), expected[: min(most, 300)]):
+            wrong[config.name] = count
+    result: Result = {"configs": len(suited), "wrong": wrong, "fault": "other bits" if wrong else ""}
+    # No config of the backend depends on it, but its tiles would have more room.
+    for name, config in BOTH_INSTRUCTIONS.items():
+        result[f"other bits by {name}"] = unequal(product(device, x, w, 16, config=config), expected[:16])
+    return result
+
+
+def buckets(device: Device) -> Result:
+    x = normal(64, 2048, dtype=torch.bfloat16).to(device.name)
+    w = normal(512, 2048, seed=1, dtype=torch.bfloat16).to(device.name)
+    expected = product(device, x, w, 5)
+    wrong = [bucket for bucket in (8, 16, 24, 64, 1024) if unequal(product(device, x, w, 5, bucket), expected)]
+    return {"wrong": wrong, "fault": f"other bits in buckets {wrong}" if wrong else ""}
+
+
+def codes(device: Device) -> Result:
+    """int4 in registers, with assembly and without, against the same weights widened."""
+    torch.manual_seed(3)
+    num_out, num_in, num_rows = (96, 512, 5) if device.toy else (1024, 4096, 50)
+    shape = (num_out, num_in // 64)
+    weight = QWeight(
+        torch.randint(0, 16, (num_out, num_in)), torch.rand(shape) * 0.01, torch.full(shape, 8.0), None, 64, 4
+    )
+    packed = linear_codes.pack(
+        QWeight(weight.codes.to(device.name), None if weight.scales is None else weight.scales.to(device.name),
+                torch.full(shape, 8.0, device=device.name), None, 64, 4), Scheme("i4", 64), torch.bfloat16
+    )  # fmt: skip
+    x = normal(num_rows, num_in, dtype=torch.bfloat16).to(device.name)
+    expected = product(device, x, packed.dense().contiguous(), num_rows)
+    wrong = {}
+    for base in linear_codes.KERNEL.configs:
+        for assembly in (0, 1):
+            config = Config(dict(base.tiles) | {"ASM": assembly}, base.num_warps, base.num_stages)
+            needed = linear_codes.scratch_numbers(packed, num_rows, config)
+            out = torch.full((num_rows, num_out), torch.nan, device=device.name)
+            device.run(linear_codes.linear_codes(
+                x, packed, out, sizes(num_rows).to(device.name), 0, num_rows, num_programs=device.num_programs,
+                scratch=scratch(needed, x.device) if any(needed) else None, config=config,
+            ))  # fmt: skip
+            if count := unequal(out, expected):
+                wrong[config.name] = count
+    return {"wrong": wrong, "fault": "other bits" if wrong else ""}
+
+
+def attention(device: Device) -> Result:
+    """Queries of one sequence in chunks of all lengths: small and large tiles, shared and unshared spans."""
+    heads = Heads(4, 2, 16) if device.toy else Heads(32, 8, 128)
+    length = 150 if device.toy else 2100
+    num_blocks, width = -(-length // 16), heads.num_heads * heads.head_dim
+    shape = (2, num_blocks, heads.num_kv_heads, 16, heads.head_dim)
+    keys, values = normal(*shape, seed=1, dtype=torch.bfloat16).to(device.name)
+    cache = LayerCache("bfloat16", keys, values)
+    query = 2 * normal(length, width, dtype=torch.bfloat16).to(device.name)
+    blocks = torch.arange(num_blocks, dtype=torch.int32, device=device.name)
+    kinds = (heads.num_heads, heads.num_kv_heads)
+    chosen = paged.default_configs(*kinds, heads.head_dim, query.dtype, keys.dtype)
+
+    def rows_of(first: int, last: int, partials: int) -> Tensor:
+        out = torch.full((last - first, width), torch.nan, device=device.name)
+        items = spans.work_list([first], [last - first], [0], *paged.tile_rows(*kinds, chosen), partials)
+        shared = spans.make_scratch(max(partials, 1), *kinds, heads.head_dim, device.name)
+        device.run(paged.attention(
+            query[first:last], out, cache, blocks, torch.from_numpy(items).to(device.name), shared,
+            heads=heads.num_heads, kv_heads=heads.num_kv_heads, scale=heads.head_dim**-0.5,
+            programs=2 * device.num_programs, chosen=chosen,
+        ))  # fmt: skip
+        return out
+
+    expected = rows_of(0, length, 0)
+    wrong = []
+    ends = sorted(
+        {1, 2, 63, 64, 65, length // 2, length - 3, length, *(n for n in (511, 512, 513, 1500) if n < length)}
+    )
+    for last in ends:
+        for count in (1, 5, 16, 17, 100):
+            for partials in (0, 256):
+                first = max(last - count, 0)
+                if unequal(rows_of(first, last, partials), expected[first:last]):
+                    wrong.append(f"{first}-{last} with {partials} partials")
+    return {"wrong": wrong[:20], "fault": f"{len(wrong)} chunks have other bits" if wrong else ""}
+
+
+def order(device: Device) -> Result:
+    """The share of sums that equal a model of the tensor cores: products in fused sums of `depth` in order of K, each
+    then cut or rounded to float32. Says which model holds; no model is required."""
+    num_in = 512
+    x = normal(64, num_in, dtype=torch.bfloat16).to(device.name)
+    w = normal(64, num_in, seed=1, dtype=torch.bfloat16).to(device.name)
+    result: Result = {}
+    for name, config in BOTH_INSTRUCTIONS.items():
+        rows = config.tiles["BR"]
+        # One span, so that the sum is the tensor cores' alone.
+        weights = w[:, : linear.SPAN_LEAST // 2].contiguous()
+        actual = product(device, x, weights, rows, config=config).cpu().numpy()
+        a, b = x[:rows, :256].double().cpu().numpy(), w[:, :256].double().cpu().numpy()
+        for depth in (4, 8, 16, 32):
+            for cut in (True, False):
+                model = np.zeros(actual.shape, np.float32)
+                for first in range(0, 256, depth):
+                    piece = slice(first, first + depth)
+                    model = to_float32(model + a[:, piece] @ b[:, piece].T, cut)
+                result[f"{name} {depth} {'cut' if cut else 'rounded'}"] = float((model == actual).mean())
+    return result
+
+
+def to_float32(x: np.ndarray[Any, Any], cut: bool) -> np.ndarray[Any, Any]:
+    """Round float64 to float32: to the nearest, or towards zero."""
+    near: np.ndarray[Any, Any] = x.astype(np.float32)
+    if not cut:
+        return near
+    beyond = np.abs(near.astype(np.float64)) > np.abs(x)
+    smaller: np.ndarray[Any, Any] = np.where(beyond, np.nextafter(near, np.float32(0)), near)
+    return smaller
+
+
+def drawing(device: Device) -> Result:
+    """Rows drawn by `choose` against the sampler's functions (its twin), for all kinds of cuts."""
+    num_rows, width = (6, 300) if device.toy else (256, 128256)
+    logits = 3 * normal(num_rows, width)
+    rng = np.random.default_rng(0)
+    draws = []
+    for i in range(num_rows):
+        allowed = rng.integers(0, 2**32, -(-width // 32), dtype=np.uint32)
+        draws.append(Draw(
+            temperature=(0.0, 0.7, 1.0, 1.3)[i % 4], floor=(-np.inf, -4.0)[i % 5 == 3],
+            top_k=(0, 50, 1, 1000)[i // 4 % 4],
+            top_p=(1.0, 0.9, 0.3)[i % 3], seed=i * 2**33 + 7, position=i, mask=allowed if i % 7 == 6 else None,
+        ))  # fmt: skip
+    reals = torch.zeros(num_rows, 3, dtype=torch.float64)
+    wholes, masks = (
+        torch.zeros(num_rows, 4, dtype=torch.int64),
+        torch.zeros(num_rows, -(-width // 32), dtype=torch.int32),
+    )
+    choose.pack(list(range(num_rows)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
+
+    def drawn(name: str) -> tuple[Tensor, Tensor]:
+        x, m, r, w = (tensor.to(name, copy=True) for tensor in (logits, masks, reals, wholes))
+        ids = torch.full((num_rows,), -7, dtype=torch.int32, device=name)
+        margins = torch.zeros(num_rows, dtype=torch.float64, device=name)
+        space = torch.zeros(num_rows, 256, dtype=torch.int64, device=name)
+        launch = choose.choose(x, m, r, w, space, ids, margins, sizes(num_rows).to(name), 0)
+        if name == "cpu":
+            launch.run_twin()
+        else:
+            device.run([launch])
+        return ids.cpu(), margins.cpu()
+
+    ids, margins = drawn(device.name)
+    expected, _ = drawn("cpu")
+    close = margins <= choose.MARGIN
+    wrong = int(((ids != expected) & ~close).sum())
+    return {
+        "rows": num_rows, "too_close": int(close.sum()), "wrong": wrong, "fault": f"{wrong} other tokens" * bool(wrong)
+    }  # fmt: skip

@@ -1,0 +1,100 @@
+"""The shapes of models that are measured, and what is to be reached.
+
+The goals stand here alone; docs/gpu.md has the same table for readers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+MODELS: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "l1b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""Llama-3.1-8B and Llama-3.2-1B."""
+
+TOY = {
+    "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+class Layer(NamedTuple):
+    """A kind of linear layer: its weights [num_out, num_in]; whether it is gated, has a residual, is the head."""
+
+    name: str
+    num_out: int
+    num_in: int
+    gated: bool = False
+    residual: bool = False
+    head: bool = False
+
+
+def models(toy: bool) -> dict[str, dict[str, Any]]:
+    return {"toy": TOY} if toy else MODELS
+
+
+def layers(model: dict[str, Any]) -> list[Layer]:
+    """Return the linear layers of a block, and the head."""
+    hidden, inner, head_dim = model["hidden_size"], model["intermediate_size"], head_size(model)
+    queries = model["num_attention_heads"] * head_dim
+    return [
+        Layer("qkv", queries + 2 * model["num_key_value_heads"] * head_dim, hidden),
+        Layer("out", hidden, queries, residual=True),
+        Layer("gate_up", 2 * inner, hidden, gated=True),
+        Layer("down", hidden, inner, residual=True),
+        Layer("head", model["vocab_size"], hidden, head=True),
+    ]
+
+
+def head_size(model: dict[str, Any]) -> int:
+    return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
+
+
+def num_weights(model: dict[str, Any]) -> tuple[int, int]:
+    """Return the weights of the blocks' linear layers, and of the head."""
+    *block, head = layers(model)
+    return model["num_hidden_layers"] * sum(x.num_out * x.num_in for x in block), head.num_out * head.num_in
+
+
+def cache_bytes(model: dict[str, Any], item_bytes: int = 2) -> int:
+    """Return the bytes of a position's keys and values in all layers."""
+    heads = model["num_hidden_layers"] * model["num_key_value_heads"]
+    return int(2 * heads * head_size(model) * item_bytes)
+
+
+class Goal(NamedTuple):
+    """What an item of the stage `bench` is to reach: `field` of its result at least (or at most) `bound`."""
+
+    text: str
+    item: str
+    field: str
+    bound: float
+    at_most: bool = False
+
+
+GOALS = (
+    Goal("8B bf16, batch 1: share of the floor", "decode 8b bf16 x1", "share", 0.85),
+    Goal("8B bf16, batch 64: share of the floor", "decode 8b bf16 x64", "share", 0.78),
+    Goal("8B bf16, batch 256: share of the floor", "decode 8b bf16 x256", "share", 0.75),
+    Goal("l1b bf16, batch 1: share of the floor", "decode l1b bf16 x1", "share", 0.70),
+    Goal("8B int4, batch 1: share of the floor", "decode 8b int4 x1", "share", 0.65),
+    Goal("8B int4, batch 1: times bf16", "decode 8b int4 x1", "times_bf16", 2.6),
+    Goal("8B bf16, prefill of 8k: share of the floor", "prefill 8b bf16 8192", "share", 0.65),
+    Goal("price of the law, decode", "price of the law", "decode", 0.10, True),
+    Goal("price of the law, prefill", "price of the law", "prefill", 0.15, True),
+    Goal("GPU idle, batch 64", "decode 8b bf16 x64", "idle", 0.03, True),
+    Goal("GPU idle, batch 256", "decode 8b bf16 x256", "idle", 0.03, True),
+    Goal("drawing 256 rows of 128k, ms", "draw 256 x 128256", "ms", 0.4, True),
+    Goal("256 sequences: times transformers", "transformers l1b x256", "times", 5.0),
+)

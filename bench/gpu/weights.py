@@ -1,0 +1,110 @@
+"""Models with random weights made on the device: no checkpoint is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from headrace import models
+from headrace.backends.cuda import Cuda
+from headrace.backends.cuda.program import CudaProgram
+from headrace.backends.cuda.replay import Replay
+from headrace.models.config import ModelConfig
+from headrace.quant.base import QWeight
+from headrace.quant.schemes import Quantization, Scheme, parse
+
+BLOCK = 16
+"""Positions of a block of the cache."""
+
+
+class RandomMatrix:
+    """A `MatrixSource` of normal numbers, or of codes of `scheme`."""
+
+    columns = None
+
+    def __init__(self, name: str, num_out: int, num_in: int, scheme: Scheme, device: torch.device) -> None:
+        self.name, self.num_out, self.num_in, self.scheme, self.device = name, num_out, num_in, scheme, device
+
+    def slab(self, first: int, last: int) -> QWeight:
+        rows, size = last - first, self.num_in**-0.5
+        if self.scheme.kind == "f":
+            return QWeight((torch.randn(rows, self.num_in, device=self.device) * size).bfloat16())
+        return random_codes(rows, self.num_in, self.scheme, self.device)
+
+
+def random_codes(num_out: int, num_in: int, scheme: Scheme, device: torch.device | str) -> QWeight:
+    """Return random codes of 4 or 8 bits, with scales that give weights of about 1 / sqrt(num_in)."""
+    bits = 4 if scheme.kind == "i4" else 8
+    group = scheme.group or num_in
+    low, high = (0, 16) if bits == 4 else (-127, 128)
+    codes = torch.randint(low, high, (num_out, num_in), device=device, dtype=torch.int16)
+    shape = (num_out, -(-num_in // group))
+    size = num_in**-0.5 / 2 ** (bits - 2)
+    scales = (torch.rand(shape, device=device) + 0.5) * size
+    mins = -8.0 * scales * torch.rand(shape, device=device) if scheme.has_min else None
+    zeros = torch.full(shape, 8.0, device=device) if bits == 4 and not scheme.has_min else None
+    return QWeight(codes, scales, zeros, mins, group, bits)
+
+
+class RandomWeights:
+    """`Weights` of a model whose tensors have the shapes that it asks for."""
+
+    def __init__(self, backend: Cuda, quantization: str = "") -> None:
+        self.backend, self.device = backend, backend.ops.device
+        self.plain = Scheme("f", dtype=backend.dtype)
+        self.quantization: Quantization | None = parse(quantization) if quantization else None
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def has_prefix(self, prefix: str) -> bool:
+        return True
+
+    def constant(self, values: Any) -> Tensor:
+        return self.backend.constant(values)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.backend.constant(1 + 0.1 * torch.randn(shape, device=self.device))
+
+    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+        return self.backend.table(torch.randn(shape, device=self.device))
+
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+    ) -> Any:
+        scheme = self.plain if self.quantization is None or plain else self.quantization.layer
+        return self._matrix(names[0], sum(num_outs), num_in, scheme)
+
+    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Tensor, Any]:
+        scheme = self.plain if self.quantization is None else self.quantization.head
+        return self.table(embedding, shape), self._matrix(head, *shape, scheme)
+
+    def _matrix(self, name: str, num_out: int, num_in: int, scheme: Scheme) -> Any:
+        return self.backend.ops.matrix(RandomMatrix(name, num_out, num_in, scheme, self.device))
+
+
+def make_program(
+    config: dict[str, Any], device: str, quantization: str, max_rows: int, max_seqs: int, max_len: int, positions: int
+) -> tuple[CudaProgram, Cuda]:
+    """Return a program whose cache has room for `positions`, and is full of normal numbers. Nothing is captured yet:
+    its kernels can be compiled in many processes first."""
+    backend = Cuda(device, "bfloat16")
+    weights: Any = RandomWeights(backend, quantization)
+    model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
+    num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
+    with mock.patch.object(Replay, "prepare"):
+        program = backend.program(model, num_blocks, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
+    for layer in program.cache.data:
+        layer.normal_()
+    return program, backend

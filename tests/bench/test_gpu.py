@@ -1,0 +1,184 @@
+"""The checks for a machine with a GPU, at toy size on a CPU: every stage runs, and what goes wrong is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench.gpu import __main__ as program
+from bench.gpu import prove, shapes, speed, tune
+from bench.gpu.compiling import recipe, signature
+from bench.gpu.device import Device
+from bench.gpu.engine import Law
+from bench.gpu.problems import Problem, linear_problem, problems
+from bench.gpu.report import Report, read
+
+from headrace.backends.cuda import tuned
+from headrace.backends.cuda.launch import Config
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path / "stage.json", time.time() + 600)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device(toy=True)
+
+
+def failed(report: Report) -> dict[str, Any]:
+    return {item["name"]: item for item in report.items if item["status"] != "ok"}
+
+
+def test_prove(report: Report, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = list(problems(True))[::6]
+    ways = [item for item in Law(device).items() if item[0].endswith(("preempted", "torch_ref"))]
+    monkeypatch.setattr(prove, "problems", lambda toy: few)
+    monkeypatch.setattr(Law, "items", lambda self: ways)
+    prove.run(report, device)
+    assert failed(report) == {}
+    assert len(report.items) > len(few) + 5
+    assert read(report.path)["items"] == report.items
+
+
+def test_every_kernel_has_a_problem() -> None:
+    kernels = {launch.kernel.name for _, make in problems(True) for launch in launches(make())}
+    folder = Path(tuned.__file__).parent / "kernels"
+    names = {line.split("(")[0][4:] for path in folder.glob("*.py") for line in entries(path.read_text())}
+    # Choose is drawn by a probe; copies of blocks are no launches of a step.
+    assert names - kernels <= {"_choose", "_copy_blocks"}
+
+
+def launches(problem: Problem) -> list[Any]:
+    return list(problem.make(problem.fresh("cpu"), None))
+
+
+def entries(text: str) -> list[str]:
+    """The lines after @triton.jit of functions that are launched: those named by a `Kernel(...)`."""
+    lines = text.splitlines()
+    jitted = [after for line, after in itertools.pairwise(lines) if line == "@triton.jit"]
+    return [line for line in jitted if f"Kernel({line.split('(')[0][4:]}," in text.replace("Kernel(\n    ", "Kernel(")]
+
+
+def test_a_wrong_kernel_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = linear_problem(5, 80, 600, torch.bfloat16)
+    assert prove.check(problem, device)["fault"] == ""
+    written = prove.written
+
+    def shifted(problem: Problem, device: Device, config: Config | None) -> dict[str, torch.Tensor]:
+        return {name: tensor.roll(1, 0) for name, tensor in written(problem, device, config).items()}
+
+    monkeypatch.setattr(prove, "written", shifted)
+    assert "differs from the twin" in prove.check(problem, device)["fault"]
+
+
+def test_tune_writes_configs_that_the_backend_reads(report: Report, device: Device) -> None:
+    tune.run(report, device)
+    assert failed(report) == {}
+    path = report.path.with_name("tuned.json")
+    table = tuned.read(path.stem, path.parent)
+    assert set(table) == {"_linear", "_linear_codes", "_linear_8bit", "attention few", "attention many"}
+    config = shapes.layers(shapes.TOY)[0]
+    by_rows = table["_linear"][tuned.matrix_shape(config.num_out, config.num_in, "bfloat16", False)]
+    assert set(by_rows) == {"1", "20"}
+
+
+def test_a_config_with_other_bits_is_not_taken(device: Device) -> None:
+    choice = next(tune.listed(device))
+    wrong = choice.configs[1].name
+
+    def make(config: Config, copy: int) -> tuple[list[Any], torch.Tensor]:
+        made, out = choice.make(config, copy)
+        return made, out if config.name != wrong else torch.zeros_like(out)
+
+    result = tune.measure(dataclasses.replace(choice, make=make), device)
+    assert result["fault"] == f"{wrong}: other bits"
+    assert wrong not in result["times"]
+
+
+def test_bench(report: Report, device: Device) -> None:
+    speed.run(report, device)
+    assert failed(report) == {}
+    goals = [item for item in report.items if item["name"].startswith("goal: ")]
+    assert len(goals) == len(shapes.GOALS)
+    assert {item["value"] for item in goals} == {"not measured"}
+
+
+def test_goals_are_judged(report: Report) -> None:
+    report.run("decode 8b bf16 x1", lambda: {"share": 0.9})
+    report.run("draw 256 x 128256", lambda: {"ms": 0.5})
+    judged = {goal.item: speed.judged(report, goal) for goal in shapes.GOALS}
+    assert judged["decode 8b bf16 x1"]["met"] == "yes"
+    assert judged["draw 256 x 128256"]["met"] == "no"
+
+
+def test_the_page_has_every_goal() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith("not measured on hardware |")]
+    goals = [(goal.text, f"at {'most' if goal.at_most else 'least'} {goal.bound:g}") for goal in shapes.GOALS]
+    assert [(row[0], row[1].split(",")[0]) for row in rows] == goals
+
+
+def test_a_failure_is_kept_and_the_stage_goes_on(report: Report) -> None:
+    def fail() -> dict[str, Any]:
+        raise ValueError("no such thing")
+
+    report.run("first", fail)
+    report.run("second", lambda: {"figure": 2.0})
+    report.run("third", lambda: {"fault": "other bits"})
+    assert [item["status"] for item in read(report.path)["items"]] == ["failed", "ok", "failed"]
+    assert "no such thing" in report.items[0]["error"]
+    assert report.close() == 2
+
+
+def test_another_process_goes_on_behind_what_hung(report: Report) -> None:
+    report.run("first", lambda: {"figure": 1.0})
+    report.items.append({"name": "second", "status": "running"})
+    report.close()
+    again = Report(report.path, time.time() + 60)
+    again.run("first", lambda: {"figure": 3.0})
+    again.run("second", lambda: {"figure": 3.0})
+    again.run("third", lambda: {"figure": 3.0})
+    assert [item.get("figure") for item in again.items] == [1.0, None, 3.0]
+    assert again.items[1]["error"] == "the process ended or hung"
+
+
+def test_items_are_left_out_when_the_time_is_over(tmp_path: Path) -> None:
+    late = Report(tmp_path / "late.json", time.time() - 1)
+    late.run("first", lambda: {"figure": 1.0})
+    late.run("goal", lambda: {"value": 1.0}, is_free=True)
+    assert [item["status"] for item in late.items] == ["left out: no time", "ok"]
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "SILENCE", 0.1)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert program.watch(process, tmp_path / "none.json", time.time() + 60) == -1
+    assert process.returncode is not None
+
+
+def test_the_command(tmp_path: Path) -> None:
+    words = ["tune", "--out", str(tmp_path), "--only", "attention few"]
+    done = subprocess.run([sys.executable, "-m", "bench.gpu", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "1 items, 0 failed" in done.stdout
+    record = json.loads((tmp_path / "tune.json").read_text())
+    assert record["head"]["toy"]
+
+
+def test_launches_that_differ_in_fixed_sizes_alone_are_compiled_once(device: Device) -> None:
+    first, second, third = (
+        signature(recipe(launches(linear_problem(*sizes, torch.bfloat16))[0]))
+        for sizes in ((5, 80, 600), (6, 96, 600), (5, 80, 640))
+    )
+    assert first == second
+    assert first != third
