@@ -2,7 +2,8 @@
 shared memory than there is, and no arithmetic on bfloat16.
 
 Here a launch of each kernel is compiled for Hopper (sm_90), and the heaviest for Ampere (sm_80) and for Blackwell's two
-(sm_100, sm_120). `make gpu-compile` does all launches in all configurations for all of them, which takes some minutes.
+(sm_100, sm_120). All launches in all configurations for all of them take some minutes: `make test` leaves the slow test
+out, `pytest -m slow tests/backends/cuda` runs it.
 """
 
 from __future__ import annotations
