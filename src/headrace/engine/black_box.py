@@ -90,7 +90,8 @@ class BlackBox:
     def end(self, step_id: int) -> None:
         """Note that the step has given a result."""
         self._ended = step_id
-        _HEAD.pack_into(self._map, 0, step_id, step_id)
+        began, _ = _HEAD.unpack_from(self._map, 0)
+        _HEAD.pack_into(self._map, 0, began, step_id)
 
     def note_error(self, error: BaseException) -> None:
         """Note where an exception came from, and its kind; not its message, which may quote a request."""
