@@ -119,7 +119,7 @@ class Scheduler:
         verify_fit(request, self.max_model_len, self.max_num_seqs, self.pool.num_blocks, self.block_size)
         seq = make_sequence(request, seq_id, self.max_model_len, self.eos_token_ids, self.cache)
         seq.rank = self.ranks.rank(request, self.waiting.least_rank)
-        if self._runs_ahead is not None and not request.pooling:
+        if self._runs_ahead is not None and not request.pooling and not seq.needs_history:
             seq.runs_ahead = self._runs_ahead(request.params)
         self.searches.begin(request, seq)
         self.sequences[seq.request_id] = seq
