@@ -31,3 +31,26 @@ class Staging:
         """Copy the arrays to the device, behind what it was given before."""
         size = len(self._host) if whole else self._few
         self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+class Mark:
+    """A place in the work of a GPU that the host can wait for. On a CPU work is done when it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        """Mark the end of the work given so far."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the work before the mark is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def to_host(numbers: Tensor) -> Tensor:
+    """Return a copy in host memory, which is complete once the work given so far is done."""
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+    return host.copy_(numbers, non_blocking=True)
