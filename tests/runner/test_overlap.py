@@ -11,6 +11,7 @@ from tests.support.law import make_core
 
 from headrace.backends.cuda.drawing import Drawing
 from headrace.engine.core import EngineCore
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request, StepOutput
@@ -29,6 +30,7 @@ HOST_KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "repetition_penalty": 1.2},
     {"temperature": 0.8, "min_tokens": 1, "stop_token_ids": list(range(0, 2000, 8))},
     {"temperature": 0.0, "prompt_logprobs": 0},
+    {"temperature": 0.9, "structured_outputs": StructuredOutputs(regex="[a-f ]{4,12}")},
 ]
 
 
@@ -95,7 +97,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kinds", [KINDS, KINDS + HOST_KINDS], ids=["device", "mixed"])
+@pytest.mark.parametrize("kinds", [KINDS, 2 * KINDS + HOST_KINDS], ids=["device", "mixed"])
 @pytest.mark.parametrize("size", SIZES)
 def test_outputs_are_those_of_one_step_after_the_other(
     size: str, kinds: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
@@ -112,7 +114,7 @@ def test_outputs_are_those_of_one_step_after_the_other(
 
 
 def test_aborts_under_a_running_step_change_no_other_output() -> None:
-    requests = make_requests(24, seed=1, kinds=KINDS + HOST_KINDS)
+    requests = make_requests(24, seed=1, kinds=2 * KINDS + HOST_KINDS)
     whole, _ = run(make_core(async_scheduling=False, **CUDA), requests)
     options = CUDA | SIZES["small pool"]
     found, num_ahead = run(make_core(**options), requests, aborts=3)

@@ -42,6 +42,14 @@ class Flight:
     def __bool__(self) -> bool:
         return bool(self.steps)
 
+    def has_room(self) -> bool:
+        """Whether a step may be scheduled beside the one in flight: if at least half of its sequences can go on, since
+        the others then get a token in every second step."""
+        if len(self.steps) != 1:
+            return False
+        seqs = self.steps[0].seqs
+        return 2 * sum(seq.runs_ahead for seq in seqs) >= len(seqs)
+
     def begin(self, batch: ScheduledBatch, seqs: list[Sequence], num_older_pins: int) -> None:
         """Add a step. The pins beyond `num_older_pins` are its own."""
         self.steps.append(Step(batch, seqs, num_older_pins))

@@ -185,7 +185,7 @@ class Scheduler:
         No sequence is preempted under a step in flight: where blocks lack, the step after this one is chosen without.
         """
         waits = self._runs_ahead is None or self._is_short or self.searches.open or self.drafts.enabled
-        if waits or len(self.steps.steps) != 1:
+        if waits or not self.steps.has_room():
             return None
         ready, chunks, num_guesses = self._choose()
         return self._build(ready, chunks, num_guesses) if ready or chunks else None

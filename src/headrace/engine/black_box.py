@@ -106,9 +106,11 @@ class BlackBox:
     # -- in the server's
 
     def unfinished(self) -> int | None:
-        """Return the id of the step that began and did not end, or None."""
+        """Return the id of the step that began and did not end, the first if there are two, or None."""
         began, ended = _HEAD.unpack_from(self._map, 0)
-        return None if began == ended else int(began)
+        if began == ended:
+            return None
+        return min((shape.step_id for shape in self.steps() if shape.step_id > ended), default=int(began))
 
     def steps(self) -> list[StepShape]:
         """Return the last steps, the oldest first. A step that was being noted when the process died may be missing."""

@@ -2,7 +2,8 @@
 
 A chunk that follows an undrawn token gets it on the device, out of what the last step drew. Where the host draws
 another token after all, because the two best were too close for the device to tell, the chunk that followed is
-deferred. All other steps are computed by the runner when they start. Knows no tensors. Called by the runner.
+deferred. Rows of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling or
+log-probabilities of prompts are computed by the runner when they start. Knows no tensors. Called by the runner.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.backends.base import Chunks, Draw, DrawingProgram, DrawnRows
+from headrace.backends.base import Chunks, Draw, DrawingProgram, DrawnRows, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import UNDRAWN, Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE
@@ -28,13 +29,15 @@ logger = logging.getLogger("headrace.engine")
 class StartedStep:
     """A step that was started. `result` is None until it is known.
 
-    `places[i]` is the row of the logits that chunk i samples from. `carried[i]` is the chunk of the step `before` whose
+    `places[i]` is the row of the logits that chunk i samples from, and `on_host` are the chunks whose tokens the host
+    draws. `carried[i]` is the chunk of the step `before` whose
     token, known on the device alone, chunk i begins with.
     """
 
     batch: ScheduledBatch
     result: StepResult | None = None
     places: dict[int, int] = field(default_factory=dict)
+    on_host: list[int] = field(default_factory=list)
     before: StartedStep | None = None
     carried: dict[int, int] = field(default_factory=dict)
     ticket: Any = None
@@ -65,11 +68,12 @@ class Overlap:
         return self._sampler.cut_of(Row(params, position=0, num_prompt=0)) is not None
 
     def start(self, batch: ScheduledBatch) -> StartedStep | None:
-        """Start a step, or return None if the host has a part in it, or the program takes no such step."""
-        draws = self._draws(batch)
-        if draws is None:
+        """Start a step, or return None if it is none that the program takes."""
+        if not self._is_plain(batch):
             return None
+        draws = {i: self._draw(batch, i) for i, samples in enumerate(batch.samples) if samples}
         step = StartedStep(batch, before=self._last, places={i: place for place, i in enumerate(draws)})
+        step.on_host = [i for i, draw in draws.items() if draw is None]
         chunks = self._chunks(step)
         if chunks is None:
             return None
@@ -104,12 +108,14 @@ class Overlap:
                 continue
             if not sound or (place is not None and not rows.finite[place]):
                 result.errors[i] = NOT_FINITE
-            elif place is not None and rows.is_sure[place]:
-                result.token_ids[i] = rows.token_ids[place]
-            elif place is not None:
-                undecided.append(i)
+            elif place is not None and i not in step.on_host:
+                if rows.is_sure[place]:
+                    result.token_ids[i] = rows.token_ids[place]
+                else:
+                    undecided.append(i)
+        self._draw_fetched(step, rows, result)
         if undecided:
-            self._draw_on_host(step, undecided, result)
+            self._draw_again(step, undecided, result)
         step.result, step.before = result, None
         return result
 
@@ -134,22 +140,20 @@ class Overlap:
         self._last = StartedStep(batch, result)
         return self._last
 
-    def _draws(self, batch: ScheduledBatch) -> dict[int, Draw] | None:
-        """Return how each chunk that samples draws its token; None if the host has a part in the step."""
-        program = self._program
-        too_large = len(batch.token_ids) > program.max_rows or len(batch) > program.max_logits
-        if not len(batch) or too_large or batch.drafts or batch.asks or batch.pooling or batch.states or batch.histories:
+    def _is_plain(self, batch: ScheduledBatch) -> bool:
+        """Whether nothing but tokens and what is reported of them comes out of the step, in one call of the program."""
+        fits = 0 < len(batch.token_ids) <= self._program.max_rows and len(batch) <= self._program.max_logits
+        if not fits or batch.drafts or batch.asks or batch.pooling:
+            return False
+        return all(params.prompt_logprobs is None for params in batch.params)
+
+    def _draw(self, batch: ScheduledBatch, i: int) -> Draw | None:
+        """Return how the device draws the token of chunk i; None if the host does."""
+        params = batch.params[i]
+        if params.structured_outputs is not None or i in batch.histories or i in batch.states:
             return None
-        draws: dict[int, Draw] = {}
-        for i, params in enumerate(batch.params):
-            if params.prompt_logprobs is not None:
-                return None
-            if batch.samples[i]:
-                cut = self._sampler.cut_of(Row(params, batch.starts[i] + batch.lens[i], batch.num_prompts[i]))
-                if cut is None:
-                    return None
-                draws[i] = Draw(*cut[:4], *(cut.key or (0, 0)))
-        return draws
+        cut = self._sampler.cut_of(Row(params, batch.starts[i] + batch.lens[i], batch.num_prompts[i]))
+        return None if cut is None else Draw(*cut[:4], *(cut.key or (0, 0)))
 
     def _chunks(self, step: StartedStep) -> Chunks | None:
         """Return the chunks of a step, with any token in the place of those that are known on the device alone, or None
@@ -182,7 +186,17 @@ class Overlap:
         before = step.before
         return self._wait(before).token_ids[before.places[source]] if before is not None else UNDRAWN
 
-    def _draw_on_host(self, step: StartedStep, chunk_ids: list[int], result: StepResult) -> None:
+    def _draw_fetched(self, step: StartedStep, rows: DrawnRows, result: StepResult) -> None:
+        """Draw the tokens of the chunks whose logits were brought to the host."""
+        chunk_ids = step.on_host
+        if not chunk_ids:
+            return
+        places = [step.places[i] for i in chunk_ids]
+        finite, best = [rows.finite[place] for place in places], [rows.token_ids[place] for place in places]
+        waiting = [Verification(i, Draft([]), {-1: row}) for row, i in enumerate(chunk_ids)]
+        self._rounds.draw(step.batch, waiting, HostLogits(rows.logits, finite, best), result)
+
+    def _draw_again(self, step: StartedStep, chunk_ids: list[int], result: StepResult) -> None:
         """Draw the tokens of chunks for which the device could not tell. Their logits may be overwritten, so their last
         rows are computed again, to the same bits."""
         batch = step.batch

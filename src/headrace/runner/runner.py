@@ -63,6 +63,7 @@ class Runner:
     def start(self, batch: ScheduledBatch) -> StepResult | StartedStep:
         """Start one step. Where the host has a part in it, or there is no device beside it, all is done here, and
         `finish` hands over the result. Raises only for faults that no single chunk owns (a broken device)."""
+        self._begin_masks(batch)
         overlap = self._overlap
         if overlap is None:
             return self._run_now(batch)
@@ -85,7 +86,6 @@ class Runner:
         record = speculator.begin_step(batch) if speculator is not None else None
         if batch.copies:
             self.program.copy_blocks(batch.copies)
-        self._begin_masks(batch)
         groups = self._sound_groups(batch, result)
         for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # A chunk that failed in an earlier portion is not computed further.

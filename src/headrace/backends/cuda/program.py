@@ -69,11 +69,12 @@ class DeviceLogits:
 @dataclass(frozen=True, slots=True)
 class StartedCall:
     """What `start` began: the first rows of its chunks, which rows are finite, and ids, finite and sure of the logits'
-    rows, in host memory once the work before `end` is done."""
+    rows, and the logits for the host, in host memory once the work before `end` is done."""
 
     begins: list[int]
     finite_rows: Tensor
     drawn_rows: Tensor
+    logits: Tensor
     end: Mark
 
 
@@ -179,15 +180,15 @@ class CudaProgram:
         begin = self.inputs.row_begin
         return [bool(sound[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)], logits
 
-    def start(self, chunks: Chunks, rows: list[int], draws: list[Draw], carried: dict[int, int]) -> StartedCall:
+    def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> StartedCall:
         # What the host sent for the last call has arrived once that began.
         self._sent.wait()
         num_rows, num_logits = self._fill(chunks), len(rows)
         self._carry[:num_rows] = -1
         self._carry[list(carried)] = list(carried.values())
         self._send(rows, bool(chunks.copies))
-        places = [i for i, each in enumerate(draws) if each.temperature > 0]
-        self._drawing.send(places, [draws[i] for i in places])
+        places = {i: each for i, each in enumerate(draws) if each is not None and each.temperature > 0}
+        self._drawing.send(list(places), list(places.values()))
         self._sent.set()
         if carried:
             carry, token_ids = self._carry_image[:num_rows], self._token_ids[:num_rows]
@@ -204,6 +205,7 @@ class CudaProgram:
             self.inputs.row_begin[: len(chunks.starts) + 1].tolist(),
             to_host(self._finite_rows[:num_rows]),
             drawn_rows,
+            to_host(self._logits[[i for i, each in enumerate(draws) if each is None], : self.vocab_size]),
             Mark(self._device),
         )
         call.end.set()
@@ -213,7 +215,9 @@ class CudaProgram:
         ticket.end.wait()
         sound = [bool(ticket.finite_rows[a:b].all()) for a, b in pairwise(ticket.begins)]
         ids, finite, is_sure = ticket.drawn_rows.tolist()
-        return DrawnRows(sound, [bool(each) for each in finite], ids, [bool(each) for each in is_sure])
+        return DrawnRows(
+            sound, [bool(each) for each in finite], ids, [bool(each) for each in is_sure], ticket.logits.numpy()
+        )
 
     def _fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` on the host. Returns the number of rows."""
