@@ -7,21 +7,27 @@ nothing, and loads no model. Knows no engine.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import math
 import os
 import pkgutil
 import platform
-import struct
+import re
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import headrace
 from headrace import env, gguf, hub
+from headrace.checkpoint.mapped import MappedFile
 from headrace.protocol.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "starlette", "uvicorn", "msgspec")
 # The flags of /proc/cpuinfo that kernels can use; the rest is left out.
@@ -50,6 +56,7 @@ def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[s
         "memory": memory(probe_bytes),
         "native": native_state(),
         "torch": torch_state(),
+        "triton": triton_state(),
         "backends": backends(),
         "model": model_state(model),
         "hub": hub_state(),
@@ -71,23 +78,17 @@ def cpu() -> Section:
     """Return name, cores and vector extensions. On systems without /proc/cpuinfo the latter are left empty."""
     import psutil
 
-    name, flags = platform.processor(), set[str]()
     path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            key, _, value = (part.strip() for part in line.partition(":"))
-            if key == "model name":
-                name = value
-            elif key in ("flags", "Features"):
-                flags = set(value.split())
-                break
+    text = path.read_text(errors="replace") if path.exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
-        "name": name,
+        "name": name[1] if name else platform.processor(),
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_logical": psutil.cpu_count(logical=True),
         "cores_allowed": len(allowed),
-        "features": [flag for flag in CPU_FLAGS if flag in flags],
+        "features": [flag for flag in CPU_FLAGS if flags and flag in flags[1].split()],
         "load_1min": round(os.getloadavg()[0], 2),
     }
 
@@ -129,10 +130,9 @@ def torch_state() -> Section:
         "cuda": torch.version.cuda or "not in this build",
         "gpus": [],
     }
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            section["gpus"].append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        section["gpus"].append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
     return section
 
 
@@ -146,13 +146,25 @@ def native_state() -> Section:
         return {"problem": str(error)}
     if module is None:
         return {"problem": f"no native kernels, {reason}"}
-    served: dict[str, str] = module.served()
-    by_isa = {f"served_by_{isa}": sorted(op for op, by in served.items() if by == isa) for isa in module.isas()}
+    by_isa: dict[str, list[str]] = {}
+    for op, isa in sorted(module.served().items()):
+        by_isa.setdefault(f"served_by_{isa}", []).append(op)
+    layouts = [module.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")]
+    return {"isas": module.isas(), "threads": module.num_threads(), "layouts": layouts, **by_isa}
+
+
+def triton_state() -> Section:
+    """Describe the kernels of backend cuda: how they would run here, and their names."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return {"problem": "triton is not installed; backend cuda needs it: pip install triton"}
+    from headrace.backends.cuda import kernels
+
     return {
-        "isas": module.isas(),
-        "threads": module.num_threads(),
-        "layouts": [module.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")],
-        **{name: ops for name, ops in by_isa.items() if ops},
+        "version": importlib.metadata.version("triton"),
+        "run": "on the GPU" if torch.cuda.is_available() else "as their twins in torch, for tests: there is no GPU",
+        "kernels": kernels.names(),
     }
 
 
@@ -201,7 +213,9 @@ def model_state(model: str) -> Section:
         section |= {"directory": str(directory), "model_type": config.get("model_type")}
         files = sorted(directory.glob("*.safetensors"))
         section["weight_bytes"] = sum(file.stat().st_size for file in files)
-        section["num_parameters"] = sum(num_parameters(file) for file in files)
+        section["num_parameters"] = sum(
+            math.prod(entry.shape) for file in files for entry in MappedFile(file).entries.values()
+        )
         section["context_length"] = config.get("max_position_embeddings", config.get("n_positions"))
         section["tokenizer"] = (directory / "tokenizer.json").exists()
     except (HeadraceError, OSError, ValueError) as error:
@@ -234,17 +248,6 @@ def local_directory(model: str) -> Path:
     if not isinstance(config, str):
         raise HeadraceError(f"{model} is neither a directory nor in the hub's local cache")
     return Path(config).parent
-
-
-def num_parameters(file: Path) -> int:
-    """Count the numbers in a safetensors file, from its header (8 bytes of length, then JSON). Raises ValueError."""
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-        if not 0 < length <= hub.MAX_JSON_BYTES:
-            raise ValueError(f"{file} has no safetensors header")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def hub_state() -> Section:
@@ -280,44 +283,45 @@ def formatted(name: str, value: Any) -> str:
     return f"{value} GB/s" if name.endswith("gb_per_s") else str(value)
 
 
-def show(report: dict[str, Section]) -> None:
-    """Print the report as one table, as wide as the terminal."""
+@contextlib.contextmanager
+def _printed_table() -> Iterator[Table]:
+    """Yield a table to fill, and print it."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left")
-    for title, style in (("section", "bold"), ("what", "cyan")):
-        table.add_column(title, style=style, no_wrap=True)
-    table.add_column("found", overflow="fold")
-    for section, entries in report.items():
-        for index, (name, value) in enumerate(entries.items()):
-            label = name.removesuffix("_bytes").removesuffix("_gb_per_s").removeprefix("num_")
-            label = label if label.isupper() else label.replace("_", " ")
-            first = section if index == 0 else ""
-            table.add_row(first, label, formatted(name, value), style="red" if name == "problem" else None)
-        table.add_section()
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    yield table
     Console(highlight=False).print(table)
+
+
+def show(report: dict[str, Section]) -> None:
+    """Print the report as one table, as wide as the terminal."""
+    with _printed_table() as table:
+        for title, style in (("section", "bold"), ("what", "cyan")):
+            table.add_column(title, style=style, no_wrap=True)
+        table.add_column("found", overflow="fold")
+        for section, entries in report.items():
+            for index, (name, value) in enumerate(entries.items()):
+                label = name.removesuffix("_bytes").removesuffix("_gb_per_s").removeprefix("num_")
+                label = label if label.isupper() else label.replace("_", " ")
+                first = section if index == 0 else ""
+                table.add_row(first, label, formatted(name, value), style="red" if name == "problem" else None)
+            table.add_section()
 
 
 def show_limits(rows: list[Section]) -> None:
     """Print the limits as a table: what was measured, by which instructions, and the rates by number of threads."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     threads = sorted({row["threads"] for row in rows})
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for title in ("limit", "instructions"):
-        table.add_column(title, no_wrap=True)
-    for num in threads:
-        table.add_column(f"{num} thread{'s' if num > 1 else ''} (range)", justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    by_key = {(row["what"], row["isa"], row["threads"]): row for row in rows}
-    for what, isa in dict.fromkeys((row["what"], row["isa"]) for row in rows):
-        cells = [
-            f"{row['rate']:.3g} ({row['least']:.3g}-{row['most']:.3g})"
-            for row in (by_key[what, isa, num] for num in threads)
-        ]
-        table.add_row(what, isa, *cells, LIMITS[what][0])
-    Console(highlight=False).print(table)
+    by_kind: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for row in rows:
+        cell = f"{row['rate']:.3g} ({row['least']:.3g}-{row['most']:.3g})"
+        by_kind[row["what"], row["isa"]][row["threads"]] = cell
+    with _printed_table() as table:
+        for title in ("limit", "instructions"):
+            table.add_column(title, no_wrap=True)
+        for num in threads:
+            table.add_column(f"{num} thread{'s' if num > 1 else ''} (range)", justify="right", no_wrap=True)
+        table.add_column("unit", no_wrap=True)
+        for (what, isa), cells in by_kind.items():
+            table.add_row(what, isa, *(cells[num] for num in threads), LIMITS[what][0])

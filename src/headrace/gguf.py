@@ -1,8 +1,8 @@
 """Reads GGUF files: metadata by key, and where each tensor lies. Converts and dequantises nothing.
 
-No number in the file is trusted: every count and size is held against the file's own size before anything is
-allocated, and a value is decoded only on request, with the type and range that the caller expects. So a hostile
-file costs little more than its length. Knows no model and no tokenizer; called by `text.tokenizer_gguf` and by the
+Every count and size in the file is compared with the file's own size before anything is allocated, and a value is
+decoded only on request, with the type and range that the caller expects. So a hostile file costs little more than its
+length. Knows no model and no tokenizer; called by `text.tokenizer_gguf` and by the
 readers of weights. Layout: the GGUF specification, versions 2 and 3, little endian.
 """
 

@@ -48,7 +48,7 @@ def test_the_kv_cache_takes_a_part_of_the_free_memory(name: str, monkeypatch: py
     backend: Any = make_backend(name, "cpu", "float32")
     for available, budget in ((4003, 1000), (2**40, 4 * 2**30)):
         monkeypatch.setattr(type(backend), "available_memory", lambda self, num=available: num)
-        assert backend.kv_budget(None, 1, 1, 16) == budget
+        assert backend.kv_budget(None, 1, 1, 16, 0.9) == budget
 
 
 @pytest.fixture

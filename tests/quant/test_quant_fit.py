@@ -13,7 +13,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Stacked
 from headrace.quant.fit import fit_of, fitted
 from headrace.quant.packing import E2M1, by_index, left_alone, matches, nibbles, unpacked
-from headrace.quant.placements import Placements, kernel_name, num_bytes
+from headrace.quant.placements import Placements, kernel_name
 from headrace.quant.schemes import E4M3, F8_SCHEMES, SCHEMES, Scheme
 
 
@@ -209,13 +209,13 @@ def test_what_runs_where_is_told_once_with_its_bytes() -> None:
 def test_names_and_bytes_of_kernels() -> None:
     assert kernel_name(Scheme("i8")) == "int8-channel"
     assert kernel_name(Scheme("i4", 32, True)) == "int4-g32-asym"
-    assert num_bytes(Scheme("i4", 64), 10, 128) == 10 * (64 + 4)
-    assert num_bytes(Scheme("i4", 64, True), 10, 128) == 10 * (64 + 8)
-    assert num_bytes(Scheme("i8"), 10, 128) == 10 * 132
-    assert num_bytes(Scheme("f", dtype="bfloat16"), 10, 128) == 2560
+    assert Scheme("i4", 64).bits_per_weight(128) == 8 * (64 + 4) / 128
+    assert Scheme("i4", 64, True).bits_per_weight(128) == 8 * (64 + 8) / 128
+    assert Scheme("i8").bits_per_weight(128) == 8 * 132 / 128
+    assert Scheme("f", dtype="bfloat16").bits_per_weight(128) == 16
     assert kernel_name(Scheme("f8", 128, dtype=E4M3)) == "fp8-g128"
-    assert num_bytes(Scheme("f8", 64, dtype=E4M3), 10, 128) == 10 * (128 + 8)
-    assert num_bytes(Scheme("f8", dtype=E4M3), 10, 128) == 10 * 132
+    assert Scheme("f8", 64, dtype=E4M3).bits_per_weight(128) == 8 * (128 + 8) / 128
+    assert Scheme("f8", dtype=E4M3).bits_per_weight(128) == 8 * 132 / 128
 
 
 def test_a_group_of_next_to_nothing_does_not_cost_the_kernel() -> None:

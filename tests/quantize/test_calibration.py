@@ -14,7 +14,7 @@ from headrace.cli.quantize import calibration_text
 from headrace.hub import resolve
 from headrace.protocol.errors import RequestError
 from headrace.quantize import driver
-from headrace.quantize.calibration import BATCH, cut, own_words, read_texts
+from headrace.quantize.calibration import BATCH, cut, generated_text, read_texts
 
 
 def test_texts_are_cut_into_pieces_up_to_the_number() -> None:
@@ -25,17 +25,17 @@ def test_texts_are_cut_into_pieces_up_to_the_number() -> None:
         cut([[5], []], 4, 6)
 
 
-def test_own_words_end_when_there_are_enough() -> None:
+def test_generated_text_end_when_there_are_enough() -> None:
     asked: list[int] = []
 
     def answer(seeds: range) -> Sequence[Sequence[int]]:
         asked.extend(seeds)
         return [[seed, 1, 2] for seed in seeds]
 
-    assert own_words(answer, 8, 7) == [[0, 1, 2], [1, 1, 2]]
+    assert generated_text(answer, 8, 7) == [[0, 1, 2], [1, 1, 2]]
     assert asked == list(range(BATCH))
     with pytest.raises(RequestError, match="FILE"):
-        own_words(lambda seeds: [[0] for _ in seeds], 8, 7)
+        generated_text(lambda seeds: [[0] for _ in seeds], 8, 7)
 
 
 def test_files(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_files(tmp_path: Path) -> None:
         read_texts(tmp_path / "none")
 
 
-def test_the_model_s_own_words_are_the_same_each_time() -> None:
+def test_the_model_s_generated_text_are_the_same_each_time() -> None:
     first = calibration_text("builtin", resolve("builtin"), None, 300, 64)
     assert first == calibration_text("builtin", resolve("builtin"), None, 300, 64)
     assert sum(map(len, first)) in (299, 300)  # a last token alone is left out

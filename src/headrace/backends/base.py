@@ -415,9 +415,12 @@ class Backend(Protocol):
         """Return the bytes that could be allocated on the device now."""
         ...
 
-    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def kv_budget(
+        self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, utilization: float
+    ) -> int:
         """Return the bytes that the KV cache of `model`, whose weights are loaded, may take where no size is set. The
-        other numbers are those of the program to come, which needs memory of its own."""
+        other numbers are those of the program to come, which needs memory of its own. `utilization`: the share of a
+        GPU's memory that weights, program and cache may take together."""
         ...
 
 

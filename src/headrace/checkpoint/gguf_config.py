@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -130,14 +131,11 @@ def choose_dtype(dtype: str, file: GGUF) -> str:
     """Return `dtype`, or for "auto" that of most of the float matrices; float16 where all are quantised."""
     if dtype != "auto":
         return dtype
-    counts: dict[str, int] = {}
-    for info in file.tensors.values():
-        if len(info.shape) > 1 and info.type in FLOATS:
-            counts[info.type] = counts.get(info.type, 0) + 1
-    quantised = any(len(info.shape) > 1 and info.type not in FLOATS for info in file.tensors.values())
-    if not counts or (quantised and "BF16" not in counts):
+    kinds = Counter(info.type for info in file.tensors.values() if len(info.shape) > 1)
+    floats = Counter({kind: num for kind, num in kinds.items() if kind in FLOATS})
+    if not floats or (len(floats) < len(kinds) and "BF16" not in floats):
         return "float16"
-    return FLOATS[max(counts, key=lambda name: counts[name])]
+    return FLOATS[floats.most_common(1)[0][0]]
 
 
 def _llama(keys: _Keys) -> Reading:
@@ -159,19 +157,15 @@ def _llama(keys: _Keys) -> Reading:
     return Reading(values, parts, turned)
 
 
-def _qwen2(keys: _Keys) -> Reading:
-    return Reading(_decoder(keys, "qwen2"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
-
-
-def _qwen3(keys: _Keys) -> Reading:
-    return Reading(_decoder(keys, "qwen3"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+def _qwen(keys: _Keys) -> Reading:
+    model_type = keys.prefix.removesuffix(".")
+    return Reading(_decoder(keys, model_type), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
 def _gemma2(keys: _Keys) -> Reading:
     values = _gemma(keys, "gemma2", big=46)
-    for ours, theirs in (("attn_logit_softcapping", "attn_logit_softcapping"),
-                         ("final_logit_softcapping", "final_logit_softcapping")):  # fmt: skip
-        values[ours] = keys.real(theirs)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        values[name] = keys.real(name)
     return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
@@ -208,8 +202,8 @@ def _gpt2(keys: _Keys) -> Reading:
 
 ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
@@ -275,8 +269,8 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
     values: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         values["original_max_position_embeddings"] = keys.optional("rope.scaling.original_context_length", MAX_CONTEXT)
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            values[ours] = keys.real("rope.scaling." + theirs)
+        for name in ("beta_fast", "beta_slow"):
+            values[name] = keys.real("rope.scaling.yarn_" + name)
         attention = keys.real("rope.scaling.attn_factor")
         if attention is not None and factor > 1:
             values["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
@@ -300,11 +294,9 @@ def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, n
         stem, _, kind = name.rpartition(".")
         shape = tuple(reversed(info.shape))
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.([a-z_0-9]+?)(_exps)?(?:\.(0|[1-9]\d{0,3}))?", stem)
-        if kind not in ("weight", "bias"):
-            add(name, Part(info, shape))
-        elif stem in ends:
+        if kind in ("weight", "bias") and stem in ends:
             add(f"{ends[stem]}.{kind}", Part(info, shape))
-        elif match is None:
+        elif kind not in ("weight", "bias") or match is None:
             add(name, Part(info, shape))
         elif num_experts and match[2] in EXPERTS:
             path = f"{root}.{match[1]}.block_sparse_moe.experts"

@@ -1,8 +1,8 @@
 """Reads the weights of a GGUF file with torch: mapped, some rows at a time.
 
-Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; the log
-says which, and what it costs. Rows of q and k that ggml keeps in pairs come back in halves. Norms are floats, tables
-floats or mapped blocks. Knows no requests. Called by `engine.load`.
+Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; which form
+they get is logged, with its bytes. Rows of q and k, which ggml stores in pairs, are reordered into halves. Norms are
+floats, tables floats or mapped blocks. Knows no requests. Called by `engine.load`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.base import QWeight, concatenated, spans_of
 from headrace.quant.formats import gguf_blocks
-from headrace.quant.schemes import K_TYPES, Quantization, Scheme
+from headrace.quant.schemes import Quantization, Scheme
 
 if TYPE_CHECKING:
     from headrace.backends.base import Array, Backend, Matrix
@@ -227,7 +227,7 @@ class GGUFWeights(QuantisingReader["Rows"]):
             stack: Matrix = backend.ops.stacked(source.name, matrices)
             return stack
         before = sum(layer.raw.nbytes for layer in layers)
-        after = round(bits_of(source.scheme) * source.num_in * source.num_out / 8)
+        after = round(source.scheme.bits_per_weight(source.num_in) * source.num_in * source.num_out / 8)
         self._count_form("+".join(sorted(source.kinds)), form_of(source.scheme), before, after)
         return self._make(source, bias)
 
@@ -293,12 +293,3 @@ def form_of(scheme: Scheme) -> str:
         return scheme.dtype
     name = scheme.book.upper() or f"int{scheme.bits}"
     return f"{name} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
-
-
-def bits_of(scheme: Scheme) -> float:
-    """Bits of a weight as the kernels store it."""
-    if scheme.kind == "f":
-        return {"float32": 32, "float16": 16, "bfloat16": 16}[scheme.dtype]
-    if scheme.kind == "k":
-        return K_TYPES[scheme.dtype].bits
-    return scheme.bits + (16 * (1 + scheme.has_min) / scheme.group if scheme.group else 0)

@@ -1,6 +1,6 @@
 """Mapped safetensors files: names, shapes and read-only numpy views, without a copy.
 
-`MappedFile` trusts nothing in a header (S-28): lengths, types, shapes and offsets must agree with each other and with
+`MappedFile` checks all of a header (S-28): lengths, types, shapes and offsets must agree with each other and with
 the file, leave no hole and not overlap. `MappedCheckpoint` finds the files of a directory and opens no others. Knows no
 models and imports no torch. Called by the readers of weights, by `engine.load` and by `drafters`.
 """
@@ -12,6 +12,7 @@ import logging
 import math
 import mmap
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,11 +271,8 @@ def choose_dtype(dtype: str, checkpoint: MappedCheckpoint, config: dict[str, Any
         stated = config.get("dtype", config.get("torch_dtype"))
         if stated in DTYPE_NAMES.values():
             return str(stated)
-    counts: dict[str, int] = {}
-    for name in checkpoint.names:
-        stored = checkpoint.entry(name).dtype
-        counts[stored] = counts.get(stored, 0) + 1
-    return DTYPE_NAMES.get(max(counts, key=lambda stored: counts[stored]), "float32") if counts else "float32"
+    counts = Counter(checkpoint.entry(name).dtype for name in checkpoint.names)
+    return DTYPE_NAMES.get(counts.most_common(1)[0][0], "float32") if counts else "float32"
 
 
 def verify_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -2,12 +2,13 @@
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
 the native formats, biases, norms. Embedding tables are not copied: they stay mapped in the checkpoint, of which the
-file holds a fingerprint. A file that does not fit is logged and left alone, and the checkpoint is read instead. Imports
+file holds a fingerprint. A file that does not fit is logged and not used, and the checkpoint is read instead. Imports
 no torch. Called by `checkpoint.source`; the readers of checkpoints fill it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -15,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,7 +183,7 @@ class PackedFile:
         scheme = scheme_of_flag(kind, group, flag) if is_sound and isinstance(kind, str) else None
         if scheme is None or kind not in form.layouts:
             raise CheckpointError(f"matrix {name} is said to be {values}")
-        # The kernels trust this size: it keeps them inside the file.
+        # The kernels read so many bytes without a check of their own.
         num_bytes = backend.packed_bytes(scheme, num_out, num_in)
         if entry.dtype != "U8" or entry.shape != (num_bytes,) or entry.begin % LINE:
             raise CheckpointError(f"matrix {name} has {entry.end - entry.begin} bytes, expected {num_bytes}")
@@ -283,7 +284,8 @@ class PackedWriter:
         self._facts = _facts(checkpoint, form) | {"matrices": {}}
         self._header: dict[str, Any] = {}
         # Room for the header: every tensor has at most a matrix, a bias, a pad and a line of facts.
-        self._data_begin = _round_up(2**16 + sum(1000 + 6 * len(name) for name in checkpoint.names), PAGE)
+        room = 2**16 + sum(1000 + 6 * len(name) for name in checkpoint.names)
+        self._data_begin = room + -room % PAGE
         self._end = self._data_begin
         self._temporary = Path()
         self._file: IO[bytes] | None = None
@@ -306,22 +308,21 @@ class PackedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._guarded(self._commit)
+        with self._writing() as file:
+            if kind is None and file is not None:
+                self._commit(file)
         self._drop()
         if self.path is not None:
             self._remove_old(self.path)
 
     def matrix(self, name: str, matrix: Packable, bias: NDArray[np.float32] | None = None) -> None:
         """Add a matrix under the name of its layer(s). bias: [num_out]."""
-        if self._file is None or f"matrix/{name}" in self._header:
-            return
         scheme = matrix.scheme
         facts = [scheme.kind, matrix.num_in, matrix.num_out, scheme.group, native_flag(scheme)]
         self._facts["matrices"][name] = facts
-        self._guarded(lambda: self._put(f"matrix/{name}", "U8", matrix.packed.reshape(-1), PAGE))
+        self._put(f"matrix/{name}", "U8", matrix.packed.reshape(-1), PAGE)
         if bias is not None:
-            self._guarded(lambda: self._put(f"bias/{name}", "F32", np.asarray(bias, np.float32), LINE))
+            self._put(f"bias/{name}", "F32", np.asarray(bias, np.float32), LINE)
 
     def give_up(self, why: str) -> None:
         """Leave no file, because the model has something that a packed file can not hold."""
@@ -331,38 +332,36 @@ class PackedWriter:
 
     def tensor(self, name: str, values: NDArray[np.float32]) -> None:
         """Add a small tensor."""
-        if self._file is not None and f"tensor/{name}" not in self._header:
-            self._guarded(lambda: self._put(f"tensor/{name}", "F32", np.asarray(values, np.float32), LINE))
+        self._put(f"tensor/{name}", "F32", np.asarray(values, np.float32), LINE)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        if self._file is None:
-            return
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[IO[bytes] | None]:
+        """Yield the file, or None if there is none. An error of the disk is logged, and leaves no file."""
         try:
-            action()
+            yield self._file
         except OSError as error:
             logger.warning("the packed weights can not be saved: %s", error)
             self._drop()
 
     def _put(self, name: str, dtype: str, values: NDArray[Any], alignment: int) -> None:
-        begin = _round_up(self._end, alignment)
-        if begin > self._end:  # the format allows no holes
-            self._append(f"pad/{len(self._header)}", "U8", np.zeros(begin - self._end, np.uint8))
-        self._append(name, dtype, np.ascontiguousarray(values))
+        """Append a tensor, once; before it a pad, because the format allows no holes."""
+        with self._writing() as file:
+            if file is None or name in self._header:
+                return
+            if gap := -self._end % alignment:
+                self._append(file, f"pad/{len(self._header)}", "U8", np.zeros(gap, np.uint8))
+            self._append(file, name, dtype, np.ascontiguousarray(values))
 
-    def _append(self, name: str, dtype: str, values: NDArray[Any]) -> None:
-        if self._file is None:
-            return
-        self._file.seek(self._end)
-        self._file.write(values.reshape(-1).view(np.uint8).data)
-        offsets = [self._end - self._data_begin, self._end - self._data_begin + values.nbytes]
+    def _append(self, file: IO[bytes], name: str, dtype: str, values: NDArray[Any]) -> None:
+        file.seek(self._end)
+        file.write(values.reshape(-1).view(np.uint8).data)
+        begin = self._end - self._data_begin
+        offsets = [begin, begin + values.nbytes]
         self._header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
         self._end += values.nbytes
 
-    def _commit(self) -> None:
+    def _commit(self, file: IO[bytes]) -> None:
         """Write header and digest, then give the file its name, so that no process ever reads a part of it."""
-        file = self._file
-        if file is None:
-            return
         begin = self._end - self._data_begin
         self._header["digest"] = {"dtype": "U8", "shape": [32], "data_offsets": [begin, begin + 32]}
         self._header["__metadata__"] = {"headrace": json.dumps(self._facts)}
@@ -433,7 +432,3 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from headrace.backends.base import Backend
-    from headrace.quant.schemes import Scheme
+from headrace.backends.base import Backend, Ops
+from headrace.quant.schemes import Scheme
 
 
 class Packable(Protocol):
@@ -31,7 +30,9 @@ class Packable(Protocol):
     def num_out(self) -> int: ...
 
 
-class PackedOps(Protocol):
+class PackedOps(Ops, Protocol):
+    """The operators of a `PackedBackend`."""
+
     def stacked(self, name: str, matrices: Sequence[Any]) -> Any:
         """Return matrices of several forms over the same inputs as one, their outputs one after the other."""
         ...
@@ -41,24 +42,13 @@ class PackedOps(Protocol):
         ...
 
 
-class PackedBackend(Protocol):
-    """What a backend with layouts has beside `backends.base.Backend`: its matrices can be kept in a file and mapped."""
+class PackedBackend(Backend, Protocol):
+    """What a backend with layouts has beside `Backend`: its matrices can be kept in a file and mapped."""
 
-    dtype: str
-
-    @property
-    def ops(self) -> PackedOps: ...
-
-    def constant(self, values: Any) -> Any: ...
-
-    def table(self, values: Any) -> Any: ...
+    ops: PackedOps
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory for matrices that is read fast, starting on a page. Raises MemoryError."""
-        ...
-
-    def layouts(self) -> dict[str, str]:
-        """Return the name of the layout of each kind of matrix; it changes when the bytes do."""
         ...
 
     def packed_bytes(self, scheme: Scheme, num_out: int, num_in: int) -> int:

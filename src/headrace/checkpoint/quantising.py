@@ -1,7 +1,7 @@
 """What the readers of safetensors and GGUF files share: stacking, quantising on the way, and filling a packed file.
 
-A subclass says how one layer, one bias and one small tensor are read; `QuantisingReader` makes the backend's matrices
-of them. Knows no file formats. Called by `checkpoint.loader` and `checkpoint.gguf_source`.
+A subclass reads one layer, one bias and one small tensor at a time; `QuantisingReader` makes the backend's matrices of
+them. Knows no file formats. Called by `checkpoint.loader` and `checkpoint.gguf_source`.
 """
 
 from __future__ import annotations

@@ -75,11 +75,9 @@ def remote(url: str, model: str | None, api_key: str | None, params: SamplingPar
     """Return the function that answers by an OpenAI-style server. Raises `HeadraceError` if there is none at `url`."""
     import httpx
 
-    from headrace import env
-    from headrace.cli.bench.serve import first_model
+    from headrace.cli.bench.serve import authorization, first_model
 
-    key = api_key or env.api_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = authorization(api_key)
     body = {name: getattr(params, name) for name in SAMPLING if getattr(params, name) is not None}
     body |= {"model": model or first_model(url, headers)["id"], "stream": True}
 

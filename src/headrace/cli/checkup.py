@@ -1,7 +1,7 @@
-"""The checks of `headrace doctor`: a verdict for each thing that has gone wrong before, and the remedy.
+"""The checks of `headrace doctor`: a verdict for each known cause of trouble, with its remedy.
 
-They take `doctor.examine`'s report and examine what it leaves out: a port, limits of the process, quotas, earlier
-crashes. Changes nothing. Called by `cli.doctor`.
+They use the report of `doctor.examine`, and examine what it leaves out: a port, limits of the process, quotas, earlier
+crashes. They change nothing. Called by `cli.doctor`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_all(report: Report, host: str, port: int) -> list[Check]:
-    """Run every check. One that fails itself says so, and the others go on."""
+    """Run every check. A check that raises an error becomes a warning, and the others run all the same."""
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("native kernels", lambda: native(report)),
         ("processors", lambda: processors(report)),
@@ -239,7 +239,7 @@ def crashes() -> Iterator[Check]:
 
 
 def show(checks: list[Check]) -> None:
-    """Print the verdicts, the worst last, so that they are seen."""
+    """Print the verdicts, the worst last, where they are not scrolled away."""
     from rich.console import Console
     from rich.text import Text
 

@@ -48,6 +48,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
         "same. By default on a GPU; never with --speculative-config or --record-schedule.",
         "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
+        "gpu_memory_utilization": "Share of a GPU's memory that weights, working memory and KV cache may take.",
         "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",
         "max_num_seqs": "Sequences running at once.",
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
@@ -141,22 +142,31 @@ def meta_of(field: msgspec.structs.FieldInfo) -> msgspec.Meta | None:
 
 
 def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, default: Any) -> inspect.Parameter:
-    """Return the parameter that stands for one field of a struct in a command's signature."""
+    """Return the parameter that stands for one field of a struct in a command's signature.
+
+    A field's `Meta` may have `extra`: a `metavar`, and for a flag that is on or off the name of its `opposite`.
+    """
     name = "--" + field.name.replace("_", "-")
     settings: dict[str, Any] = {"help": help_of(struct, field), "rich_help_panel": PANELS.get(struct)}
-    plain = typing.get_args(field.type)[0] if meta_of(field) else field.type
+    meta = meta_of(field)
+    words = (meta.extra if meta is not None else None) or {}
+    plain = field.type if meta is None else typing.get_args(field.type)[0]
     union = isinstance(plain, types.UnionType) or typing.get_origin(plain) is typing.Union
     kinds = [part for part in (typing.get_args(plain) if union else (plain,)) if part is not type(None)]
     many = next((kind for kind in kinds if typing.get_origin(kind) is list), None)
     kind: Any = typing.get_args(many)[0] if many else kinds[0]
     if kind is not bool:
-        settings["metavar"] = {int: "INT", float: "FLOAT", str: "TEXT", SpeculativeConfig: "JSON"}[kind]
-    if kind is int:
+        metavars = {int: "INT", float: "FLOAT", str: "TEXT", SpeculativeConfig: "JSON"}
+        settings["metavar"] = words.get("metavar", metavars[kind])
+    if meta is not None and meta.le is not None:
+        settings |= {"min": meta.ge, "max": meta.le}
+    elif kind is int:
         settings["parser"] = integer
     if kind is SpeculativeConfig:
         settings["parser"] = speculative_config
     # --no-json would be of no use.
-    decls = [f"{name}/--no-{name[2:]}"] if kind is bool and field.name != "json" else [name]
+    opposite = words.get("opposite", f"no-{name[2:]}")
+    decls = [f"{name}/--{opposite}"] if kind is bool and field.name != "json" else [name]
     if struct is EngineConfig and field.name in SHORT:
         decls.append(SHORT[field.name])
     if many:

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import msgspec
 import typer
+from msgspec import Meta
 
 from headrace import hub
+from headrace.cli.options import build, options
 from headrace.cli.progress import progress_bar
 from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
 
@@ -42,105 +45,95 @@ DEFAULTS = {
 }
 """Of the methods that differ from `Default()`."""
 MIXED, MIXED_BITS = "mixed", 4.5
-MAX_TOKENS = 2**22
+METHOD_OPTIONS = ("method", "symmetric", "act_order", "damping", "clip", "alpha")
+"""The flags that a method takes as they are."""
 
 
+def _flag(metavar: str, text: str, low: int | None = None, high: int | None = None) -> Meta:
+    return Meta(description=text, extra={"metavar": metavar}, ge=low, le=high)
+
+
+class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of the command. None stands for the method's default."""
+
+    method: Annotated[
+        str,
+        _flag(
+            "M",
+            "rtn, gptq, awq, smoothquant, hqq, nf4, llm_int8, fp8, fp8_e5m2, mxfp4; or of a .gguf file its level "
+            "(Q4_K_M, Q8_0, ...), or mixed: types by measured loss within --bits a weight.",
+        ),
+    ] = "rtn"
+    bits: Annotated[float | None, _flag("B", "Bits of a code; by default the method's usual number.")] = None
+    group_size: Annotated[
+        int | None, _flag("G", "Inputs that share a scale; -1: one scale an output, 0: one scale.")
+    ] = None
+    symmetric: Annotated[
+        bool | None,
+        Meta(
+            description="Codes without or with zero points; by default the method's way.",
+            extra={"opposite": "asymmetric"},
+        ),
+    ] = None
+    format: Annotated[
+        str | None,
+        _flag("F", "compressed-tensors, gptq, awq, bitsandbytes, fp8, mxfp4 or gguf; by default the method's own."),
+    ] = None
+    calibration: Annotated[
+        str | None,
+        _flag(
+            "FILE", 'Text, or .jsonl with a "text" or "token_ids" in each line; by default the model writes the text.'
+        ),
+    ] = None
+    num_calibration_tokens: Annotated[int, _flag("INT", "Tokens of the calibration text that are used.", 2, 2**22)] = (
+        32768
+    )
+    calibration_length: Annotated[
+        int, _flag("INT", "Tokens of each piece of the calibration text; at most the context.", 2, 2**17)
+    ] = 512
+    act_order: Annotated[str, _flag("O", "gptq: none, static (any kernel runs it) or group (with a g_idx).")] = "static"
+    damping: Annotated[float, Meta(description="gptq: added to the Hessian's diagonal, as a share of its mean.")] = 0.01
+    clip: Annotated[bool, Meta(description="awq: search for the ends of each group's grid.")] = True
+    alpha: Annotated[float, Meta(description="smoothquant: how much of the difficulty goes into the weights.")] = 0.5
+
+
+@options(QuantizePlan)
 def quantize(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin': plain floats.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to make; or the .gguf file.")],
-    *,
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="M",
-            help="rtn, gptq, awq, smoothquant, hqq, nf4, llm_int8, fp8, fp8_e5m2, mxfp4; or of a .gguf file its level "
-            "(Q4_K_M, Q8_0, ...), or mixed: types by measured loss within --bits a weight.",
-        ),
-    ] = "rtn",
-    bits: Annotated[
-        float | None, typer.Option(metavar="B", help="Bits of a code; by default the method's usual number.")
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(metavar="G", help="Inputs that share a scale; -1: one scale an output, 0: one scale."),
-    ] = None,
-    symmetric: Annotated[
-        bool | None,
-        typer.Option(
-            "--symmetric/--asymmetric", help="Codes without or with zero points; by default the method's way."
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="F",
-            help="compressed-tensors, gptq, awq, bitsandbytes, fp8, mxfp4 or gguf; by default the method's own.",
-        ),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='Text, or .jsonl with a "text" or "token_ids" in each line; by default the model writes the text.',
-        ),
-    ] = None,
-    num_calibration_tokens: Annotated[
-        int, typer.Option(metavar="INT", min=2, max=MAX_TOKENS, help="Tokens of the calibration text that are used.")
-    ] = 32768,
-    calibration_length: Annotated[
-        int,
-        typer.Option(
-            metavar="INT", min=2, max=2**17, help="Tokens of each piece of the calibration text; at most the context."
-        ),
-    ] = 512,
-    act_order: Annotated[
-        str, typer.Option(metavar="O", help="gptq: none, static (any kernel runs it) or group (with a g_idx).")
-    ] = "static",
-    damping: Annotated[
-        float, typer.Option(metavar="FLOAT", help="gptq: added to the Hessian's diagonal, as a share of its mean.")
-    ] = 0.01,
-    clip: Annotated[bool, typer.Option(help="awq: search for the ends of each group's grid.")] = True,
-    alpha: Annotated[
-        float, typer.Option(metavar="FLOAT", help="smoothquant: how much of the difficulty goes into the weights.")
-    ] = 0.5,
+    **fields: Any,
 ) -> None:
     """Quantise a model's weights. The same command resumes an interrupted run."""
+    plan = build(QuantizePlan, fields)
     from headrace.quantize.base import Options, find_method, find_writer, method_names
     from headrace.quantize.driver import quantise_checkpoint, verify_checkpoint, verify_out
     from headrace.quantize.gguf_writer import LEVELS
 
-    if method == MIXED or method in LEVELS:
-        _gguf(model, out, method, bits, calibration, num_calibration_tokens, calibration_length)
+    if plan.method == MIXED or plan.method in LEVELS:
+        _gguf(model, out, plan)
         return
-    if method not in method_names():
-        raise RequestError("method", method, "one of " + ", ".join([*method_names(), MIXED, *LEVELS]))
-    default = DEFAULTS.get(method, Default())
-    if bits is not None and bits != int(bits):
-        raise RequestError("bits", bits, f"a whole number for method {method}")
-    if act_order not in ("none", "static", "group"):
-        raise RequestError("act_order", act_order, "one of none, static, group")
-    options = Options(
-        method=method,
-        bits=default.bits if bits is None else int(bits),
-        group_size=default.group_size if group_size is None else group_size,
-        symmetric=symmetric,
-        act_order=act_order,  # type: ignore[arg-type]
-        damping=damping,
-        clip=clip,
-        alpha=alpha,
-    )
+    if plan.method not in method_names():
+        raise RequestError("method", plan.method, "one of " + ", ".join([*method_names(), MIXED, *LEVELS]))
+    default = DEFAULTS.get(plan.method, Default())
+    if plan.bits is not None and plan.bits != int(plan.bits):
+        raise RequestError("bits", plan.bits, f"a whole number for method {plan.method}")
+    if plan.act_order not in ("none", "static", "group"):
+        raise RequestError("act_order", plan.act_order, "one of none, static, group")
+    layout = plan.format or default.layout
+    choices: dict[str, Any] = {name: getattr(plan, name) for name in METHOD_OPTIONS}
+    choices["bits"] = default.bits if plan.bits is None else int(plan.bits)
+    choices["group_size"] = default.group_size if plan.group_size is None else plan.group_size
     # Every refusal comes before the model generates a text, which takes minutes.
-    options = find_method(method).verify(options)
-    find_writer(layout or default.layout).verify(options)
+    chosen = find_method(plan.method).verify(Options(**choices))
+    find_writer(layout).verify(chosen)
     verify_out(out)
     directory = hub.resolve(model)
-    verify_out(out, verify_checkpoint(directory, options, layout or default.layout))
+    verify_out(out, verify_checkpoint(directory, chosen, layout))
     pieces: list[list[int]] = []
-    if find_method(method).CALIBRATED or calibration is not None:
-        pieces = calibration_text(model, directory, calibration, num_calibration_tokens, calibration_length)
+    if find_method(plan.method).CALIBRATED or plan.calibration is not None:
+        pieces = calibration_of(plan, model, directory)
     with progress_bar("quantising") as show:
-        report = quantise_checkpoint(directory, out, options, layout or default.layout, pieces, progress=show)
+        report = quantise_checkpoint(directory, out, chosen, layout, pieces, progress=show)
     print(summary(report, out), file=sys.stderr)
 
 
@@ -158,10 +151,15 @@ def summary(report: Report, out: Path) -> str:
     return line
 
 
+def calibration_of(plan: QuantizePlan, model: str, directory: Path) -> list[list[int]]:
+    file = None if plan.calibration is None else Path(plan.calibration)
+    return calibration_text(model, directory, file, plan.num_calibration_tokens, plan.calibration_length)
+
+
 def calibration_text(model: str, directory: Path, file: Path | None, num_tokens: int, length: int) -> list[list[int]]:
     """Return pieces of token ids, from `file` or from text that the model generates."""
     from headrace.models.config import ModelConfig
-    from headrace.quantize.calibration import cut, own_words, read_texts
+    from headrace.quantize.calibration import cut, generated_text, read_texts
 
     if directory.is_file():
         raise CheckpointError(f"{directory} is a GGUF file; headrace quantises directories of safetensors")
@@ -196,30 +194,29 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
             outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
             return [[*prompt, *output.outputs[0].token_ids] for output in outputs]
 
-        return own_words(answer, length, num_tokens)
+        return generated_text(answer, length, num_tokens)
 
 
-def _gguf(
-    model: str, out: Path, method: str, bits: float | None, calibration: Path | None, num_tokens: int, length: int
-) -> None:
+def _gguf(model: str, out: Path, plan: QuantizePlan) -> None:
     """Write a GGUF file of one of its levels, or of types chosen by measured loss."""
     from headrace.quantize import gguf_writer, mixed
     from headrace.quantize.driver import verify_out
 
     if out.suffix != ".gguf":
-        raise RequestError("out", str(out), f"a name that ends in .gguf for method {method}")
+        raise RequestError("out", str(out), f"a name that ends in .gguf for method {plan.method}")
     if out.exists():
         raise RequestError("out", str(out), "a file that is not there yet")
     verify_out(out)
     directory = hub.resolve(model)
     with progress_bar("quantising") as show:
-        if method == MIXED:
-            mixed.verify(gguf_writer.Source(directory), MIXED_BITS if bits is None else bits)
-            pieces = calibration_text(model, directory, calibration, num_tokens, length)
-            mixture = mixed.write(directory, out, MIXED_BITS if bits is None else bits, pieces, show)
+        if plan.method == MIXED:
+            bits = MIXED_BITS if plan.bits is None else plan.bits
+            mixed.verify(gguf_writer.Source(directory), bits)
+            mixture = mixed.write(directory, out, bits, calibration_of(plan, model, directory), show)
             written, loss = mixture.written, f"; {mixture.measured:.4f} nats a token from the plain model"
         else:
-            if bits is not None or calibration is not None:
-                raise RequestError("bits" if bits is not None else "calibration", method, "left out: the level says it")
-            written, loss = gguf_writer.convert(directory, out, method, show), ""
+            for name in ("bits", "calibration"):
+                if getattr(plan, name) is not None:
+                    raise RequestError(name, plan.method, "left out: the level says it")
+            written, loss = gguf_writer.convert(directory, out, plan.method, show), ""
     print(f"{out}: {written.num_bytes / 2**20:.1f} MiB, {written.bits:.2f} bits a weight{loss}", file=sys.stderr)

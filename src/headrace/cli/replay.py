@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,16 +40,13 @@ def replay(
     changed |= {name: value for name, value in (("model", model), ("num_threads", num_threads)) if value is not None}
     began = datetime.datetime.fromtimestamp(head.time, datetime.UTC)
     print(f"{head.info.model}, headrace {head.info.version}, recorded from {began:%Y-%m-%d %H:%M:%S} UTC on")
-    core = build_engine(msgspec.structs.replace(config, **changed))
-    try:
+    with closing(build_engine(msgspec.structs.replace(config, **changed))) as core:
         for name in head.info.__struct_fields__:
             then, now = getattr(head.info, name), getattr(core.info, name)
             if then != now and not (name == "model" and model is not None):
                 print(f"{name} was {then!r} and is {now!r}")
         runner: Any = core.executor
         outcome = run_again(records, core, runner.speculator, runner.matchers)
-    finally:
-        core.close()
     print(
         f"{outcome.num_steps:,} steps of {outcome.num_requests:,} requests: {outcome.num_tokens:,} tokens and "
         f"{outcome.num_logprobs:,} log-probabilities are the same to the bit"

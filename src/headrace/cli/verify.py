@@ -74,8 +74,8 @@ def verify(
 def examine(plan: VerifyPlan, config: EngineConfig) -> dict[str, Any]:
     """Run both tests, with one engine at a time. `passed` is the verdict.
 
-    Requests alone are run with the configured speculation; in the batch and in the distribution test every guess is
-    made, also those that would not pay: few guesses prove little.
+    Requests alone run with the configured speculation. In the batch and in the distribution test speculation is not
+    adaptive, so that it also guesses where that saves no time: a test with few guesses proves little.
     """
     from headrace.llm import LLM
 
@@ -106,7 +106,7 @@ def examine(plan: VerifyPlan, config: EngineConfig) -> dict[str, Any]:
         stats.append(eager.get_metrics())
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         result[name] = sum(getattr(each, name) for each in stats)
-    # A drafter that never guesses proves nothing.
+    # Without any guess, nothing was tested.
     sound = result["num_different"] == 0 and result.get("p_value", 1.0) >= LEAST_P
     return result | {"passed": sound and result["num_drafts"] > 0}
 

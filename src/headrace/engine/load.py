@@ -258,7 +258,8 @@ def choose_num_blocks(
     elif config.kv_cache_memory_bytes is not None:
         field, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
     else:
-        budget = backend.kv_budget(model, max_pieces, config.max_num_batched_tokens, max_model_len)
+        sizes = max_pieces, config.max_num_batched_tokens, max_model_len
+        budget = backend.kv_budget(model, *sizes, config.gpu_memory_utilization)
         field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)
     if num_blocks >= least:
         return num_blocks

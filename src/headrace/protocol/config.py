@@ -46,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     max_num_seqs: int = 128
@@ -76,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         for name, low in (("max_model_len", 2), ("num_gpu_blocks_override", 1), ("kv_cache_memory_bytes", 1)):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), low)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise RequestError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _at_least("max_logprobs", self.max_logprobs, -1)
         if self.seed is not None:

@@ -4,7 +4,7 @@ int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, 
 bits; int8 kernels code * scale with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8) one
 float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them. Codes of fewer
 bits, other zero points and larger groups are converted to these forms where that loses nothing; scales, minimums and
-tables that the kernels can not hold are rounded, and `Fit.rounding` says by how much. All else has no kernel and is
+tables that the kernels can not hold are rounded, by `Fit.rounding` at most. All other weights have no kernel and are
 dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
 """
 

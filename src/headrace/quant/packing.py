@@ -1,7 +1,7 @@
 """What the checkpoint formats have in common: codes out of packed words, verified tensors, lists of plain layers.
 
-Nothing here trusts a checkpoint: every shape, type and number that a format relies on is verified, and what does not
-fit is a `CheckpointError` naming tensor, shape and what was expected. Called by the formats `quant/<quant_method>.py`.
+Every shape, type and number that a format relies on is verified; a wrong one is a `CheckpointError` that names the
+tensor, its shape and what was expected. Called by the formats `quant/<quant_method>.py`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,21 @@ def good_scales(scales: Tensor, name: str) -> Tensor:
     return wide
 
 
+def one_scale(tensors: Tensors, name: str) -> Tensor:
+    """The scale of a whole matrix, float32 [1, 1]."""
+    scale = good_scales(tensors(name), name)
+    if scale.numel() != 1:
+        raise CheckpointError(f"{name} has shape {list(scale.shape)}, expected [1]")
+    return scale.reshape(1, 1)
+
+
+def two_sizes(values: Any, what: str) -> tuple[int, int]:
+    """`values` if it is a list of two sizes; the error names `what`."""
+    if isinstance(values, list) and len(values) == 2 and all(type(size) is int and size > 0 for size in values):
+        return values[0], values[1]
+    raise CheckpointError(f"{what} is {values!r:.80}, expected two whole numbers")
+
+
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of `bits` (1 to 8) of each row of int32 words [rows, n], as uint8 [rows, count].
 
@@ -93,6 +108,11 @@ def nibbles(packed: Tensor, high_first: bool) -> Tensor:
     return torch.stack((high, low) if high_first else (low, high), -1).flatten(1)
 
 
+def four_bit_floats(pairs: Tensor, scales: Tensor, group: int) -> QWeight:
+    """E2M1 codes, two in each byte of [out, in / 2] with the lower half first, and scales float32 [out, groups]."""
+    return QWeight(nibbles(pairs, False), scales, group=group, bits=4, codebook=torch.tensor(E2M1))
+
+
 def by_index(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor, group: int, bits: int, name: str,
              codebook: Tensor | None = None) -> QWeight:  # fmt: skip
     """Codes [out, in] whose input j has the scale (and zero) of group g_idx[j]; scales, zeros [out, groups]."""
@@ -112,11 +132,6 @@ def by_index(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor,
     # Groups of unequal size: every input becomes a group.
     each = QWeight(codes, scales[:, index], None if zeros is None else zeros[:, index], None, 1, bits)
     return QWeight(each.dequantize())
-
-
-def over_blocks(scales: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
-    """Scales [row blocks, column blocks] as [out, column blocks]."""
-    return scales if block[0] == 1 else scales.repeat_interleave(block[0], 0)[: shape[0]]
 
 
 def names_listed(config: dict[str, Any], *keys: str) -> list[str]:

@@ -39,7 +39,7 @@ class Placements:
         placed = self._placed.setdefault((fit.scheme, fit.why), _Placed())
         placed.names.append(source.name)
         placed.stored += stored
-        placed.held += num_bytes(source.scheme, source.num_out, source.num_in)
+        placed.held += round(source.scheme.bits_per_weight(source.num_in) * source.num_out * source.num_in / 8)
         placed.held += 0 if fit.columns is None else 2 * len(fit.columns) * (source.num_out + 2 * source.num_in)
         placed.rounding = max(placed.rounding, fit.rounding)
 
@@ -63,11 +63,3 @@ class Placements:
     def log(self) -> None:
         for line in self.lines():
             logger.info("%s", line)
-
-
-def num_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
-    """Bytes that the kernel reads for a matrix, without padding."""
-    if scheme.kind == "f":
-        return num_out * num_in * (4 if scheme.dtype == "float32" else 2)
-    codes = num_out * num_in * scheme.bits // 8
-    return codes + scheme.scale_bytes * num_out * -(-num_in // (scheme.group or num_in))

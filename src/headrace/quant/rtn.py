@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
+from headrace.quant.threads import on_all_threads
 
 SHRINK = (1.0, 0.9)
 """Scales that are tried for int4, as shares of the one that reaches the group's ends. On Gaussian, Laplace and trained
@@ -48,46 +48,25 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
     mins = torch.empty(num_out, num_groups) if scheme.has_min else None
     step = max(1, BLOCK_WEIGHTS // num_in)
 
-    def work(next_row: Callable[[], int]) -> None:
-        with torch.inference_mode():
-            block = _Block(step, num_in, group)
-            while (first := next_row()) < num_out:
-                rows = slice(first, min(first + step, num_out))
-                block_mins = None if mins is None else mins[rows]
-                if not block.quantise(weight[rows], scheme, codes[rows], scales[rows], block_mins):
-                    raise CheckpointError(_why(weight[rows], name))
+    block = _Block(step, num_in, group)
 
-    _on_all_threads(work, num_out, step)
+    def work(first: int) -> None:
+        with torch.inference_mode():
+            rows = slice(first, first + step)
+            block_mins = None if mins is None else mins[rows]
+            if not block.quantise(weight[rows], scheme, codes[rows], scales[rows], block_mins):
+                raise CheckpointError(_why(weight[rows], name))
+
+    on_all_threads(work, num_out, step)
     zeros = torch.full((1, 1), float(scheme.middle)).expand(num_out, num_groups) if scheme.middle else None
     return QWeight(codes, scales, zeros, mins, group, bits=scheme.bits, codebook=book)
 
 
-def _on_all_threads(work: Callable[[Callable[[], int]], None], end: int, step: int) -> None:
-    """Run `work` on torch's number of threads; its argument returns 0, step, 2 * step, ..., each to one thread."""
-    row, lock = -step, threading.Lock()
+class _Block(threading.local):
+    """Memory for some rows as floats in groups: `x` [rows, groups, group], and `y` of the same size as scratch.
 
-    def next_row() -> int:
-        nonlocal row
-        with lock:
-            row += step
-            return row
-
-    num_threads = min(torch.get_num_threads(), -(-end // step))
-    if num_threads <= 1:
-        work(next_row)
-        return
-    # torch's threads meet at a barrier after every operation, where all wait for the slowest; these need not wait.
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(num_threads, "quantise", torch.set_num_threads, (1,)) as pool:
-            for future in [pool.submit(work, next_row) for _ in range(num_threads)]:
-                future.result()
-    finally:
-        torch.set_num_threads(before)
-
-
-class _Block:
-    """Memory for some rows as floats in groups: `x` [rows, groups, group], and `y` of the same size as scratch."""
+    Each thread has its own.
+    """
 
     def __init__(self, num_rows: int, num_in: int, group: int) -> None:
         self.num_in = num_in

@@ -86,10 +86,14 @@ class Scheme(NamedTuple):
         """Bits of a code."""
         return BITS[self.kind]
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scale and the minimum of a group of codes, or of an output."""
-        return 4 if self.kind == "f8" or not self.group else 2 * (1 + self.has_min)
+    def bits_per_weight(self, num_in: int) -> float:
+        """Bits of a weight of rows of `num_in` as the kernels read it: scales and minima included, padding not."""
+        if self.kind == "f":
+            return 32.0 if self.dtype == "float32" else 16.0
+        if self.kind == "k":
+            return K_TYPES[self.dtype].bits
+        scale_bits = 32 if self.kind == "f8" or not self.group else 16 * (1 + self.has_min)
+        return self.bits + scale_bits / (self.group or num_in)
 
     @property
     def middle(self) -> int:

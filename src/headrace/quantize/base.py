@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -196,16 +197,17 @@ def writer_names() -> list[str]:
 
 def find_method(name: str) -> Method:
     """Raises `RequestError` naming those that exist."""
-    if name not in method_names():
-        raise RequestError("method", name, "one of " + ", ".join(method_names()))
-    method: Method = importlib.import_module(f"headrace.quantize.methods.{name}")
+    method: Method = _find("method", name, method_names(), methods)
     return method
 
 
 def find_writer(name: str) -> Writer:
     """Raises `RequestError` naming those that exist."""
-    if name not in writer_names():
-        raise RequestError("format", name, "one of " + ", ".join(writer_names()))
-    module = name.replace("-", "_")
-    writer: Writer = importlib.import_module(f"headrace.quantize.writers.{module}")
+    writer: Writer = _find("format", name, writer_names(), writers)
     return writer
+
+
+def _find(field: str, name: str, names: list[str], package: ModuleType) -> Any:
+    if name not in names:
+        raise RequestError(field, name, "one of " + ", ".join(names))
+    return importlib.import_module(f"{package.__name__}.{name.replace('-', '_')}")

@@ -71,7 +71,7 @@ def cut(texts: Iterable[Sequence[int]], length: int, num_tokens: int) -> list[li
     return pieces
 
 
-def own_words(answer: Callable[[range], Sequence[Sequence[int]]], length: int, num_tokens: int) -> list[list[int]]:
+def generated_text(answer: Callable[[range], Sequence[Sequence[int]]], length: int, num_tokens: int) -> list[list[int]]:
     """Return pieces of text that the model generates. answer: gives the token ids of a text for each of some seeds."""
 
     def texts() -> Iterator[Sequence[int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headrace import hub, models
-from headrace.backends.base import Chunks, KVShape
+from headrace.backends.base import Chunks
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.checkpoint.loader import DTYPES, Checkpoint, view_of
 from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
@@ -65,16 +66,6 @@ class Batch(NamedTuple):
     rows: ForwardBatch
     place: slice
     num_blocks: int
-
-
-class OneCache:
-    """One cache for all layers, of which one runs at a time."""
-
-    def __init__(self, shape: KVShape, num_blocks: int) -> None:
-        self._kv = torch.zeros(2, num_blocks, BLOCK, shape.num_kv_heads, shape.head_dim)
-
-    def __getitem__(self, layer_id: int) -> Tensor:
-        return self._kv
 
 
 def quantise_checkpoint(
@@ -208,14 +199,16 @@ class Run:
         values = [VERSION, files, self.values, layout, _as_json(self.options), self.calibration]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _embedded(self) -> tuple[Tensor, list[Batch], OneCache]:
+    def _embedded(self) -> tuple[Tensor, list[Batch], Tensor]:
         """Return the calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
         batches = list(_batches(self.calibration))
         parts = [self.model.enter(batch.rows) for batch in batches]
-        kv = OneCache(self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0))
-        return torch.cat(parts) if parts else torch.empty(0, 0), batches, kv
+        shape, num_blocks = self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0)
+        # One cache for all layers, because one layer runs at a time.
+        kv = torch.zeros(2, num_blocks, BLOCK, shape.num_kv_heads, shape.head_dim)
+        return torch.cat(parts) if parts else torch.empty(0, 0), batches, kv.expand(self.num_layers, *kv.shape)
 
-    def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: OneCache) -> Tensor:
+    def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: Tensor) -> Tensor:
         out = torch.empty_like(hidden)
         for batch in batches:
             out[batch.place] = self.model.layers[i](hidden[batch.place], batch.rows, kv)
@@ -225,7 +218,7 @@ class Run:
     def _matrices(self, i: int) -> list[LazyMatrix]:
         return [matrix for matrix in self.weights.matrices if _layer_of(matrix.names[0]) == i]
 
-    def _quantise(self, i: int, hidden: Tensor, batches: list[Batch], kv: OneCache) -> None:
+    def _quantise(self, i: int, hidden: Tensor, batches: list[Batch], kv: Tensor) -> None:
         layer = self._load(i)
         if batches:
             self._measure(i, layer, hidden, batches, kv)
@@ -277,7 +270,7 @@ class Run:
         self.ops.weights, self.ops.biases = layer.weights | plain, dict(layer.biases)
         return layer
 
-    def _measure(self, i: int, layer: Layer, hidden: Tensor, batches: list[Batch], kv: OneCache) -> None:
+    def _measure(self, i: int, layer: Layer, hidden: Tensor, batches: list[Batch], kv: Tensor) -> None:
         """Fill in the layer's statistics and folds."""
         ops = self.ops
         ops.statistics, ops.fed, ops.recording = {}, {}, True
@@ -300,9 +293,8 @@ class Run:
         """Raises `CheckpointError` unless the file reads back as `weights`, to the bit."""
         tensors = _File(self.out / file)
         for name, weight in weights.items():
-            if not torch.equal(
-                self.writer.read(tensors, name, self.quantization_config).dequantize(), weight.dequantize()
-            ):
+            codes = self.writer.read(tensors, name, self.quantization_config)
+            if not torch.equal(codes.dequantize(), weight.dequantize()):
                 raise CheckpointError(f"{self.out / file}: {name} is not read back as it was written")
 
     def _read_back(self, i: int) -> None:
@@ -405,22 +397,17 @@ def _in_vocabulary(calibration: Sequence[Sequence[int]], vocab_size: int) -> lis
 
 
 def _batches(calibration: list[list[int]]) -> Iterable[Batch]:
-    first, row = 0, 0
-    while first < len(calibration):
-        last, num_rows = first + 1, len(calibration[first])
-        while last < len(calibration) and num_rows + len(calibration[last]) <= MAX_ROWS:
-            num_rows += len(calibration[last])
-            last += 1
-        pieces = calibration[first:last]
-        tables: list[list[int]] = []
-        num_blocks = 0
-        for piece in pieces:
-            count = -(-len(piece) // BLOCK)
-            tables.append(list(range(num_blocks, num_blocks + count)))
-            num_blocks += count
+    row, pieces = 0, list[list[int]]()
+    for piece, following in itertools.zip_longest(calibration, calibration[1:], fillvalue=()):
+        pieces.append(list(piece))
+        num_rows = sum(map(len, pieces))
+        if following and num_rows + len(following) <= MAX_ROWS:
+            continue
+        ends = list(itertools.accumulate((-(-len(each) // BLOCK) for each in pieces), initial=0))
+        tables = [list(range(*span)) for span in itertools.pairwise(ends)]
         rows = make_forward_batch(Chunks([0] * len(pieces), pieces, tables), BLOCK, torch.device("cpu"))
-        yield Batch(rows, slice(row, row + num_rows), num_blocks)
-        first, row = last, row + num_rows
+        yield Batch(rows, slice(row, row + num_rows), ends[-1])
+        row, pieces = row + num_rows, []
 
 
 def _turned(stored: Tensor, matrix: LazyMatrix) -> Tensor:
@@ -443,8 +430,7 @@ def _error(weight: Tensor, codes: QWeight, statistics: Statistics | None) -> flo
 
 
 def _as_json(options: Options) -> dict[str, Any]:
-    values = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    return values | {"scale_dtype": str(options.scale_dtype).removeprefix("torch.")}
+    return dataclasses.asdict(options) | {"scale_dtype": str(options.scale_dtype).removeprefix("torch.")}
 
 
 def copy_others(source: Path, out: Path) -> None:

@@ -11,7 +11,7 @@ Called by `quantize.gguf_writer` and `quantize.mixed`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.formats.gguf_blocks import PIECE_WEIGHTS, TYPES
+from headrace.quant.threads import on_all_threads
 
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
@@ -61,14 +62,7 @@ def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
     def work(first: int) -> None:
         raw[first : first + step] = encoder.write(np.ascontiguousarray(blocks[first : first + step], np.float32))
 
-    starts = range(0, len(blocks), step)
-    threads = min(torch.get_num_threads(), len(starts))
-    if threads > 1:
-        with ThreadPoolExecutor(threads, "gguf") as pool:
-            list(pool.map(work, starts))
-    else:
-        for first in starts:
-            work(first)
+    on_all_threads(work, len(blocks), step)
     return raw.reshape(len(weight), -1)
 
 
@@ -175,36 +169,19 @@ def _folded(codes: NDArray[Any], size: int, bits: int) -> U8:
     return folded
 
 
-def _high_bits(codes: U8) -> U8:
-    """Return the fifth bit of 32 codes [n, 32] as four bytes, the first code's lowest."""
-    return np.packbits(codes >> 4, axis=1, bitorder="little")
-
-
-def _q4_0(x: F32) -> U8:
-    scale = _half(_symmetric(x, -8, 7))
-    codes = _chosen(x, scale, None, -8, 7) + 8
-    return np.concatenate((_bytes(scale[:, None]), _folded(codes, 16, 4)), axis=1)
-
-
-def _q5_0(x: F32) -> U8:
-    scale = _half(_symmetric(x, -16, 15))
-    codes = (_chosen(x, scale, None, -16, 15) + 16).astype(np.uint8)
-    return np.concatenate((_bytes(scale[:, None]), _high_bits(codes), _folded(codes & 15, 16, 4)), axis=1)
-
-
-def _with_minimum(x: F32, high: int) -> tuple[U8, U8]:
-    scale, least = (_half(part) for part in _affine(x, high, False))
-    return _bytes(np.stack((scale, least), 1)), _chosen(x, scale, least, 0, high).astype(np.uint8)
-
-
-def _q4_1(x: F32) -> U8:
-    head, codes = _with_minimum(x, 15)
-    return np.concatenate((head, _folded(codes, 16, 4)), axis=1)
-
-
-def _q5_1(x: F32) -> U8:
-    head, codes = _with_minimum(x, 31)
-    return np.concatenate((head, _high_bits(codes), _folded(codes & 15, 16, 4)), axis=1)
+def _legacy(x: F32, bits: int, has_min: bool) -> U8:
+    """Blocks of 32 codes of 4 or 5 bits with one scale, and a minimum if `has_min`."""
+    half = 0 if has_min else 2 ** (bits - 1)
+    if has_min:
+        scale, least = (_half(part) for part in _affine(x, 2**bits - 1, False))
+        head = _bytes(np.stack((scale, least), 1))
+    else:
+        scale, least = _half(_symmetric(x, -half, half - 1)), None
+        head = _bytes(scale[:, None])
+    codes = (_chosen(x, scale, least, -half, 2**bits - 1 - half) + half).astype(np.uint8)
+    # The fifth bits of all codes are four bytes, the first code's lowest.
+    high = [np.packbits(codes >> 4, axis=1, bitorder="little")] if bits == 5 else []
+    return np.concatenate((head, *high, _folded(codes & 15, 16, 4)), axis=1)
 
 
 def _q8_0(x: F32) -> U8:
@@ -235,21 +212,14 @@ def _six_bits(scale: F32, least: F32) -> U8:
     return np.concatenate((first, second, (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4), axis=1)
 
 
-def _with_minima(x: F32, high: int) -> tuple[U8, U8]:
-    groups = x.reshape(-1, 8, 32)
-    outer, inner, scale, least, codes = _refined(groups, *_affine(groups, high, True), high, 0, (0, 63))
-    head = np.concatenate((_bytes(outer), _bytes(inner), _six_bits(scale, least)), axis=1)
-    return head, codes.reshape(len(x), -1).astype(np.uint8)
-
-
-def _q4_k(x: F32) -> U8:
-    head, codes = _with_minima(x, 15)
-    return np.concatenate((head, _folded(codes, 32, 4)), axis=1)
-
-
-def _q5_k(x: F32) -> U8:
-    head, codes = _with_minima(x, 31)
-    return np.concatenate((head, _folded(codes >> 4, 32, 1), _folded(codes & 15, 32, 4)), axis=1)
+def _with_minima(x: F32, bits: int) -> U8:
+    """Q4_K or Q5_K."""
+    groups, high = x.reshape(-1, 8, 32), 2**bits - 1
+    outer, inner, scale, least, floats = _refined(groups, *_affine(groups, high, True), high, 0, (0, 63))
+    codes = floats.reshape(len(x), -1).astype(np.uint8)
+    fifth = [_folded(codes >> 4, 32, 1)] if bits == 5 else []
+    head = (_bytes(outer), _bytes(inner), _six_bits(scale, least))
+    return np.concatenate((*head, *fifth, _folded(codes & 15, 32, 4)), axis=1)
 
 
 def _q6_k(x: F32) -> U8:
@@ -260,30 +230,22 @@ def _q6_k(x: F32) -> U8:
     return np.concatenate((_folded(bits & 15, 64, 4), _folded(bits >> 4, 32, 2), scales, _bytes(outer)), axis=1)
 
 
-def _bfloat16(x: F32) -> U8:
-    return torch.from_numpy(x).to(torch.bfloat16).view(torch.uint8).numpy()
-
-
-def _float32(x: F32) -> U8:
-    return np.ascontiguousarray(x, "<f4").view(np.uint8)
-
-
 _BLOCKS: dict[str, Callable[[F32], U8]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q4_0": partial(_legacy, bits=4, has_min=False),
+    "Q4_1": partial(_legacy, bits=4, has_min=True),
+    "Q5_0": partial(_legacy, bits=5, has_min=False),
+    "Q5_1": partial(_legacy, bits=5, has_min=True),
     "Q8_0": _q8_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q4_K": partial(_with_minima, bits=4),
+    "Q5_K": partial(_with_minima, bits=5),
     "Q6_K": _q6_k,
 }
 ENCODERS: dict[str, Encoder] = {
-    "F32": Encoder(1, 4, _float32),
+    "F32": Encoder(1, 4, lambda x: np.ascontiguousarray(x, "<f4").view(np.uint8)),
     "F16": Encoder(1, 2, _bytes),
-    "BF16": Encoder(1, 2, _bfloat16),
+    "BF16": Encoder(1, 2, lambda x: torch.from_numpy(x).to(torch.bfloat16).view(torch.uint8).numpy()),
 } | {kind: Encoder(TYPES[kind].elements, TYPES[kind].size, write) for kind, write in _BLOCKS.items()}
 """By the type's name."""
 

@@ -155,12 +155,9 @@ class Source:
     @property
     def floats(self) -> Level:
         """The level of floats whose type most of the checkpoint's bytes have."""
-        bits = {"F32": 0, "F16": 0, "BF16": 0}
-        for name in self.checkpoint.names:
-            entry = self.checkpoint.entry(name)
-            if entry.dtype in bits:
-                bits[entry.dtype] += entry.end - entry.begin
-        return LEVELS[max(bits, key=lambda kind: bits[kind])]
+        entries = [self.checkpoint.entry(name) for name in self.checkpoint.names]
+        sizes = {kind: sum(e.end - e.begin for e in entries if e.dtype == kind) for kind in FLOATS.values()}
+        return LEVELS[max(sizes, key=lambda kind: sizes[kind])]
 
     def raw(self, plan: Planned) -> Iterator[U8]:
         """Yield the bytes of a tensor that is already blocks, rows in the file's order."""

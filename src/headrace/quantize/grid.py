@@ -89,12 +89,17 @@ def quantise(weight: Tensor, options: Options, name: str, grid_of: Tensor | None
     return QWeight(codes, scale, zero, group=group, bits=options.bits)
 
 
+def verify_finite(weight: Tensor, name: str) -> None:
+    """Raises `CheckpointError` if a weight is not finite."""
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(f"{name} has a weight that is not finite; it can not be quantised")
+
+
 def verify_scales(scale: Tensor, weight: Tensor, name: str) -> None:
     """Raises `CheckpointError` if weights or their scales are not finite."""
     if bool(torch.isfinite(scale).all()):
         return
-    if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{name} has a weight that is not finite; it can not be quantised")
+    verify_finite(weight, name)
     raise CheckpointError(
         f"{name} has weights as large as {weight.abs().max().item():.3g}; their scale is beyond float16 ({MAX_F16:g})"
     )

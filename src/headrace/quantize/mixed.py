@@ -197,10 +197,9 @@ class _Measured:
             raise RequestError("calibration", wrong, f"token ids below {self.model.vocab_size}, the vocabulary")
         self.groups = _groups(source, backend.ops.matrices, self.model.embedding)
         grouped = {plan.name for group in self.groups for plan in group.plans}
-        sizes = {plan.name: int(np.prod(source.shape(plan))) for plan in source.plans}
+        sizes = {plan.name: math.prod(source.shape(plan)) for plan in source.plans}
         self.num_weights = sum(sizes.values())
-        rest = [plan for plan in source.plans if plan.name not in grouped]
-        self.other_bits = sum(32.0 * sizes[plan.name] for plan in rest)
+        self.other_bits = sum(32.0 * size for name, size in sizes.items() if name not in grouped)
         for group in self.groups:
             group.num_weights = sum(sizes[plan.name] for plan in group.plans)
         self.expected = [self._log_probabilities(piece) for piece in self.pieces]
@@ -252,11 +251,10 @@ class _Measured:
 
 
 def _cut(calibration: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
-    pieces, num_left = [], MAX_TOKENS
+    pieces: list[list[int]] = []
     for piece in calibration:
-        cut = list(piece[: min(num_left, longest)])
-        num_left -= len(cut)
-        pieces += [cut] if cut else []
+        pieces.append(list(piece[: min(MAX_TOKENS - sum(map(len, pieces)), longest)]))
+    pieces = [piece for piece in pieces if piece]
     if not pieces:
         raise RequestError("calibration", None, "a text for method mixed: types are chosen by what they cost on it")
     return pieces
@@ -284,9 +282,9 @@ def _groups(source: Source, matrices: Sequence[RefMatrix], table: Tensor) -> lis
     return list(groups.values())
 
 
-def _pieces(part: Tensor) -> list[Tensor]:
-    step = max(SLAB_WEIGHTS // part.shape[1], 1)
-    return [part[first : first + step] for first in range(0, len(part), step)]
+def _pieces(part: Tensor) -> Sequence[Tensor]:
+    pieces: tuple[Tensor, ...] = torch.split(part, max(SLAB_WEIGHTS // part.shape[1], 1))
+    return pieces
 
 
 def _squared_error(part: Tensor, kind: str) -> float:

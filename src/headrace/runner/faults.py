@@ -41,8 +41,8 @@ class Blame:
             # Not itself, whose traceback holds what filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
-        if isinstance(error, ImportError | OSError) or str(error) == NO_THREAD:
-            # Faults around the process: no memory to load a library into, no more files to open.
+        if isinstance(error, ImportError | OSError) or str(error) == NO_THREAD or is_device_lost(error):
+            # Faults around the process: no memory to load a library into, no more files to open, a device that failed.
             return ""
         # The grammars' library is Rust, whose panics are no Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -68,3 +68,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether it is Python's or numpy's error, a GPU's, or has torch's message for a CPU."""
     kind = type(error).__name__
     return isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a GPU reported an error that stays with the process: every later call fails too, only a new process
+    helps."""
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)

@@ -122,14 +122,15 @@ class Sampler:
         cuts, -1 where the device can not tell, and `fetch` brings those rows to the host whose numbers are needed."""
         samples: list[Drawn | ValueError] = [Drawn(row.best or 0, state=row.state) for row in rows]
         cuts = {i: self.cut_of(row) for i, row in enumerate(rows)}
-        drawn = {
+        cut_rows = {
             i: cut
             for i, cut in cuts.items()
             if cut is not None and (cut.temperature > 0 or rows[i].mask is not None or rows[i].best is None)
         }
         needed = [i for i, cut in cuts.items() if cut is None]
-        if drawn:
-            for i, token_id in zip(drawn, draw(list(drawn), list(drawn.values())), strict=True):
+        if cut_rows:
+            tokens = draw(list(cut_rows), list(cut_rows.values()))
+            for i, token_id in zip(cut_rows, tokens, strict=True):
                 samples[i] = Drawn(token_id, state=rows[i].state)
                 if token_id < 0:
                     needed.append(i)
@@ -189,7 +190,7 @@ class Sampler:
             opened = self._opened(0, x, row)
             if isinstance(opened, _Open):
                 pool = self._staged(opened, select(opened.x, opened.greatest, opened.cut._replace(key=None)))
-                yield _steered(pool, row, self.vocab_size)
+                yield _steered(pool, row, self.vocab_size) if opened.plan.steers else pool
             elif isinstance(opened, Drawn):
                 yield Candidates(np.array([opened.token_id]), np.zeros(1), 0.0)
             else:
@@ -305,11 +306,18 @@ class Sampler:
             return []
         rows, greatest, cuts = zip(*((each.x, each.greatest, each.cut) for each in open_rows), strict=True)
         pools = self._select(list(rows), list(greatest), list(cuts))
-        wholes = [self._staged(opened, pool) for opened, pool in zip(open_rows, pools, strict=True)]
-        finals = [_steered(whole, each.row, self.vocab_size) for each, whole in zip(open_rows, wholes, strict=True)]
+        # A row without further stages costs no calls here.
+        wholes = [
+            self._staged(opened, pool) if opened.plan.stages else pool
+            for opened, pool in zip(open_rows, pools, strict=True)
+        ]
+        finals = [
+            _steered(whole, opened.row, self.vocab_size) if opened.plan.steers else whole
+            for opened, whole in zip(open_rows, wholes, strict=True)
+        ]
         token_ids = _gumbel_argmax(open_rows, finals)
         return [
-            Drawn(token_id, state=_next_state(opened.row, whole, token_id))
+            Drawn(token_id, state=_next_state(opened.row, whole, token_id) if opened.plan.steers else opened.row.state)
             for opened, whole, token_id in zip(open_rows, wholes, token_ids, strict=True)
         ]
 
@@ -342,19 +350,15 @@ def _state(row: Row) -> float:
 
 
 def _steered(pool: Candidates, row: Row, vocab_size: int) -> Candidates:
-    """Apply mirostat or adaptive-p to the candidates, if the parameters request either."""
-    if not row.params.steers:
-        return pool
+    """Apply mirostat or adaptive-p to the candidates."""
     if row.params.mirostat:
         return filters.mirostat(pool, row.params, _state(row), vocab_size)
     return filters.adaptive_p(pool, row.params, _state(row))
 
 
-def _next_state(row: Row, pool: Candidates, token_id: int) -> float | None:
+def _next_state(row: Row, pool: Candidates, token_id: int) -> float:
     """Return the state of mirostat or adaptive-p after `token_id`; `pool` are the candidates before either."""
     params = row.params
-    if not params.steers:
-        return row.state
     place = int(np.searchsorted(pool.token_ids, token_id))
     if params.mirostat:
         return _state(row) - params.mirostat_eta * (float(filters.surprise(pool)[place]) - params.mirostat_tau)

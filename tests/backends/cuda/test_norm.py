@@ -69,3 +69,13 @@ def test_a_row_has_the_same_bits_alone_and_among_others(mode: str) -> None:
     together = run(0, 5)
     for row in range(5):
         assert torch.equal(run(row, row + 1)[0], together[row])
+
+
+def launches() -> list[Launch]:
+    """Norms of Llama-3.1-8B, of a small model and of a wide one."""
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    rows = torch.empty(4, dtype=torch.int32, device="meta")
+    return [norm(meta(64, width), meta(width), meta(64, width), rows, 0, 64, eps=1e-5) for width in (4096, 576, 8192)]

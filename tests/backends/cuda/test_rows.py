@@ -32,11 +32,10 @@ def launches(device: str = "meta") -> list[Launch]:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    sizes, ids, pairs = (empty(*shape, dtype=torch.int32) for shape in ((4,), (256,), (16, 2)))
+    sizes, ids = empty(4, dtype=torch.int32), empty(256, dtype=torch.int32)
     x, out, table = empty(256, 4096), empty(256, 4096), empty(128256, 4096)
     wide, narrow, logits = empty(256, 28672), empty(256, 14336), empty(256, 128256, dtype=torch.float32)
     small, half = empty(256, 3072, dtype=torch.float16), empty(256, 1536, dtype=torch.float16)
-    cache = KVCache(KVShape(2, 8, 128), 8, 16, "int8", torch.device(device))
     made = [
         rows.select(x, ids, out, sizes, 256),
         rows.activation(narrow, "relu", narrow, sizes, 256),
@@ -51,7 +50,6 @@ def launches(device: str = "meta") -> list[Launch]:
             rows.gated(wide, "silu", narrow, sizes, 256, 0, config),
             rows.softcap(logits, 30.0, logits, sizes, 256, 2, config),
             rows.finite(x, ids, sizes, 256, 0, config),
-            *rows.copy_blocks(cache, pairs, ids, config),
         ]
     return made
 
@@ -161,22 +159,10 @@ def test_a_number_that_is_not_finite_is_found_anywhere_in_a_row(dtype: torch.dty
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8_e4m3"])
 def test_blocks_are_copied_one_pair_after_the_other(dtype: str) -> None:
     cache = KVCache(KVShape(2, 2, 24), 6, 8, dtype, torch.device("cpu"))
-    cache.data.view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(3))
-    if cache.scales is not None:
-        cache.scales.uniform_(generator=torch.Generator().manual_seed(4))
-    before = cache.data.clone()
-    pairs = torch.tensor([[0, 3], [3, 4], [1, 0], [5, 2]], dtype=torch.int32)
-    outputs = {"data": cache.data.view(torch.uint8), "scales": cache.scales if cache.scales is not None else SIZES}
-
-    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
-        cache.data = out["data"].view(before.dtype)
-        cache.scales = None if cache.scales is None else out["scales"]
-        return rows.copy_blocks(cache, pairs, torch.tensor([3], dtype=torch.int32), NARROW)
-
-    assert_twin_agrees(make, outputs)
-    after = written(make, outputs, "interpreted")["data"]
-    source = [1, 1, 2, 0, 0, 5]
-    assert torch.equal(after, before.view(torch.uint8)[:, :, source])
+    codes = cache.data.view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(3))
+    before = codes.clone()
+    cache.copy_blocks([(0, 3), (3, 4), (1, 0)])
+    assert torch.equal(codes, before[:, :, [1, 1, 2, 0, 0, 5]])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
@@ -186,16 +172,6 @@ def test_a_block_takes_the_bytes_that_it_is_said_to_take(dtype: str) -> None:
     parts = [cache.data, *([] if cache.scales is None else [cache.scales])]
     assert sum(part.nbytes for part in parts) == 5 * block_bytes(shape, 16, dtype)
     assert cache.layer(2).keys.shape == (5, 2, 16, 24)
-
-
-def test_the_order_of_the_pairs_shows() -> None:
-    """The negative control of copies in turn: with the pairs reversed, other blocks are written."""
-    cache = KVCache(KVShape(1, 1, 8), 3, 8, "float32", torch.device("cpu"))
-    cache.data[:] = torch.arange(3.0).view(1, 1, 3, 1, 1, 1)
-    pairs = torch.tensor([[1, 2], [0, 1]], dtype=torch.int32)
-    for launch in rows.copy_blocks(cache, pairs, torch.tensor([2], dtype=torch.int32), NARROW):
-        launch.run_interpreted()
-    assert cache.data[0, 0, :, 0, 0, 0].tolist() == [0.0, 0.0, 1.0]
 
 
 def test_a_grid_from_a_host_number_is_caught_by_the_next_step() -> None:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,27 +125,31 @@ def test_random_prompts_are_as_asked_for() -> None:
     assert not {0, 99} & {token_id for sample in made for token_id in sample.prompt}
 
 
+def num_words(text: str) -> int:
+    return len(text.split())
+
+
 def test_prompts_of_files(tmp_path: Path) -> None:
     lines = [{"prompt": "one two", "output_tokens": 7}, {"turns": ["three"]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    made = file_samples("custom", str(tmp_path / "a.jsonl"), 3, None, lambda text: len(text.split()))
+    plan = ServePlan(dataset_name="custom", dataset_path=str(tmp_path / "a.jsonl"), num_prompts=3)
+    made = file_samples(plan, num_words)
     assert len(made) == 3
     assert {Sample("one two", 2, 7), Sample("three", 1, 256)} == set(made)
     talk = [{"conversations": [{"value": "a b c"}, {"value": "d e"}]}, {"conversations": [{"value": "alone"}]}]
     (tmp_path / "b.json").write_text(json.dumps(talk))
-    assert file_samples("sharegpt", str(tmp_path / "b.json"), 1, None, lambda text: len(text.split())) == [
-        Sample("a b c", 3, 2)
-    ]
-    assert file_samples("sharegpt", str(tmp_path / "b.json"), 1, 9, None) == [Sample("a b c", 0, 9)]
+    plan = ServePlan(dataset_name="sharegpt", dataset_path=str(tmp_path / "b.json"), num_prompts=1)
+    assert file_samples(plan, num_words) == [Sample("a b c", 3, 2)]
+    assert file_samples(msgspec.structs.replace(plan, output_len=9), None) == [Sample("a b c", 0, 9)]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "{", '{"prompt": 5}', '{"turns": []}'])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(RequestError, match="dataset_path"):
-        file_samples("custom", str(tmp_path / "a.jsonl"), 1, None, None)
-    with pytest.raises(RequestError, match="dataset_path"):
-        file_samples("custom", str(tmp_path / "none"), 1, None, None)
+    for name in ("a.jsonl", "none"):
+        plan = ServePlan(dataset_name="custom", dataset_path=str(tmp_path / name), num_prompts=1)
+        with pytest.raises(RequestError, match="dataset_path"):
+            file_samples(plan, None)
 
 
 def test_arrivals() -> None:

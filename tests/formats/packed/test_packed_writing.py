@@ -83,11 +83,11 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(
     calls: list[str] = []
     real = PackedWriter._append
 
-    def some(self: PackedWriter, name: str, dtype: str, values: Any) -> None:
+    def some(self: PackedWriter, file: Any, name: str, dtype: str, values: Any) -> None:
         calls.append(name)
         if fails_at == "write" and len(calls) > 9:
             full()
-        real(self, name, dtype, values)
+        real(self, file, name, dtype, values)
 
     monkeypatch.setattr(PackedWriter, "_append", some)
     if fails_at == "fsync":
@@ -129,10 +129,10 @@ def test_nobody_sees_a_part_of_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     seen: list[bytes | None] = []
     real = PackedWriter._append
 
-    def look(self: PackedWriter, name: str, dtype: str, values: Any) -> None:
+    def look(self: PackedWriter, file: Any, name: str, dtype: str, values: Any) -> None:
         files = list(directory.glob("*.packed"))
         seen.append(files[0].read_bytes() if files else None)
-        real(self, name, dtype, values)
+        real(self, file, name, dtype, values)
 
     monkeypatch.setattr(PackedWriter, "_append", look)
     path = save(directory)

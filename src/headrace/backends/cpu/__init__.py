@@ -126,7 +126,9 @@ class Cpu:
     def available_memory(self) -> int:
         return int(psutil.virtual_memory().available)
 
-    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def kv_budget(
+        self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, utilization: float
+    ) -> int:
         return part_of_memory(self.available_memory())
 
 

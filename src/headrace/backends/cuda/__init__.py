@@ -20,8 +20,11 @@ from headrace.backends.cuda import cache
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
-from headrace.backends.cuda.program import MAX_ROWS, CudaProgram
+from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability, planned_bytes
 from headrace.protocol.errors import RequestError
+
+GRAPH_BYTES = 512 * 2**20
+"""Left for CUDA graphs and the driver's own needs; not measured on hardware."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,7 +39,7 @@ class Cuda:
     def __init__(self, device: str, dtype: str) -> None:
         self.device, self.dtype = device, dtype
         self.ops = CudaOps(torch.device(device), DTYPES[dtype])
-        self.schemes = schemes(DTYPES[dtype])
+        self.schemes = schemes(DTYPES[dtype], capability(self.ops.device))
 
     def constant(self, values: Any) -> Tensor:
         """Return a norm or bias in the model's dtype; a rope table (numpy) stays float32."""
@@ -88,8 +91,16 @@ class Cuda:
             return int(torch.cuda.mem_get_info(self.ops.device)[0])
         return int(psutil.virtual_memory().available)
 
-    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
-        return part_of_memory(self.available_memory())
+    def kv_budget(
+        self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, utilization: float
+    ) -> int:
+        """On a GPU: its share of the memory, less what is taken and what the program will take. Nothing is run."""
+        if self.ops.device.type != "cuda":
+            return part_of_memory(self.available_memory())
+        free, total = torch.cuda.mem_get_info(self.ops.device)
+        max_rows = min(MAX_ROWS, max_num_batched_tokens)
+        planned = planned_bytes(model, self.ops, max_rows, min(max_num_seqs, max_rows), max_model_len)
+        return max(int(utilization * total) - (total - free) - planned - GRAPH_BYTES, 0)
 
 
 def make(device: str, dtype: str) -> Cuda:

@@ -18,7 +18,7 @@ class Drawing:
     """For the rows of `logits` [S, V] float32, of which `sizes[LOGITS]` hold a step's."""
 
     def __init__(self, logits: Tensor, sizes: Tensor) -> None:
-        num_rows, width = logits.shape
+        num_rows, self._width = logits.shape
         pinned = logits.device.type == "cuda"
 
         def pair(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ class Drawing:
         self._pairs = (
             pair(num_rows, 3, dtype=torch.float64),
             pair(num_rows, 4, dtype=torch.int64),
-            pair(num_rows, -(-width // 32), dtype=torch.int32),
+            pair(num_rows, -(-self._width // 32), dtype=torch.int32),
         )
         self._arrays: list[NDArray[np.generic]] = [host.numpy() for host, _ in self._pairs]
         self._ids, self._margins = pair(num_rows, dtype=torch.int32)[1], pair(num_rows, dtype=torch.float64)[1]
@@ -56,7 +56,7 @@ class Drawing:
         `best` of the rows that were left out."""
         num_rows = len(best)
         is_drawn = self._pairs[1][1][:num_rows, 3] != LEFT
-        ids = torch.where(is_drawn, self._ids[:num_rows], best).clamp(min=0)
+        ids = torch.where(is_drawn, self._ids[:num_rows], best).clamp(0, self._width - 1)
         return ids, ~is_drawn | (self._margins[:num_rows] > MARGIN)
 
     def draw(self, indices: list[int], draws: Sequence[Draw]) -> list[int]:

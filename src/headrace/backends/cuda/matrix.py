@@ -13,12 +13,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headrace.backends.cuda.kernels.linear_8bit import PIECE
 from headrace.backends.cuda.kernels.linear_codes import PackedCodes, pack, packs
-from headrace.quant.base import slabs
-from headrace.quant.schemes import SCHEMES, Scheme
+from headrace.quant.base import slabs, widened
+from headrace.quant.schemes import F8_SCHEMES, SCHEMES, Scheme
 
 if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EightBits:
+    """Weights [num_out, num_in] as float8_e4m3fn, which rows rounded to the same type are multiplied with.
+
+    scales: float32, one for each output [num_out, 1] or for each 128 inputs [num_out, num_in / 128].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def grouped(self) -> bool:
+        return self.scales.shape[1] > 1
+
+    def dense(self) -> Tensor:
+        return self.codes.float() * widened(self.scales, PIECE, self.codes.shape[1])
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +53,7 @@ class CudaMatrix:
 
     name: str
     scheme: Scheme
-    data: Tensor | PackedCodes
+    data: Tensor | PackedCodes | EightBits
     num_in: int
     num_out: int
     bias: Tensor | None = None
@@ -45,15 +71,23 @@ class CudaMatrix:
         return self.plain().float()
 
 
-def schemes(dtype: torch.dtype) -> frozenset[Scheme]:
-    """Return the schemes with kernels for models of `dtype`; weights of others are widened while they are loaded."""
-    return frozenset(scheme for scheme in SCHEMES if packs(scheme)) if dtype.itemsize == 2 else frozenset()
+def schemes(dtype: torch.dtype, capability: int) -> frozenset[Scheme]:
+    """Return the schemes with kernels for models of `dtype` on a GPU of that compute capability; weights of others are
+    widened while they are loaded."""
+    if dtype.itemsize != 2:
+        return frozenset()
+    floats = [scheme for scheme in F8_SCHEMES if scheme.group in (0, PIECE)] if capability >= 90 else []
+    return frozenset([*floats, *(scheme for scheme in SCHEMES if packs(scheme))])
 
 
 def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: torch.dtype) -> CudaMatrix:
     """Copy `source` to the device. Raises `CheckpointError` for weights that do not fit their scheme."""
-    data: Tensor | PackedCodes
-    if source.scheme in schemes(dtype):
+    data: Tensor | PackedCodes | EightBits
+    if source.scheme.kind == "f8":
+        parts = [source.slab(first, last) for first, last in slabs(source)]
+        scales = torch.cat([part.scales for part in parts if part.scales is not None]).float().to(device)
+        data = EightBits(torch.cat([part.codes.view(torch.uint8) for part in parts]).to(device).view(E4M3), scales)
+    elif source.scheme.kind != "f":
         data = _packed(source, device, dtype)
     else:
         data = torch.empty(source.num_out, source.num_in, dtype=dtype, device=device)

@@ -124,8 +124,10 @@ class CudaOps:
         kind: Activation,
     ) -> Value:
         logits = self.linear(x, router)
-        stacks = {"gate_up": self._stacked(gate_up), "down": self._stacked(down)}
-        return self._put("experts", x.width, x.dim, x=x, logits=logits, top_k=top_k, kind=kind, **stacks)
+        return self._put(
+            "experts", x.width, x.dim, x=x, logits=logits, top_k=top_k, kind=kind, gate_up=self._stacked(gate_up),
+            down=self._stacked(down),
+        )  # fmt: skip
 
     def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
         """Return the weights of all experts [E, out, in], codes widened, copied side by side the first time."""

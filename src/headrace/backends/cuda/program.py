@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, Draw, DrawnRows, Heads
+from headrace.backends.base import Chunks, Draw, DrawnRows
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
-from headrace.backends.cuda.kernels import spans
-from headrace.backends.cuda.kernels.attention import FEW, MANY
+from headrace.backends.cuda.kernels import attention, spans
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.replay import Replay
@@ -74,7 +73,7 @@ class StartedCall:
     begins: list[int]
     finite_rows: Tensor
     drawn_rows: Tensor
-    logits: Tensor
+    logits: Tensor | None
     end: Mark
 
 
@@ -86,6 +85,7 @@ class CudaProgram:
         max_blocks: entries of all block tables of one call together.
         max_len: positions of a sequence at most.
         layers: those whose residual streams `features` gives.
+        device: of everything but the weights; "meta" to plan memory (default: that of the weights).
     """
 
     def __init__(
@@ -98,12 +98,13 @@ class CudaProgram:
         max_blocks: int,
         max_len: int,
         layers: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.vocab_size: int = model.vocab_size
         self.num_blocks, self.block_size = cache.data.shape[2], cache.data.shape[4]
         self.max_rows, self.max_logits = max_rows, max_chunks
-        self._device = device = ops.device
+        self._device = device = device or ops.device
         self._partials = spans.num_partials(max_rows, max_len)
         ops.begin()
         graph = ops.graph
@@ -113,28 +114,28 @@ class CudaProgram:
         self._finite_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Ids and flags lie together: one copy brings them to the host.
         self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
-        self._best_values = torch.zeros(max_chunks, device=device)
         streams: list[Value] = []
         layer_caches = [cache.layer(i) for i in range(len(cache.data))]
-        hidden: Value = model.forward(image, layer_caches, streams if layers else None)
+        self._hidden: Value = model.forward(image, layer_caches, streams if layers else None)
         self._streams = [streams[layer] for layer in layers]
-        ops.finite(hidden, self._finite_rows)
+        ops.finite(self._hidden, self._finite_rows)
         self._num_forward = len(graph.nodes)
-        logits: Value = model.logits(hidden, self._logit_rows_image)
-        ops.best(logits, *self._best, self._best_values)
+        logits: Value = model.logits(self._hidden, self._logit_rows_image)
+        self._best_values = torch.zeros(max_chunks, device=device)
+        ops.best(logits, self._best[0], self._best[1], self._best_values)
         # Hidden states and streams stay until the next step, for `logits` and `features` of other rows.
-        for value in (hidden, *self._streams):
+        for value in (self._hidden, *self._streams):
             graph.read(value)
-        self._hidden = hidden
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
-        self._tile_rows = tile_rows(graph)
+        self._tile_rows = tile_rows(graph, ops.dtype, capability(device))
         self.tape = self._make_tape(graph, outside, ops.dtype)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
         self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
         self._final = self._record_final(ops)
         ops.begin()
+        self._whole.prepare()
 
     def _stage(self, max_blocks: int, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
@@ -158,6 +159,12 @@ class CudaProgram:
     def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], dtype: torch.dtype) -> Tape:
         most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
         return Tape(graph, most, self._step, dtype, outside, num_programs(self._device), self._partials)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all memory beside the weights and the cache, once the largest bucket is bound."""
+        self._whole.launches(self.max_rows)
+        return self.tape.num_bytes + self._logits.nbytes + self._features.nbytes + self._staging.num_bytes
 
     def _bind_whole(self, size: int) -> list[Launch]:
         num_logits = min(size, self.max_logits)
@@ -200,12 +207,13 @@ class CudaProgram:
         ids, is_sure = self._drawing.choices(self._best[0, :num_logits])
         self._last_ids[:num_logits] = ids
         finite = (self._best[1, :num_logits] != 0) & (self._best_values[:num_logits] > -torch.inf)
-        drawn_rows = to_host(torch.stack((ids, finite.int(), is_sure.int())))
+        # One copy for each row: to gather them first, their places would have to be sent.
+        fetched = [self._logits[i, : self.vocab_size] for i, each in enumerate(draws) if each is None]
         call = StartedCall(
             self.inputs.row_begin[: len(chunks.starts) + 1].tolist(),
-            to_host(self._finite_rows[:num_rows]),
-            drawn_rows,
-            to_host(self._logits[[i for i, each in enumerate(draws) if each is None], : self.vocab_size]),
+            to_host([self._finite_rows[:num_rows]])[0],
+            to_host([torch.stack((ids, finite.int(), is_sure.int()))])[0],
+            to_host(fetched) if fetched else None,
             Mark(self._device),
         )
         call.end.set()
@@ -215,9 +223,8 @@ class CudaProgram:
         ticket.end.wait()
         sound = [bool(ticket.finite_rows[a:b].all()) for a, b in pairwise(ticket.begins)]
         ids, finite, is_sure = ticket.drawn_rows.tolist()
-        return DrawnRows(
-            sound, [bool(each) for each in finite], ids, [bool(each) for each in is_sure], ticket.logits.numpy()
-        )
+        logits = np.empty((0, self.vocab_size), np.float32) if ticket.logits is None else ticket.logits.numpy()
+        return DrawnRows(sound, [bool(each) for each in finite], ids, [bool(each) for each in is_sure], logits)
 
     def _fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` on the host. Returns the number of rows."""
@@ -286,12 +293,33 @@ class CudaProgram:
         return DeviceLogits(rows, fit.tolist(), ids.tolist(), self._drawing)
 
 
-def tile_rows(graph: Graph) -> tuple[int, int]:
-    """Return the query rows of a small and of a large tile of attention."""
-    heads: Heads = next((node.fields["heads"] for node in graph.nodes if node.op == "attention"), Heads(1, 1, 1))
-    group = spans.group_rows(heads.num_heads, heads.num_kv_heads)
-    few, many = (max(kernel.configs[0].tiles["BM"] // group, 1) for kernel in (FEW, MANY))
-    return few, many
+def tile_rows(graph: Graph, dtype: torch.dtype, capability: int) -> tuple[int, int]:
+    """Choose the configurations of every attention, and return the query rows of a small and of a large tile: work
+    lists are made for the least of them, since one list serves all layers."""
+    listed = [(1, 1)]
+    for node in graph.nodes:
+        if node.op == "attention":
+            heads, keys = node.fields["heads"], node.fields["cache"].keys
+            shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
+            chosen = attention.default_configs(*shape, dtype, keys.dtype, capability)
+            node.fields["chosen"] = chosen
+            listed.append(attention.tile_rows(heads.num_heads, heads.num_kv_heads, chosen))
+    few, many = zip(*(listed[1:] or listed), strict=True)
+    return min(few), min(many)
+
+
+def planned_bytes(model: Any, ops: CudaOps, max_rows: int, max_chunks: int, max_len: int) -> int:
+    """Return the bytes that a program takes beside weights and cache, without allocating them."""
+    block, meta = 16, torch.device("meta")
+    cache = KVCache(model.kv_shape, 1, block, "bfloat16", meta)
+    max_blocks = max_chunks * -(-max_len // block)
+    return CudaProgram(model, ops, cache, max_rows, max_chunks, max_blocks, max_len, device=meta).num_bytes
+
+
+def capability(device: torch.device) -> int:
+    """Return the compute capability of a GPU, such as 90; on a CPU Hopper's."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 def num_programs(device: torch.device) -> int:

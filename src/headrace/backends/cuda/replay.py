@@ -6,10 +6,12 @@ one serves its step. Knows launches; must not know chunks. Called by `program`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from rich.progress import track
 
 from headrace.backends.cuda.launch import Launch
 
@@ -30,6 +32,14 @@ class Replay:
         self._launches: dict[int, list[Launch]] = {}
         self._graphs: dict[int, Any] = {}
         self._pool: Any = None
+
+    def prepare(self) -> None:
+        """Capture some buckets, from one row to the most, before the first step; elsewhere than on a GPU do nothing."""
+        if self._device.type == "cuda":
+            last = len(self.sizes) - 1
+            chosen = sorted({0, last // 3, 2 * last // 3, last}, reverse=True)
+            for place in track(chosen, "capturing CUDA graphs", transient=True, disable=not sys.stderr.isatty()):
+                self.capture(self.sizes[place])
 
     def run(self, num_rows: int) -> None:
         """Run the step of `num_rows` rows whose inputs lie on the device."""
@@ -58,7 +68,7 @@ class Replay:
     def capture(self, size: int) -> None:
         """Record the bucket's launches in a CUDA graph. Memory is shared among the graphs."""
         launches = self.launches(size)
-        # Kernels are compiled and loaded by a run outside the capture; with 0 rows it writes nothing.
+        # A run outside the capture compiles and loads the kernels. It repeats the last step, or has no rows.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             for launch in launches:

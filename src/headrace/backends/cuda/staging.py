@@ -27,6 +27,11 @@ class Staging:
         self.device: list[Tensor] = [self._device[at : at + size] for at, size in places]
         self._few = begins[-2]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's images."""
+        return self._device.nbytes
+
     def send(self, whole: bool) -> None:
         """Copy the arrays to the device, behind what it was given before."""
         size = len(self._host) if whole else self._few
@@ -50,7 +55,10 @@ class Mark:
             self._event.synchronize()
 
 
-def to_host(numbers: Tensor) -> Tensor:
-    """Return a copy in host memory, which is complete once the work given so far is done."""
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
-    return host.copy_(numbers, non_blocking=True)
+def to_host(rows: Sequence[Tensor]) -> Tensor:
+    """Return a copy in host memory of rows of one size and type, complete once the work given so far is done."""
+    first = rows[0]
+    host = torch.empty(len(rows), *first.shape, dtype=first.dtype, pin_memory=first.is_cuda)
+    for place, row in zip(host, rows, strict=True):
+        place.copy_(row, non_blocking=True)
+    return host

@@ -16,8 +16,19 @@ from torch import Tensor
 
 from headrace.backends.base import Heads
 from headrace.backends.cuda.kernels import attention as paged
-from headrace.backends.cuda.kernels import best, experts, linear, linear_codes, norm, rope_store, rows, spans
+from headrace.backends.cuda.kernels import (
+    best,
+    experts,
+    linear,
+    linear_8bit,
+    linear_codes,
+    norm,
+    rope_store,
+    rows,
+    spans,
+)
 from headrace.backends.cuda.launch import Launch
+from headrace.backends.cuda.matrix import EightBits
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
 DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
@@ -64,6 +75,7 @@ class Tape:
         self._pairs: experts.Scratch | None = None
         self._most_rows = most[ROWS]
         self._wide = torch.zeros(0, dtype=dtype, device=self.device)
+        self._rounded = torch.zeros(0), torch.zeros(0)
 
     def rows(self, buffer: Buffer, width: int, item_bytes: int, num_rows: int) -> Tensor:
         """Return the first rows of a buffer [num_rows, width], a view."""
@@ -96,6 +108,17 @@ class Tape:
             self._wide = torch.zeros(num_weights, dtype=self.dtype, device=self.device)
         return self._wide
 
+    def rounded(self, width: int, grouped: bool) -> tuple[Tensor, Tensor]:
+        """Return memory for rows of `width` numbers rounded to 8 bits, and for their scales."""
+        pieces = -(-width // linear_8bit.PIECE) if grouped else 1
+        codes, scales = self._rounded
+        if codes.numel() < self._most_rows * width or scales.numel() < self._most_rows * pieces:
+            codes = torch.zeros(self._most_rows * width, dtype=torch.uint8, device=self.device)
+            self._rounded = codes, torch.zeros(self._most_rows * pieces, device=self.device)
+        codes, scales = self._rounded
+        rows = codes[: self._most_rows * width].view(torch.float8_e4m3fn).view(self._most_rows, width)
+        return rows, scales[: self._most_rows * pieces].view(pieces, self._most_rows)
+
     def spans(self, heads: Heads) -> spans.Scratch:
         """Return memory for attention's partial sums."""
         if heads not in self._spans:
@@ -110,6 +133,13 @@ class Tape:
         if self._pairs is None:
             self._pairs = experts.make_scratch(self._most_rows, top_k, down)
         return self._pairs
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arena and the scratch of what was bound so far."""
+        scratch = [self._wide, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
+        scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
+        return sum(int(part.nbytes) for part in [self.arena, *scratch])
 
     def close(self) -> None:
         """Free the memory."""
@@ -189,6 +219,8 @@ def _linear(frame: Frame, node: Node) -> list[Launch]:
         "activation": gate,
         "gated": gate is not None,
     }
+    if isinstance(weight, EightBits):
+        return _linear_8bit(frame, node, x, weight, out, options)
     codes = not isinstance(weight, Tensor)
     if codes and num_rows <= linear_codes.MOST_ROWS:
         config = linear_codes.default(weight, num_rows, gate is not None)
@@ -203,6 +235,22 @@ def _linear(frame: Frame, node: Node) -> list[Launch]:
     if codes:
         return linear_codes.linear_codes(x, weight, out, frame.sizes, node.dim, num_rows, **options)
     return [linear.linear(x, weight, out, frame.sizes, node.dim, num_rows, **options)]
+
+
+def _linear_8bit(
+    frame: Frame, node: Node, x: Tensor, weight: EightBits, out: Tensor, options: dict[str, Any]
+) -> list[Launch]:
+    """Round the rows, and multiply them with weights of the same type."""
+    num_rows, num_in = x.shape
+    config = linear_8bit.default(weight.codes, num_rows, options["gated"], weight.grouped)
+    needed = linear.scratch_numbers(weight.codes, num_rows, options["gated"], config)
+    options |= {"config": config, "scratch": frame.tape.sums(needed) if any(needed) else None}
+    codes, scales = frame.tape.rounded(num_in, weight.grouped)
+    step = frame.sizes, node.dim, num_rows
+    return [
+        linear_8bit.round_rows(x, codes[:num_rows], scales, *step, grouped=weight.grouped),
+        linear_8bit.linear_8bit(codes[:num_rows], scales, weight.codes, weight.scales, out, *step, **options),
+    ]
 
 
 def _rope_store(frame: Frame, node: Node) -> list[Launch]:
@@ -233,6 +281,7 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
         window=f["window"],
         softcap=f["softcap"],
         programs=2 * tape.num_programs,
+        chosen=f["chosen"],
     )
 
 

@@ -78,7 +78,9 @@ class TorchRef:
             return int(torch.cuda.mem_get_info(self.ops.device)[0])
         return int(psutil.virtual_memory().available)
 
-    def kv_budget(self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def kv_budget(
+        self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, utilization: float
+    ) -> int:
         return part_of_memory(self.available_memory())
 
     def num_threads(self, weight_bytes: int) -> int:

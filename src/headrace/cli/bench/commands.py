@@ -32,11 +32,10 @@ MoreGoals = Annotated[list[str] | None, typer.Argument(hidden=True)]
 def latency(more_goals: MoreGoals = None, **fields: Any) -> None:
     """Time batches of requests that start together: the whole batch, and each token of it."""
     plan = build(LatencyPlan, fields)
-    config = build(EngineConfig, fields)
     goals = _goals(plan.goodput, more_goals)
     from headrace.cli.bench.offline import measure_latency
 
-    result = _header(plan.model) | measure_latency(plan, config, goals)
+    result = _header(plan.model) | measure_latency(plan, build(EngineConfig, fields), goals)
     _report(result, plan.json, plan.output_json, _table("Latency Benchmark Result"))
 
 
@@ -45,11 +44,10 @@ def latency(more_goals: MoreGoals = None, **fields: Any) -> None:
 def throughput(more_goals: MoreGoals = None, **fields: Any) -> None:
     """Give the engine all requests at once, and time it until the last one is done."""
     plan = build(ThroughputPlan, fields)
-    config = build(EngineConfig, fields)
     goals = _goals(plan.goodput, more_goals)
     from headrace.cli.bench.offline import measure_throughput
 
-    result = _header(plan.model) | measure_throughput(plan, config, goals)
+    result = _header(plan.model) | measure_throughput(plan, build(EngineConfig, fields), goals)
     _report(result, plan.json, plan.output_json, _table("Throughput Benchmark Result"))
 
 

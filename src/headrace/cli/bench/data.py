@@ -1,28 +1,45 @@
 """Makes the prompts of a benchmark: random token ids of given lengths, or the lines of a file.
 
 Everything random comes from one seeded generator, so two runs with the same seed send the same bytes. Called by
-`bench.serve` and `bench.offline`; knows neither HTTP nor the engine.
+`bench.serve`, `bench.offline` and `bench.speculate`; knows neither HTTP nor the engine.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
+
+from headrace import hub
 from headrace.protocol.errors import RequestError
 
+if TYPE_CHECKING:
+    from headrace.cli.bench.plans import ServePlan, ThroughputPlan
+    from headrace.text.tokenizer import Tokenizer
+
 DATASETS = ("random", "custom", "sharegpt")
+DEFAULT_OUTPUT_LEN = 256
+
+T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """One request to send: a prompt as text or as token ids, and how many tokens to ask for."""
+    """One request to send: a prompt as text or as token ids, and the number of tokens to request."""
 
     prompt: str | list[int]
     num_prompt_tokens: int
     output_len: int
+
+
+def find_tokenizer(model: str) -> Tokenizer:
+    """Return the tokenizer of a directory, a GGUF file, a hub id or 'builtin'. Raises `HeadraceError` for none."""
+    from headrace.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(hub.resolve_tokenizer(model, None))
 
 
 def check_dataset(name: str) -> None:
@@ -65,44 +82,48 @@ def random_samples(
     return samples
 
 
-def file_samples(
-    dataset: str,
-    path: str | None,
-    num_prompts: int,
-    output_len: int | None,
-    count: Callable[[str], int] | None,
-    *,
-    seed: int = 0,
-    default_output_len: int = 256,
-) -> list[Sample]:
-    """Return prompts from a file, shuffled by `seed` and repeated if the file has fewer than `num_prompts`.
+def file_samples(plan: ServePlan | ThroughputPlan, count: Callable[[str], int] | None) -> list[Sample]:
+    """Return prompts from the plan's file, shuffled by its seed and repeated if the file has fewer than `num_prompts`.
 
-    Args:
-        dataset: `custom` (JSON lines with "prompt" or "turns", and optionally "output_tokens") or `sharegpt` (a JSON
-            list of "conversations", whose first turn is the prompt and whose second gives the length).
-        output_len: overrides the file's lengths.
-        count: tokens of a text; None leaves the count to the server's usage report.
-
-    Raises `RequestError` for a file that is absent or has no such entries.
+    The datasets are `custom` (JSON lines with "prompt" or "turns", and optionally "output_tokens") and `sharegpt` (a
+    JSON list of "conversations", whose first turn is the prompt and whose second gives the length). The plan's
+    `output_len` overrides the file's lengths. `count` gives the tokens of a text; None leaves the count to the server's
+    usage report. Raises `RequestError` for a file that is absent or has no such entries.
     """
-    if path is None or not Path(path).is_file():
-        raise RequestError("dataset_path", path, f"a file for --dataset-name {dataset}")
-    pairs = _custom(Path(path)) if dataset == "custom" else _sharegpt(Path(path), count)
+    path = Path(plan.dataset_path or "")
+    if not path.is_file():
+        raise RequestError("dataset_path", plan.dataset_path, f"a file for --dataset-name {plan.dataset_name}")
+    pairs = _custom(path) if plan.dataset_name == "custom" else _sharegpt(path, count)
     if not pairs:
-        raise RequestError("dataset_path", path, f"a file with prompts in the form of --dataset-name {dataset}")
-    random.Random(seed).shuffle(pairs)
+        form = f"a file with prompts in the form of --dataset-name {plan.dataset_name}"
+        raise RequestError("dataset_path", plan.dataset_path, form)
+    random.Random(plan.seed).shuffle(pairs)
     samples = []
-    for index in range(num_prompts):
-        prompt, length = pairs[index % len(pairs)]
-        samples.append(Sample(prompt, count(prompt) if count else 0, output_len or length or default_output_len))
+    for prompt, length in itertools.islice(itertools.cycle(pairs), plan.num_prompts):
+        output_len = plan.output_len or length or DEFAULT_OUTPUT_LEN
+        samples.append(Sample(prompt, count(prompt) if count else 0, output_len))
     return samples
 
 
-def _json(text: str, path: Path, line: int) -> Any:
+class _Row(msgspec.Struct):
+    prompt: str = ""
+    turns: list[str] = []
+    output_tokens: int = 0
+
+
+class _Turn(msgspec.Struct):
+    value: str = ""
+
+
+class _Talk(msgspec.Struct):
+    conversations: list[_Turn] = []
+
+
+def _decoded(text: str, form: type[T], place: str) -> T:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RequestError("dataset_path", f"{path}:{line}", f"JSON ({error})") from error
+        return msgspec.json.decode(text, type=form)
+    except msgspec.DecodeError as error:
+        raise RequestError("dataset_path", place, f"JSON of this dataset ({error})") from error
 
 
 def _custom(path: Path) -> list[tuple[str, int]]:
@@ -110,23 +131,15 @@ def _custom(path: Path) -> list[tuple[str, int]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
-        entry = _json(line, path, number)
-        turns = entry.get("turns") if isinstance(entry, dict) else None
-        prompt = turns[0] if isinstance(turns, list) and turns else isinstance(entry, dict) and entry.get("prompt")
-        if not isinstance(prompt, str) or not prompt:
+        row = _decoded(line, _Row, f"{path}:{number}")
+        prompt = row.turns[0] if row.turns else row.prompt
+        if not prompt:
             raise RequestError("dataset_path", f"{path}:{number}", 'an object with a text under "prompt" or "turns"')
-        length = entry.get("output_tokens", 0)
-        pairs.append((prompt, length if isinstance(length, int) else 0))
+        pairs.append((prompt, row.output_tokens))
     return pairs
 
 
 def _sharegpt(path: Path, count: Callable[[str], int] | None) -> list[tuple[str, int]]:
-    pairs = []
-    entries = _json(path.read_text(encoding="utf-8"), path, 1)
-    for entry in entries if isinstance(entries, list) else []:
-        turns = entry.get("conversations") if isinstance(entry, dict) else None
-        if isinstance(turns, list) and len(turns) >= 2:
-            prompt, answer = (str(turn.get("value", "")) for turn in turns[:2])
-            if prompt:
-                pairs.append((prompt, count(answer) if count else 0))
-    return pairs
+    talks = _decoded(path.read_text(encoding="utf-8"), list[_Talk], str(path))
+    pairs = [[turn.value for turn in talk.conversations[:2]] for talk in talks if len(talk.conversations) > 1]
+    return [(prompt, count(answer) if count else 0) for prompt, answer in pairs if prompt]

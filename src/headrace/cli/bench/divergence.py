@@ -27,7 +27,7 @@ F64 = NDArray[np.float64]
 
 
 class NamedMatrix(Protocol):
-    """A backend's matrix, as far as it is measured."""
+    """What is needed of a backend's matrix to measure it."""
 
     @property
     def name(self) -> str: ...
@@ -81,20 +81,22 @@ class Tally:
         if num_bytes:
             figures["bits_per_byte"] = math.fsum(self.nll) / math.log(2) / num_bytes
         if self.kl:
-            mean = math.fsum(self.kl) / num
-            variance = math.fsum((value - mean) ** 2 for value in self.kl) / max(num - 1, 1)
             figures["reference_perplexity"] = math.exp(math.fsum(self.reference_nll) / num)
             # Token by token, so that a text that is hard for both models widens neither figure.
             changes = [loss - reference_loss for loss, reference_loss in zip(self.nll, self.reference_nll, strict=True)]
-            change = math.fsum(changes) / num
-            spread = math.fsum((value - change) ** 2 for value in changes) / max(num - 1, 1)
-            figures["loss_change"], figures["loss_change_stderr"] = change, math.sqrt(spread / num)
-            figures["mean_kl"] = mean
-            figures["mean_kl_stderr"] = math.sqrt(variance / num)
+            figures["loss_change"], figures["loss_change_stderr"] = mean_and_error(changes)
+            figures["mean_kl"], figures["mean_kl_stderr"] = mean_and_error(self.kl)
             figures["max_kl"] = max(self.kl)
             figures["top1_flip_rate"] = self.num_flips / num
             figures["max_logit_difference"] = self.max_difference
         return figures
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of some values and its standard error."""
+    num, mean = len(values), math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(num - 1, 1)
+    return mean, math.sqrt(variance / num)
 
 
 def log_softmax(logits: F32) -> F64:

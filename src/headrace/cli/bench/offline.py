@@ -1,20 +1,21 @@
 """`headrace bench latency` and `throughput`: drives an `EngineCore` step by step and times each token.
 
 A token's time is the end of the step that made it, so the figures contain no text, sockets or progress bars. Prompts
-differ in every iteration, as a prefix cache would speed up a second run. Knows the engine's
-`add` and `step` alone, so the tests can run it on a simulated executor.
+differ in every iteration, as a prefix cache would speed up a second run. Of the engine it uses `add` and `step` alone,
+so that tests can run it on a simulated executor.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
 
-from headrace.cli.bench.data import Sample, check_dataset, file_samples, random_samples
+from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_tokenizer, random_samples
 from headrace.cli.bench.plans import LatencyPlan, ThroughputPlan
 from headrace.cli.bench.stats import Timeline, figures, percentile
 from headrace.engine.build import build_engine
@@ -22,11 +23,21 @@ from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import EngineInfo, Request
+from headrace.protocol.step import EngineInfo, Request, StepOutput
 
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 # Answers of full length, with every token drawn: the work must not depend on the text that the model generates.
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
+
+
+def steps(core: EngineCore) -> Iterator[StepOutput]:
+    """Step an engine until it has no more work. Raises `HeadraceError` if a request ends in an error."""
+    while core.has_work():
+        output = core.step()
+        for request_id, finish in output.finished.items():
+            if finish.reason in ("abort", "error"):
+                raise HeadraceError(f"request {request_id} ended with {finish.reason}: {finish.message}")
+        yield output
 
 
 def run_batch(
@@ -52,23 +63,23 @@ def run_batch(
     start = clock()
     for timeline in timelines.values():
         timeline.sent = start
-    while core.has_work():
-        output = core.step()
+    for output in steps(core):
         now = clock()
         for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
             if token_ids:
                 timelines[request_id].token_times.append(now)
                 timelines[request_id].num_output_tokens += len(token_ids)
-        for request_id, finish in output.finished.items():
-            if finish.reason in ("abort", "error"):
-                raise HeadraceError(f"request {request_id} ended with {finish.reason}: {finish.message}")
+        for request_id in output.finished:
             timelines[request_id].done = now
     return list(timelines.values())
 
 
-def check_lengths(input_len: int, output_len: int, info: EngineInfo) -> None:
-    if input_len + output_len > info.max_model_len:
-        raise RequestError("input_len", input_len, f"at most {info.max_model_len}, with output_len ({output_len})")
+def token_samples(core: EngineCore, num: int, input_len: int, output_len: int, seed: int) -> list[Sample]:
+    """Return prompts of random token ids that fit the engine's context. Raises `RequestError` for longer ones."""
+    most = core.info.max_model_len
+    if input_len + output_len > most:
+        raise RequestError("input_len", input_len, f"at most {most}, with output_len ({output_len})")
+    return random_samples(num, core.info.vocab_size, input_len=input_len, output_len=output_len, seed=seed)
 
 
 def about(info: EngineInfo) -> dict[str, Any]:
@@ -77,23 +88,16 @@ def about(info: EngineInfo) -> dict[str, Any]:
 
 def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
     """Run the batches of the plan one after the other. `avg_latency`, `latencies` and `percentiles` are in seconds."""
-    core = build_engine(config)
-    try:
-        check_lengths(plan.input_len, plan.output_len, core.info)
+    with closing(build_engine(config)) as core:
         latencies: list[float] = []
         timelines: list[Timeline] = []
         num_cached = 0
         for iteration in range(-plan.num_iters_warmup, plan.num_iters):
             if iteration == 0:
                 num_cached = core.stats().prefix_cache_hits
-            batch = random_samples(
-                plan.batch_size,
-                core.info.vocab_size,
-                input_len=plan.input_len,
-                output_len=plan.output_len,
-                # A seed for each batch, so that none repeats another's prompts.
-                seed=plan.seed + (iteration + plan.num_iters_warmup) * 1_000_003,
-            )
+            # A seed for each batch, so that none repeats another's prompts.
+            seed = plan.seed + (iteration + plan.num_iters_warmup) * 1_000_003
+            batch = token_samples(core, plan.batch_size, plan.input_len, plan.output_len, seed)
             start = time.perf_counter()
             batch_timelines = run_batch(core, batch, PARAMS)
             if iteration >= 0:
@@ -106,34 +110,19 @@ def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, fl
         result["percentiles"] = {f"{share:g}": percentile(latencies, share) for share in PERCENTILES}
         result["latencies"] = latencies
         result |= figures(timelines, sum(latencies), percentiles=PERCENTILES, goals=goals)
-        result["prefix_cache_hit_tokens"] = core.stats().prefix_cache_hits - num_cached
-        return result
-    finally:
-        core.close()
+        return result | {"prefix_cache_hit_tokens": core.stats().prefix_cache_hits - num_cached}
 
 
 def measure_throughput(plan: ThroughputPlan, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
     """Run all requests of the plan together. Loading the model is not in the time, making the requests is."""
     check_dataset(plan.dataset_name)
-    core = build_engine(config)
-    try:
+    with closing(build_engine(config)) as core:
         if plan.dataset_name == "random":
-            check_lengths(plan.input_len, plan.output_len, core.info)
-            samples = random_samples(
-                plan.num_prompts,
-                core.info.vocab_size,
-                input_len=plan.input_len,
-                output_len=plan.output_len,
-                seed=plan.seed,
-            )
+            samples = token_samples(core, plan.num_prompts, plan.input_len, plan.output_len, plan.seed)
         else:
-            from headrace.cli.bench.words import Words
-
-            words = Words.find(config.tokenizer or config.model)
-            texts = file_samples(
-                plan.dataset_name, plan.dataset_path, plan.num_prompts, plan.output_len, words.count, seed=plan.seed
-            )
-            samples = [text._replace(prompt=words.encode(str(text.prompt))) for text in texts]
+            tokenizer = find_tokenizer(config.tokenizer or config.model)
+            texts = file_samples(plan, lambda text: len(tokenizer.encode(text)))
+            samples = [text._replace(prompt=tokenizer.encode(str(text.prompt))) for text in texts]
         start = time.perf_counter()
         timelines = run_batch(core, samples, PARAMS)
         elapsed = time.perf_counter() - start
@@ -146,7 +135,4 @@ def measure_throughput(plan: ThroughputPlan, config: EngineConfig, goals: dict[s
             "tokens_per_second": total / elapsed,
         }
         result |= figures(timelines, elapsed, percentiles=PERCENTILES, goals=goals)
-        result["prefix_cache_hit_tokens"] = core.stats().prefix_cache_hits
-        return result
-    finally:
-        core.close()
+        return result | {"prefix_cache_hit_tokens": core.stats().prefix_cache_hits}

@@ -1,7 +1,7 @@
 """The flags of `headrace bench`: one struct per command, whose fields become its flags (vLLM's names).
 
-Kept apart from the code that measures, so that `--help` needs none of it. Bounds and texts stand on the fields;
-`cli.options` reads them.
+They are apart from the code that measures, so that `--help` does not import it. The fields' annotations contain bounds
+and texts, which `cli.options` reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LatencyPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QualityPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A model beside its reference, on the same tokens."""
+    """A model and its reference, compared on the same tokens."""
 
     reference: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,13 +30,12 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
-from headrace.quant.schemes import K_TYPES, Scheme
 
 SHOWN_LAYERS = 8
 WRITTEN_AT_ONCE = 8
 MAX_TEXTS = 4096
 FIRST_SEED = 2**20
-"""Far from the seeds that `headrace quantize` calibrates with: nothing is judged by the text it was fitted to."""
+"""Far from the seeds that `headrace quantize` calibrates with, so that no model is scored on its calibration text."""
 CHARACTERS_OF_TOKEN = 16
 """Characters of a file that are read for each token to score."""
 SPEED_TOKENS, SPEED_RUNS = 64, 3
@@ -44,7 +43,7 @@ TIED = {"lm_head": "embed_tokens"}
 
 
 class Text(NamedTuple):
-    """Windows of token ids, all but the first of each scored. num_bytes: of what the scored tokens stand for."""
+    """Windows of token ids, all but the first of each scored. num_bytes: of the text of the scored tokens."""
 
     name: str
     windows: list[list[int]]
@@ -166,7 +165,11 @@ def judge(llm: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
     path = hub.resolve(llm.config.model, llm.config.revision)
     result |= sizes(program, path)
     if expected is not None:
-        layers = list(_counted(layer_errors(matrices_of(program), matrices_of(expected)), len(matrices_of(program))))
+        layers: list[LayerError] = []
+        with progress_bar("comparing weights") as show:
+            for layer in layer_errors(matrices_of(program), matrices_of(expected)):
+                layers.append(layer)
+                show(len(layers), len(matrices_of(program)))
         layers.sort(key=lambda layer: (-layer.relative_error, layer.name))
         result["layers"] = [layer._asdict() for layer in layers]
     return result
@@ -214,15 +217,9 @@ def held_bits(matrix: Any) -> float:
     parts = getattr(matrix, "parts", None)  # of other forms, one under the other
     if parts is not None:
         return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
-    scheme: Scheme = matrix.scheme
-    if scheme.kind == "f":
-        return 32.0 if scheme.dtype == "float32" else 16.0
-    if scheme.kind == "k":
-        return K_TYPES[scheme.dtype].bits
-    bits = float(scheme.bits)
-    if getattr(matrix, "outliers", None) is not None:
-        bits += 16 * len(matrix.outliers.columns) / matrix.num_in
-    return bits + 8 * scheme.scale_bytes / (scheme.group or matrix.num_in)
+    outliers = getattr(matrix, "outliers", None)
+    bits: float = matrix.scheme.bits_per_weight(matrix.num_in)
+    return bits if outliers is None else bits + 16 * len(outliers.columns) / matrix.num_in
 
 
 def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
@@ -269,6 +266,8 @@ def decode_speed(program: Program, num_tokens: int = SPEED_TOKENS) -> float:
 
 
 LINES: tuple[tuple[str, str, str], ...] = (
+    ("reference", "Reference", "{}"),
+    ("text", "Text", "{}"),
     ("num_tokens", "Scored tokens", "{:,}"),
     ("perplexity", "Perplexity", "{:.4f}"),
     ("reference_perplexity", "Perplexity of the reference", "{:.4f}"),
@@ -292,9 +291,6 @@ def print_quality(result: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(title=f"Quality of {result['model_id']}: {described(result)}", show_header=False)
-    for name in ("reference", "text"):
-        if name in result:
-            table.add_row(name.capitalize(), result[name])
     for name, heading, form in LINES:
         if name in result:
             table.add_row(heading, form.format(result[name]))
@@ -313,10 +309,3 @@ def described(result: dict[str, Any]) -> str:
     """Describe the form in words."""
     weights = result["quantization"] or result["dtype"]
     return f"{weights}, KV cache {result['kv_cache_dtype']}, {result['backend']}"
-
-
-def _counted(layers: Iterator[LayerError], num_layers: int) -> Iterator[LayerError]:
-    with progress_bar("comparing weights") as show:
-        for num_done, layer in enumerate(layers, 1):
-            show(num_done, num_layers)
-            yield layer

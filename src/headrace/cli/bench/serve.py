@@ -1,8 +1,8 @@
 """The client of `headrace bench serve`: sends requests to an OpenAI-compatible server and times what comes back.
 
-Arrivals are an open loop drawn beforehand from the seed (Poisson for burstiness 1, gamma else), so a slow server does
-not slow the clock that judges it. Where `max_concurrency` holds a request back, the wait is reported as the client's
-queue and is not part of the time to first token. Talks to any server; knows nothing of the engine.
+The times of arrival are drawn from the seed before the run (Poisson for burstiness 1, gamma else), so a slow server
+does not delay later requests. If a request waits because of `max_concurrency`, the wait is reported as the client's
+queue time and is not part of the time to first token. Works with any server; knows nothing of the engine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import httpx
 import msgspec
 
 from headrace import env
-from headrace.cli.bench.data import Sample, check_dataset, file_samples, random_samples
+from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_tokenizer, random_samples
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import Timeline, figures
-from headrace.cli.bench.words import Words
 from headrace.cli.progress import progress_bar
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.text.tokenizer import Tokenizer
 
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
@@ -37,12 +37,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     model: str
     chat: bool = False
-    api_key: str | None = None
+    headers: dict[str, str] = {}
     extra_body: dict[str, Any] = {}
     timeout: float = 6 * 3600.0
-
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def body(self, sample: Sample) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -71,6 +68,12 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
     return [0.0, *itertools.accumulate(gaps)][:count]
 
 
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Return the headers that send a key: `api_key`, or else that of HEADRACE_API_KEY."""
+    key = api_key or env.api_key()
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) -> dict[str, Any]:
     """Return the first entry of the server's /v1/models, once it answers. Raises `HeadraceError` after `seconds`."""
     deadline = time.monotonic() + seconds
@@ -96,7 +99,7 @@ async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_
     finished = False
     try:
         url = f"{target.base_url}{target.endpoint}"
-        async with client.stream("POST", url, json=target.body(sample), headers=target.headers()) as reply:
+        async with client.stream("POST", url, json=target.body(sample), headers=target.headers) as reply:
             if reply.status_code != 200:
                 text = (await reply.aread()).decode(errors="replace")
                 timeline.error = f"HTTP {reply.status_code}: {text[:300]}"
@@ -187,19 +190,18 @@ def measure_server(
         extra["temperature"] = plan.temperature
     metadata = dict(_pair(text) for text in plan.metadata or [])
     base_url = (plan.base_url or f"http://{plan.host}:{plan.port}").rstrip("/")
-    api_key = plan.api_key or env.api_key()
+    headers = authorization(plan.api_key)
+    served = first_model(base_url, headers, plan.ready_check_timeout_sec)
     target = Target(
         base_url=base_url,
         endpoint=plan.endpoint or ENDPOINTS[plan.backend],
-        model=plan.model or "",
+        model=plan.model or served["id"],
         chat=plan.backend == "openai-chat",
-        api_key=api_key,
+        headers=headers,
         extra_body=extra,
     )
-    served = first_model(base_url, target.headers(), plan.ready_check_timeout_sec)
-    target = msgspec.structs.replace(target, model=plan.model or served["id"])
-    words = Words.find(plan.tokenizer or plan.model or served["root"])
-    samples = _samples(plan, words)
+    tokenizer_id = plan.tokenizer or plan.model or served["root"]
+    samples = _samples(plan, find_tokenizer(tokenizer_id))
 
     numbers = itertools.count(1)
     with progress_bar("requests", not plan.json and not plan.disable_tqdm) as show:
@@ -209,7 +211,7 @@ def measure_server(
         "backend": plan.backend,
         "endpoint": target.endpoint,
         "label": plan.label,
-        "tokenizer_id": plan.tokenizer or plan.model or served["root"],
+        "tokenizer_id": tokenizer_id,
         "dataset_name": plan.dataset_name,
         "num_prompts": plan.num_prompts,
         # JSON has no infinity; vLLM writes it as this word.
@@ -238,35 +240,30 @@ def measure_server(
     return result, detail
 
 
-def _samples(plan: ServePlan, words: Words) -> list[Sample]:
+def _samples(plan: ServePlan, tokenizer: Tokenizer) -> list[Sample]:
     if plan.dataset_name != "random":
-        return file_samples(
-            plan.dataset_name, plan.dataset_path, plan.num_prompts, plan.output_len, words.count, seed=plan.seed
-        )
+        return file_samples(plan, lambda text: len(tokenizer.encode(text)))
     samples = random_samples(
         plan.num_prompts,
-        words.vocab_size,
+        tokenizer.vocab_size,
         input_len=plan.input_len or plan.random_input_len,
         output_len=plan.output_len or plan.random_output_len,
         range_ratio=plan.random_range_ratio,
         prefix_len=plan.random_prefix_len,
         seed=plan.seed,
-        avoid=words.special_ids,
+        avoid=frozenset(i for i in range(tokenizer.vocab_size) if tokenizer.added_token(i) is not None),
     )
     if plan.backend == "openai":
         return samples
     # A chat message is text; its token count is the server's.
-    return [sample._replace(prompt=words.decode(list(sample.prompt))) for sample in samples]  # type: ignore[arg-type]
+    return [sample._replace(prompt=tokenizer.decode(list(sample.prompt))) for sample in samples]  # type: ignore[arg-type]
 
 
 def _object(text: str | None) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError("extra_body", text, "a JSON object")
-    return value
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        raise RequestError("extra_body", text, "a JSON object") from None
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -1,24 +1,27 @@
-"""`headrace bench speculate`: what speculation is worth on this model and machine. The same requests run with and
-without it, in turns, on two engines; how many guesses are kept, by position, is set beside the formula of Leviathan et
-al. (2023): (1 - a^(k+1)) / (1 - a) tokens a pass, for guesses that are right with chance a each.
+"""`headrace bench speculate`: measures how much faster speculation makes decoding on this model and machine.
 
-Answers are greedy unless a temperature is asked for. Speeds are of decoding: from the first token to the last.
+Two engines, one with speculation and one without, run the same requests in turns. The share of guesses that are kept,
+by position, is compared with the formula of Leviathan et al. (2023): (1 - a^(k+1)) / (1 - a) tokens a pass, where each
+guess is right with probability a. Answers are greedy unless the plan has a temperature. Speeds are of decoding: from
+the first token to the last.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.cli.bench.data import random_samples
-from headrace.cli.bench.offline import about
+from headrace.cli.bench.data import find_tokenizer
+from headrace.cli.bench.offline import about, steps, token_samples
 from headrace.cli.bench.plans import SpeculatePlan
 from headrace.cli.verify import PROMPTS
 from headrace.engine.build import build_engine
@@ -27,17 +30,17 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
-from headrace.protocol.step import Draft, Request, Stats
+from headrace.protocol.step import Draft, Request
 
 if TYPE_CHECKING:
-    from headrace.cli.bench.words import Words
     from headrace.drafters.base import Context
+    from headrace.text.tokenizer import Tokenizer
 
 MAX_TURN_TOKENS = 512
 
 
 class Text(NamedTuple):
-    """A prompt, and the answer that is made to follow it (None: the model's own)."""
+    """A prompt, and the answer that the model is forced to give (None: it gives its own)."""
 
     prompt: list[int]
     answer: list[int] | None = None
@@ -51,8 +54,8 @@ class Run(NamedTuple):
 
 
 class Synthetic:
-    """A drafter that knows what the model will say, and tells it with chance `alpha` a token: it isolates the engine's
-    own cost. `record` gives it a prompt with its answer."""
+    """A drafter whose guesses are each right with probability `alpha`, at no cost, so that only the engine's cost of
+    speculation is measured. `record` stores the model's answer to a prompt, from which the right guesses are taken."""
 
     feature_layers: tuple[int, ...] | None = None
 
@@ -78,10 +81,10 @@ class Synthetic:
         return drafts
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: Any) -> None:
-        """Not asked for."""
+        """Features are not needed."""
 
     def verified(self, seq_id: int, draft: Draft, best: list[int], accepted: list[int]) -> None:
-        """Nothing to learn."""
+        """The answers are recorded already."""
 
     def drop(self, seq_id: int) -> None:
         self._texts.pop(seq_id, None)
@@ -91,8 +94,8 @@ class Synthetic:
 
 
 def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, Any]:
-    """The result as a dict: `loads` (speed with and without by number of streams), `acceptance` (by temperature and
-    mode), what was measured on. Raises `RequestError`."""
+    """Return `loads` (speed with and without speculation by number of streams), `acceptance` (by temperature and mode),
+    and the settings of the run. Raises `RequestError`."""
     spec = config.speculative_config
     if plan.alpha is not None:
         spec = msgspec.structs.replace(spec or SpeculativeConfig(method="ngram", num_speculative_tokens=4), model=None)
@@ -104,9 +107,10 @@ def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, 
     loads, temperatures = plan.load or [1], plan.temperature or [0.0]
     if min(loads) < 1:
         raise RequestError("load", min(loads), "at least 1")
-    plain = build_engine(base)
-    guessing = build_engine(msgspec.structs.replace(base, speculative_config=spec))
-    try:
+    with (
+        closing(build_engine(base)) as plain,
+        closing(build_engine(msgspec.structs.replace(base, speculative_config=spec))) as guessing,
+    ):
         texts = find_texts(plan, config, plain)
         synthetic = None
         if plan.alpha is not None:
@@ -123,23 +127,17 @@ def measure_speculation(plan: SpeculatePlan, config: EngineConfig) -> dict[str, 
             "rounds": plan.rounds,
         }
         result["loads"] = [measure_load(plain, guessing, texts, load, plan) for load in loads]
-    finally:
-        plain.close()
-        guessing.close()
     modes = [spec.mode]
     if plan.rejection and synthetic is None and spec.method != "lookahead":
         modes = ["coupled", "rejection"]
     result["acceptance"] = []
     for mode in modes:
-        # Every guess is made here, also those that do not pay: they are what is counted.
+        # Not adaptive, so that guesses are made and counted also where they cost more time than they save.
         counted = msgspec.structs.replace(spec, mode=mode, adaptive=False)
-        core = build_engine(msgspec.structs.replace(base, speculative_config=counted))
-        try:
+        with closing(build_engine(msgspec.structs.replace(base, speculative_config=counted))) as core:
             if synthetic is not None:
                 replace_drafter(core, synthetic)
             result["acceptance"] += [acceptance(core, texts, plan.output_len, t, counted) for t in temperatures]
-        finally:
-            core.close()
     return result
 
 
@@ -150,7 +148,10 @@ def replace_drafter(core: EngineCore, drafter: Synthetic) -> None:
 def measure_load(
     plain: EngineCore, guessing: EngineCore, texts: list[Text], load: int, plan: SpeculatePlan
 ) -> dict[str, Any]:
-    """The same batch in turns, each round's with the texts after the last one's. Speeds and ratios are medians."""
+    """Run batches of `load` texts on both engines in turns; each round takes the texts that follow the last round's.
+
+    Speeds and ratios are medians.
+    """
     slow: list[Run] = []
     fast: list[Run] = []
     again: list[Run] = []
@@ -167,24 +168,24 @@ def measure_load(
         "tokens_per_second": statistics.median(each.tokens_per_second for each in fast),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        # Under rejection sampling at temperature 0 too: the likeliest token is the only one.
+        # Also under rejection sampling, because at temperature 0 both engines take the likeliest token.
         "num_different": sum(
             a != b for one, two in zip(slow, fast, strict=True) for a, b in zip(one.answers, two.answers, strict=True)
         ),
     }
     if again:
-        itself = ratios_of(slow, again)
-        row |= {"control_ratio": statistics.median(itself), "control_ratios": itself}
+        controls = ratios_of(slow, again)
+        row |= {"control_ratio": statistics.median(controls), "control_ratios": controls}
     return row
 
 
 def ratios_of(slow: list[Run], fast: list[Run]) -> list[float]:
-    """Of each round, in order of size."""
+    """Return the ratio of speeds of each round, the smallest first."""
     return sorted(b.tokens_per_second / a.tokens_per_second for a, b in zip(slow, fast, strict=True))
 
 
 def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0, first_seed: int = 0) -> Run:
-    """Answers of the whole length, and their decoding speed together."""
+    """Run a batch to answers of full length, and measure the decoding speed of all together."""
     answers: dict[str, list[int]] = {}
     first = last = 0.0
     before = 0
@@ -195,17 +196,13 @@ def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: f
         )  # fmt: skip
         core.add(Request(request_id=str(index), prompt_token_ids=text.prompt, params=params))
         answers[str(index)] = []
-    while core.has_work():
-        output = core.step()
+    for output in steps(core):
         for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
             answers[request_id] += token_ids
         # The clock begins when all have their first token.
         if not first and all(answers.values()):
             first, before = output.end_time, sum(map(len, answers.values()))
         last = output.end_time
-        for request_id, finish in output.finished.items():
-            if finish.reason in ("abort", "error"):
-                raise RequestError("model", request_id, f"one that answers: {finish.message}")
     seconds = last - first
     num_tokens = sum(map(len, answers.values())) - before
     return Run(num_tokens / seconds if seconds > 0 else 0.0, list(answers.values()))
@@ -214,18 +211,15 @@ def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: f
 def acceptance(
     core: EngineCore, texts: list[Text], output_len: int, temperature: float, spec: SpeculativeConfig
 ) -> dict[str, Any]:
-    """How many guesses are kept, one stream at a time."""
-    before: Stats = core.stats()
-    num_tokens = 0
-    for seed, text in enumerate(texts):
-        num_tokens += sum(map(len, run(core, [text], output_len, temperature, seed).answers))
+    """Count how many guesses are kept, one stream at a time."""
+    before = core.stats()
+    answers = [run(core, [text], output_len, temperature, seed).answers[0] for seed, text in enumerate(texts)]
     after = core.stats()
-    drafts = after.num_drafts - before.num_drafts
-    drafted = after.num_draft_tokens - before.num_draft_tokens
-    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
-    old = before.num_accepted_per_pos + [0] * (len(after.num_accepted_per_pos) - len(before.num_accepted_per_pos))
-    per_pos = [now - then for now, then in zip(after.num_accepted_per_pos, old, strict=True)]
-    # As if every guess were as good as the first.
+    counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_steps")
+    drafts, drafted, num_accepted, num_steps = (getattr(after, name) - getattr(before, name) for name in counts)
+    both = itertools.zip_longest(after.num_accepted_per_pos, before.num_accepted_per_pos, fillvalue=0)
+    per_pos = [now - then for now, then in both]
+    # The formula has one probability for all positions; this is the first position's.
     alpha = per_pos[0] / drafts if per_pos and drafts else 0.0
     depth = drafted / drafts if drafts else 0.0
     formula = (1 - alpha ** (depth + 1)) / (1 - alpha) if alpha < 1 else depth + 1.0
@@ -240,36 +234,37 @@ def acceptance(
         "alpha": alpha,
         "mean_drafted_length": depth,
         "formula": formula,
-        "tokens_per_step": num_tokens / max(1, after.num_steps - before.num_steps),
+        "tokens_per_step": sum(map(len, answers)) / max(1, num_steps),
     }
 
 
-# -- what is asked
+# -- the texts
 
 
 def find_texts(plan: SpeculatePlan, config: EngineConfig, core: EngineCore) -> list[Text]:
-    """The prompts of `plan.texts`, as token ids that leave room for the answers."""
+    """Return the prompts of `plan.texts`, as token ids that leave room for the answers."""
     num = plan.num_prompts
     room = core.info.max_model_len - plan.output_len - 1
     if room < 8:
         raise RequestError("output_len", plan.output_len, f"at most {core.info.max_model_len - 9} for this model")
     if plan.texts == "random":
-        samples = random_samples(num, core.info.vocab_size, input_len=min(64, room), output_len=1)
+        samples = token_samples(core, num, min(64, room), 1, 0)
         return [Text(list(sample.prompt)) for sample in samples]  # type: ignore[arg-type]
-    from headrace.cli.bench.words import Words
-
-    words = Words.find(config.tokenizer or config.model)
+    tokenizer = find_tokenizer(config.tokenizer or config.model)
     if plan.texts in ("edit", "summary"):
-        return echoes(words, plan.texts, num, min(room, 2 * plan.output_len), plan.output_len)
+        return echoes(tokenizer, plan.texts, num, min(room, 2 * plan.output_len), plan.output_len)
     lines = list(PROMPTS) if plan.texts == "builtin" else read_prompts(Path(plan.texts))
     if not lines:
         raise RequestError("texts", plan.texts, "a file or folder of JSON lines with turns or a prompt")
     spread = [lines[i * len(lines) // num] for i in range(num)] if num < len(lines) else lines
-    return [Text(words.encode(line)[: min(room, MAX_TURN_TOKENS)]) for line in spread]
+    return [Text(tokenizer.encode(line)[: min(room, MAX_TURN_TOKENS)]) for line in spread]
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Of JSON lines (also gzipped) with `turns` (Spec-Bench, MT-bench), `prompt` (HumanEval) or `question`."""
+    """Return the first turns of JSON lines (also gzipped).
+
+    Their key is `turns` (Spec-Bench, MT-bench), `prompt` (HumanEval) or `question`.
+    """
     prompts = []
     for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
         try:
@@ -286,10 +281,10 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def echoes(words: Words, kind: str, num: int, prompt_len: int, output_len: int) -> list[Text]:
-    """Answers that repeat their prompts as people have them do it: an edit changes a name here and there; a summary
-    quotes pieces and joins them with words of its own. The model is made to say them, so that any model will do."""
-    source = words.encode(Path(__file__).read_text(encoding="utf-8"))
+def echoes(tokenizer: Tokenizer, kind: str, num: int, prompt_len: int, output_len: int) -> list[Text]:
+    """Return prompts with forced answers that repeat much of the prompt: an edit repeats it with some tokens changed; a
+    summary quotes pieces of it between other tokens. As the answers are forced, any model can be measured with them."""
+    source = tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))
     echo_texts = []
     for index in range(num):
         noise = random.Random(index)
@@ -307,14 +302,14 @@ def echoes(words: Words, kind: str, num: int, prompt_len: int, output_len: int) 
     return echo_texts
 
 
-# -- how it is shown
+# -- output
 
 
 def print_speculation(result: dict[str, Any]) -> None:
     print(f"{result['model_id']}, {result['method']}, k = {result['num_speculative_tokens']}, texts {result['texts']}")
     control = "control_ratio" in result["loads"][0]
-    itself = f" {'without / itself':>17}" if control else ""
-    print(f"{'streams':>8} {'tok/s without':>14} {'tok/s with':>11} {'ratio':>6} {'different':>10}{itself}")
+    heading = f" {'without / itself':>17}" if control else ""
+    print(f"{'streams':>8} {'tok/s without':>14} {'tok/s with':>11} {'ratio':>6} {'different':>10}{heading}")
     for row in result["loads"]:
         print(
             f"{row['streams']:8d} {row['plain_tokens_per_second']:14.1f} {row['tokens_per_second']:11.1f} "
@@ -330,7 +325,7 @@ def print_speculation(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Speed by load, and guesses kept by position, as a picture. Needs matplotlib."""
+    """Draw speed by load, and the share of guesses that are kept by position. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("svg")

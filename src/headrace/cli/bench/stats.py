@@ -197,30 +197,28 @@ def table(
     lines = [f" {title} ".center(width, "=")]
 
     def row(label: str, value: object) -> None:
-        text = f"{value:.2f}" if isinstance(value, float) else str(value)
-        lines.append(f"{label + ':':<40} {text:<{width - 41}}".rstrip())
+        if value is not None:
+            text = f"{value:.2f}" if isinstance(value, float) else str(value)
+            lines.append(f"{label + ':':<40} {text:<{width - 41}}".rstrip())
 
+    request_rate = result.get("request_rate")
     row("Successful requests", result["completed"])
     row("Failed requests", result["failed"])
     if "avg_latency" in result:
         row("Mean batch latency (ms)", result["avg_latency"] * 1000)
         row("Median batch latency (ms)", result["percentiles"]["50"] * 1000)
-    if result.get("max_concurrency") is not None:
-        row("Maximum request concurrency", result["max_concurrency"])
-    if result.get("request_rate") not in (None, "inf"):
-        row("Request rate configured (RPS)", result["request_rate"])
+    row("Maximum request concurrency", result.get("max_concurrency"))
+    row("Request rate configured (RPS)", None if request_rate == "inf" else request_rate)
     row("Benchmark duration (s)", result["duration"])
     row("Total input tokens", result["total_input_tokens"])
     row("Total generated tokens", result["total_output_tokens"])
     row("Request throughput (req/s)", result["request_throughput"])
-    if result["request_goodput"] is not None:
-        row("Request goodput (req/s)", result["request_goodput"])
+    row("Request goodput (req/s)", result["request_goodput"])
     row("Output token throughput (tok/s)", result["output_throughput"])
     row("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"])
     row("Peak concurrent requests", result["max_concurrent_requests"])
     row("Total token throughput (tok/s)", result["total_token_throughput"])
-    if result.get("mean_client_queue_time_ms"):
-        row("Mean wait in this client (ms)", result["mean_client_queue_time_ms"])
+    row("Mean wait in this client (ms)", result.get("mean_client_queue_time_ms") or None)
     for name in metrics:
         short, long = TITLES[name]
         lines.append(long.center(width, "-"))

@@ -18,17 +18,17 @@ from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import PLAIN, QWeight, Tensors
 from headrace.quant.formats.fp8 import FLOATS, of_floats
 from headrace.quant.formats.mxfp4 import of_blocks
-from headrace.quant.packing import (  # fmt: skip
-    E2M1,
+from headrace.quant.packing import (
     by_index,
     checked,
+    four_bit_floats,
     good_scales,
     matches,
     names_listed,
-    nibbles,
     num_words,
-    over_blocks,
+    one_scale,
     plain_weight,
+    two_sizes,
     unpacked,
     whole,
 )
@@ -147,11 +147,8 @@ def _four_bit_floats(tensors: Tensors, name: str, layout: str) -> QWeight:
     if layout != NVFP4:
         raise CheckpointError(f"quantization_config: format {layout!r:.80} of 4-bit floats, expected {MXFP4}")
     scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 16), torch.float8_e4m3fn)
-    outer = good_scales(tensors(f"{name}.weight_global_scale"), f"{name}.weight_global_scale")
-    if outer.numel() != 1:
-        raise CheckpointError(f"{name}.weight_global_scale has shape {list(outer.shape)}, expected [1]")
-    product = good_scales(scales.float() / outer.reshape(1, 1), f"{name}.weight_scale")
-    return QWeight(nibbles(packed, False), product, group=16, bits=4, codebook=torch.tensor(E2M1))
+    outer = one_scale(tensors, f"{name}.weight_global_scale")
+    return four_bit_floats(packed, good_scales(scales.float() / outer, f"{name}.weight_scale"), 16)
 
 
 def _scales(tensors: Tensors, name: str, args: dict[str, Any], shape: tuple[int, int]) -> tuple[Tensor, int]:
@@ -179,7 +176,7 @@ def _spread(
         expected = [-(-num_out // block[0]), -(-num_in // block[1])]
     if list(part.shape) != expected or strategy in ("tensor", "channel"):
         raise CheckpointError(f"{name} has shape {list(part.shape)}, expected {expected} ({strategy!r:.40})")
-    return part if block is None else over_blocks(part, shape, block)
+    return part if block is None else part.repeat_interleave(block[0], 0)[:num_out]
 
 
 def _bits(args: dict[str, Any]) -> int:
@@ -192,10 +189,7 @@ def _bits(args: dict[str, Any]) -> int:
 def _block(args: dict[str, Any]) -> tuple[int, int] | None:
     if args.get("strategy") != "block":
         return None
-    block = args.get("block_structure")
-    if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
-        return block[0], block[1]
-    raise CheckpointError(f"quantization_config: block_structure is {block!r:.80}, expected two whole numbers")
+    return two_sizes(args.get("block_structure"), "quantization_config: block_structure")
 
 
 def _verify_config(config: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import PLAIN, QWeight, Tensors
-from headrace.quant.packing import checked, good_scales, left_alone, names_listed, over_blocks, plain_weight
+from headrace.quant.packing import checked, good_scales, left_alone, names_listed, plain_weight, two_sizes
 
 SPARE = re.compile(r".*\.(input_scale|input_scale_inv|activation_scale|output_scale|[kqv]_scale)")
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -28,13 +28,10 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, *PLAIN)
     if weight.dtype in PLAIN:
         return plain_weight(tensors, name)
-    block = config.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        raise CheckpointError(f"quantization_config: weight_block_size is {block!r:.80}, expected two whole numbers")
+    stated = config.get("weight_block_size")
+    block = None if stated is None else two_sizes(stated, "quantization_config: weight_block_size")
     scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
-    return of_floats(weight, tensors, scale, None if block is None else (block[0], block[1]))
+    return of_floats(weight, tensors, scale, block)
 
 
 def of_floats(
@@ -48,20 +45,14 @@ def of_floats(
     scales = tensors(scale_name)
     widened = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
     widened = good_scales(widened, scale_name)
+    shapes = {(): num_in, (1,): num_in, (1, 1): num_in, (num_out,): num_in, (num_out, 1): num_in}
+    rows = 1 if block is None else block[0]
     columns = group or (num_in if block is None else block[1])
-    shapes = {(): 0, (1,): 0, (1, 1): 0, (num_out,): 1, (num_out, 1): 1}
-    if block is not None:
-        shapes[(-(-num_out // block[0]), -(-num_in // block[1]))] = 2
-    if group is not None:
-        shapes[(num_out, -(-num_in // group))] = 3
-    kind = shapes.get(tuple(scales.shape))
-    if kind is None:
+    shapes.setdefault((-(-num_out // rows), -(-num_in // columns)), columns)
+    shape = tuple(scales.shape)
+    if shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(f"{scale_name} has shape {list(scales.shape)}, expected {expected}")
-    if kind == 0:
-        return QWeight(weight, widened.reshape(1, 1).expand(num_out, 1), group=num_in, bits=8)
-    if kind == 1:
-        return QWeight(weight, widened.reshape(num_out, 1), group=num_in, bits=8)
-    if kind == 2 and block is not None:
-        widened = over_blocks(widened, (num_out, num_in), block)
-    return QWeight(weight, widened, group=columns, bits=8)
+    if shapes[shape] == num_in and widened.numel() in (1, num_out):
+        return QWeight(weight, widened.reshape(-1, 1).expand(num_out, 1), group=num_in, bits=8)
+    return QWeight(weight, widened.repeat_interleave(rows, 0)[:num_out], group=columns, bits=8)

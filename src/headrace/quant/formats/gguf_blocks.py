@@ -11,8 +11,8 @@ specification and ggml's block structs; the methods are llama.cpp's (K-quants: p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from headrace.quant import rtn
 from headrace.quant.base import QWeight
 from headrace.quant.formats.gguf_grids import even_signs, grid, signs
 from headrace.quant.schemes import BOOKS, K_BLOCK, K_GROUP, K_TYPES, SCHEMES, Scheme
+from headrace.quant.threads import on_all_threads
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
@@ -90,20 +91,14 @@ def _signed(codes: NDArray[Any], offset: int) -> NDArray[np.int8]:
     return codes.astype(np.int8) - np.int8(offset)
 
 
-def _q4_0(b: U8) -> Parts:
-    return _signed(_halves(b[:, 2:]), 8), _f16(b[:, :2]), None
-
-
-def _q4_1(b: U8) -> Parts:
-    return _halves(b[:, 4:]), _f16(b[:, :2]), _f16(b[:, 2:4])
-
-
-def _q5_0(b: U8) -> Parts:
-    return _signed(_halves(b[:, 6:]) | _bits(b[:, 2:6]) << 4, 16), _f16(b[:, :2]), None
-
-
-def _q5_1(b: U8) -> Parts:
-    return _halves(b[:, 8:]) | _bits(b[:, 4:8]) << 4, _f16(b[:, :2]), _f16(b[:, 2:4])
+def _legacy(b: U8, bits: int, has_min: bool) -> Parts:
+    """32 codes of 4 or 5 bits with one scale, and a minimum if `has_min`."""
+    begin = 4 if has_min else 2
+    codes: NDArray[Any] = _halves(b[:, -16:])
+    scale = _f16(b[:, :2])
+    if bits == 5:
+        codes = codes | _bits(b[:, begin : begin + 4]) << 4
+    return (codes, scale, _f16(b[:, 2:4])) if has_min else (_signed(codes, 2 ** (bits - 1)), scale, None)
 
 
 def _q8_0(b: U8) -> Parts:
@@ -130,14 +125,12 @@ def _six_bits(b: U8) -> tuple[U8, U8]:
     return scale, np.concatenate((second & 63, (both >> 4) | (second >> 6) << 4), axis=1)
 
 
-def _q4_k(b: U8) -> Parts:
+def _with_minima(b: U8, bits: int) -> Parts:
+    """Q4_K or Q5_K."""
     scale, least = _six_bits(b[:, 4:16])
-    return _chunks(b[:, 16:], 32), _f16(b[:, :2]) * scale, -(_f16(b[:, 2:4]) * least)
-
-
-def _q5_k(b: U8) -> Parts:
-    scale, least = _six_bits(b[:, 4:16])
-    codes = _chunks(b[:, 48:], 32) | _planes(b[:, 16:48], 32, 1) << 4
+    codes: NDArray[Any] = _chunks(b[:, -128:], 32)
+    if bits == 5:
+        codes = codes | _planes(b[:, 16:48], 32, 1) << 4
     return codes, _f16(b[:, :2]) * scale, -(_f16(b[:, 2:4]) * least)
 
 
@@ -256,15 +249,15 @@ def _nvfp4(b: U8) -> Parts:
 
 
 TYPES: dict[str, BlockType] = {
-    "Q4_0": BlockType(32, 18, 32, -8, 7, False, _q4_0),
-    "Q4_1": BlockType(32, 20, 32, 0, 15, True, _q4_1),
-    "Q5_0": BlockType(32, 22, 32, -16, 15, False, _q5_0),
-    "Q5_1": BlockType(32, 24, 32, 0, 31, True, _q5_1),
+    "Q4_0": BlockType(32, 18, 32, -8, 7, False, partial(_legacy, bits=4, has_min=False)),
+    "Q4_1": BlockType(32, 20, 32, 0, 15, True, partial(_legacy, bits=4, has_min=True)),
+    "Q5_0": BlockType(32, 22, 32, -16, 15, False, partial(_legacy, bits=5, has_min=False)),
+    "Q5_1": BlockType(32, 24, 32, 0, 31, True, partial(_legacy, bits=5, has_min=True)),
     "Q8_0": BlockType(32, 34, 32, -128, 127, False, _q8_0),
     "Q2_K": BlockType(256, 84, 16, 0, 3, True, _q2_k),
     "Q3_K": BlockType(256, 110, 16, -4, 3, False, _q3_k),
-    "Q4_K": BlockType(256, 144, 32, 0, 15, True, _q4_k),
-    "Q5_K": BlockType(256, 176, 32, 0, 31, True, _q5_k),
+    "Q4_K": BlockType(256, 144, 32, 0, 15, True, partial(_with_minima, bits=4)),
+    "Q5_K": BlockType(256, 176, 32, 0, 31, True, partial(_with_minima, bits=5)),
     "Q6_K": BlockType(256, 210, 16, -32, 31, False, _q6_k),
     "Q8_K": BlockType(256, 292, 256, -128, 127, False, _q8_k),
     "IQ2_XXS": BlockType(256, 66, 32, -43, 43, False, _iq2_xxs),
@@ -304,14 +297,7 @@ def decode(kind: str, raw: U8) -> QWeight:
         if mins is not None:
             mins[piece] = least
 
-    starts = range(0, num, step)
-    threads = min(torch.get_num_threads(), len(starts))
-    if threads > 1:
-        with ThreadPoolExecutor(threads, "gguf") as pool:
-            list(pool.map(work, starts))
-    else:
-        for first in starts:
-            work(first)
+    on_all_threads(work, num, step)
     rows = len(raw)
     return QWeight(
         torch.from_numpy(codes.reshape(rows, -1)),

@@ -13,7 +13,7 @@ import torch
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import PLAIN, QWeight, Tensors
 from headrace.quant.formats import fp8
-from headrace.quant.packing import E2M1, checked, good_scales, nibbles, plain_weight
+from headrace.quant.packing import checked, four_bit_floats, good_scales, one_scale, plain_weight
 
 SPARE = fp8.SPARE
 GROUP = 16
@@ -32,8 +32,5 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
             f"{name}.weight has shape {list(weight.shape)}, expected a multiple of {GROUP // 2} bytes"
         )
     inner = checked(tensors, f"{name}.weight_scale", (num_out, num_in // GROUP), torch.float8_e4m3fn)
-    outer = good_scales(tensors(f"{name}.weight_scale_2"), f"{name}.weight_scale_2")
-    if outer.numel() != 1:
-        raise CheckpointError(f"{name}.weight_scale_2 has shape {list(outer.shape)}, expected [1]")
-    scales = good_scales(inner.float() * outer.reshape(1, 1), f"{name}.weight_scale")
-    return QWeight(nibbles(weight, False), scales, group=GROUP, bits=4, codebook=torch.tensor(E2M1))
+    scales = good_scales(inner.float() * one_scale(tensors, f"{name}.weight_scale_2"), f"{name}.weight_scale")
+    return four_bit_floats(weight, scales, GROUP)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import E2M1, checked, left_alone, names_listed, nibbles, plain_weight
+from headrace.quant.packing import checked, four_bit_floats, left_alone, names_listed, plain_weight
 
 SPARE = re.compile(r"(?!)")
 GROUP = 32
@@ -46,5 +46,4 @@ def of_blocks(blocks: Tensor, scales: Tensor, name: str) -> QWeight:
     """blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32]. 255 stands for NaN and is refused."""
     if bool((scales == 255).any()):
         raise CheckpointError(f"{name} has a scale that is not finite; shape {list(scales.shape)}, expected 0 to 254")
-    powers = torch.exp2(scales.float() - 127)
-    return QWeight(nibbles(blocks.flatten(1), False), powers, group=GROUP, bits=4, codebook=torch.tensor(E2M1))
+    return four_bit_floats(blocks.flatten(1), torch.exp2(scales.float() - 127), GROUP)

@@ -14,13 +14,10 @@ from headrace.quantize import grid
 from headrace.quantize.base import Layer, Options, Statistics
 
 CALIBRATED = False
+DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def verify(options: Options) -> Options:
-    return verified(options)
-
-
-def verified(options: Options) -> Options:
     if options.bits != 8 or options.symmetric is False:
         text = f"{options.bits} bits" + (", with zero points" if options.symmetric is False else "")
         raise RequestError("bits", text, f"8, symmetric, for method {options.method}")
@@ -34,11 +31,8 @@ def prepare(layer: Layer, options: Options) -> None:
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
-    return as_floats(weight, options, torch.float8_e4m3fn, name)
-
-
-def as_floats(weight: Tensor, options: Options, dtype: torch.dtype, name: str) -> QWeight:
-    """Return the nearest 8-bit floats of `dtype`, ties to even; what lies beyond the largest becomes the largest."""
+    """Return the nearest 8-bit floats, ties to even; what lies beyond the largest becomes the largest."""
+    dtype = DTYPES[options.method]
     num_out, num_in = weight.shape
     group = grid.group_of(options, num_in, name)
     x = weight.view(num_out, -1, group)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quant.base import QWeight
 from headrace.quant.packing import E2M1
 from headrace.quantize import grid
@@ -40,8 +40,7 @@ def prepare(layer: Layer, options: Options) -> None:
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
     num_out, num_in = weight.shape
     grid.group_of(options, num_in, name)
-    if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{name} has a weight that is not finite; it can not be quantised")
+    grid.verify_finite(weight, name)
     x = weight.view(num_out, -1, GROUP)
     codes = torch.empty(x.shape, dtype=torch.uint8)
     scales = torch.empty(x.shape[:2])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quant.base import QWeight, widened
 from headrace.quantize import grid
 from headrace.quantize.base import Layer, Options, Statistics
@@ -53,8 +53,7 @@ def prepare(layer: Layer, options: Options) -> None:
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> NF4Weight:
     num_out, num_in = weight.shape
     group = grid.group_of(options, num_in, name)
-    if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{name} has a weight that is not finite; it can not be quantised")
+    grid.verify_finite(weight, name)
     largest = weight.view(num_out, -1, group).abs().amax(-1)
     offset = float(largest.mean())
     codes, nested = eight_bits(largest.flatten() - offset)

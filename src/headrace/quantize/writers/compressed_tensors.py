@@ -16,7 +16,7 @@ from headrace.quant.base import QWeight
 from headrace.quant.formats import compressed_tensors
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
-from headrace.quantize.packing import packed
+from headrace.quantize.packing import mxfp4_parts, packed
 
 PACKED, PLAIN = "pack-quantized", "int-quantized"
 FLOATS = {"fp8": "float-quantized", "mxfp4": "mxfp4-pack-quantized"}
@@ -55,12 +55,17 @@ def strategy(options: Options) -> str:
 
 
 def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
-    if options.method in FLOATS:
-        return _floats(name, weight, options)
-    if weight.scales is None or weight.zeros is None:
-        raise CheckpointError(f"{name}: codes without scales and zero points have no place in {PACKED}")
+    if options.method == "mxfp4":
+        pairs, exponents = mxfp4_parts(weight, name)
+        return {f"{name}.weight_packed": pairs, f"{name}.weight_scale": exponents}
+    if weight.scales is None:
+        raise CheckpointError(f"{name}: codes without scales have no place in {layout(options)}")
     scales = weight.scales if strategy(options) != "tensor" else weight.scales[:1, 0]
     parts = {f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
+    if options.method == "fp8":
+        return {f"{name}.weight": weight.codes} | parts
+    if weight.zeros is None:
+        raise CheckpointError(f"{name}: codes without zero points have no place in {layout(options)}")
     if layout(options) == PLAIN:
         return parts | {f"{name}.weight": (weight.codes.to(torch.int16) - 128).to(torch.int8)}
     parts[f"{name}.weight_packed"] = packed(weight.codes, options.bits)
@@ -69,17 +74,6 @@ def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
         zeros = weight.zeros.to(torch.uint8).t().contiguous()
         parts[f"{name}.weight_zero_point"] = packed(zeros, options.bits).t().contiguous()
     return parts
-
-
-def _floats(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
-    if weight.scales is None:
-        raise CheckpointError(f"{name}: floats without scales have no place in {layout(options)}")
-    if options.method == "mxfp4":
-        exponents = torch.log2(weight.scales) + 127
-        packed_pairs = weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4
-        return {f"{name}.weight_packed": packed_pairs, f"{name}.weight_scale": exponents.to(torch.uint8)}
-    scales = weight.scales if strategy(options) != "tensor" else weight.scales[:1, 0]
-    return {f"{name}.weight": weight.codes, f"{name}.weight_scale": scales.to(options.scale_dtype).contiguous()}
 
 
 def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:

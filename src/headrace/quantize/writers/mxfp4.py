@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.quant.base import QWeight
 from headrace.quant.formats import mxfp4
 from headrace.quantize import shards
 from headrace.quantize.base import LayerShape, Options, refuse_transposed
-
-BIAS = 127
+from headrace.quantize.packing import mxfp4_parts
 
 
 def verify(options: Options) -> None:
@@ -33,13 +32,9 @@ def scale_dtype(model_dtype: torch.dtype) -> torch.dtype:
 
 
 def tensors(name: str, weight: QWeight, options: Options) -> dict[str, Tensor]:
-    if weight.scales is None or weight.codebook is None or weight.group != mxfp4.GROUP:
-        raise CheckpointError(f"{name}: the format mxfp4 holds codes of E2M1 in groups of {mxfp4.GROUP}")
-    pairs = weight.codes[:, 0::2] | weight.codes[:, 1::2] << 4
-    return {
-        f"{name}.weight_blocks": pairs.view(len(pairs), -1, mxfp4.GROUP // 2),
-        f"{name}.weight_scales": (torch.log2(weight.scales) + BIAS).to(torch.uint8),
-    }
+    pairs, exponents = mxfp4_parts(weight, name)
+    blocks = pairs.view(len(pairs), -1, mxfp4.GROUP // 2)
+    return {f"{name}.weight_blocks": blocks, f"{name}.weight_scales": exponents}
 
 
 def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[str, Any]:

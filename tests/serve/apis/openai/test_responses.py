@@ -203,7 +203,7 @@ async def read_scripted(
     params = SamplingParams(logprobs=0, max_tokens=100, seed=1)
     state = RequestState(Request(request_id="r", prompt_token_ids=[65], params=params), tokenizer)
     scripted: Any = Scripted(token_ids, lengths)
-    generation = Generation(scripted, [state], 1, None)
+    generation = Generation(scripted, [state], 1, None, num_returned=1, per_request=1)
     call = ChatCall(messages=[], sampling={"logprobs": 0})
     responses = Responses(model, Store("resp_", None, max_items=1, max_bytes=2**20, evict=True))
     chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)

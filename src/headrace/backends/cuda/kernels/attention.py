@@ -204,9 +204,7 @@ def _twin(
     few, many = items[0, :2].tolist()
     chosen = items[1 + few : 1 + few + many] if KIND else items[1 : 1 + few]
     width = KV_HEADS * GROUP * DIM
-    for row, num_rows, start, table, first, end_span, slot, _ in items[1:][few * KIND :][
-        : many if KIND else few
-    ].tolist():
+    for row, num_rows, start, table, first, end_span, slot, _ in chosen.tolist():
         rows, end = slice(row, row + num_rows), start + num_rows
         low = max(start - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
         q = query[rows, :width].view(num_rows, KV_HEADS, GROUP, DIM).transpose(0, 1).float()
@@ -214,14 +212,18 @@ def _twin(
         for span in range(max(first, low // SPAN), end_span):
             at = torch.arange(max(span * SPAN, low), min(span * SPAN + SPAN, end), device=q.device)
             block = blocks[table + at // BLOCK]
-            gathered = [_tiles(x, block, at % BLOCK) for x in (keys, values, key_scales, value_scales)]
+            k, v = (_tiles(x, block, at % BLOCK) for x in (keys, values))
+            k_scales, v_scales = (
+                None if x is None else _tiles(x, block, at % BLOCK) for x in (key_scales, value_scales)
+            )
             at = at[0] + torch.arange(-(-len(at) // TILE) * TILE, device=q.device)
             position = torch.arange(start, end, device=q.device)[:, None]
             seen = at <= position
             if WINDOW:
                 seen &= at > position - WINDOW
             seen = seen.view(num_rows, -1, TILE).transpose(0, 1)[:, None, :, None]
-            parts.append(_span(q, gathered, seen, inner, outer, SOFTCAP, torch.float32 if WIDE else query.dtype))
+            dtype = torch.float32 if WIDE else query.dtype
+            parts.append(_span(q, k, v, k_scales, v_scales, seen, inner, outer, SOFTCAP, dtype))
         if slot >= 0 and parts:
             count = (end - 1) // SPAN + 1 - low // SPAN
             places = [slice(slot + i * num_rows, slot + (i + 1) * num_rows) for i in range(count)]
@@ -258,7 +260,10 @@ def _quotient(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
 
 def _span(
     q: Tensor,
-    gathered: list[Tensor | None],
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
     seen: Tensor,
     inner: float,
     outer: float,
@@ -267,9 +272,6 @@ def _span(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum one span for q [kv_heads, R, GROUP, D]; return the largest scores and the sums of weights, of that shape but
     for D = 1, and the weighted values. `dtype`: of products."""
-    keys, values, key_scales, value_scales = gathered
-    assert keys is not None
-    assert values is not None
     head_dim = q.shape[-1]
     s = _products(F.pad(q, (0, keys.shape[-1] - head_dim)).expand(len(keys), *q.shape[:-1], -1), keys.mT)
     if key_scales is not None:
@@ -291,10 +293,8 @@ def _span(
     return most[-1], total, o
 
 
-def _tiles(x: Tensor | None, block: Tensor, offset: Tensor) -> Tensor | None:
+def _tiles(x: Tensor, block: Tensor, offset: Tensor) -> Tensor:
     """Gather a span of the cache, padded by zeros: float32 [tiles, kv_heads, TILE, D], of scales D = 1."""
-    if x is None:
-        return None
     x = x[..., None] if x.ndim == 3 else x
     numbers = (x.view(torch.uint8) if x.element_size() == 1 else x)[block, :, offset].view(x.dtype).float()
     extra = padded(x.shape[-1]) - x.shape[-1] if x.shape[-1] > 1 else 0
@@ -347,6 +347,8 @@ def configs(
         suited = _configs((16, 8, 3), (16, 8, 1)) if kernel is FEW else _configs((32, 8, 2, 80, 90, 100), (32, 8, 1))
     elif cache.itemsize == 1:
         suited = _configs((16, 8, 5), (16, 8, 3)) if kernel is FEW else _configs((64, 8, 2, 80, 90, 100), (32, 8, 2))
+    elif head_dim <= 64 and kernel is MANY:
+        suited = _configs((128, 8, 3, 90), (64, 8, 2), (64, 8, 3, 80, 90), (128, 8, 5, 90))
     else:
         suited = kernel.configs
     group = group_rows(heads, kv_heads)

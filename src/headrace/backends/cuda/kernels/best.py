@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def best(
 
     finite int32 [S]: 1 for a row without NaN and +inf. A row of -inf alone has the value -inf.
     """
-    arguments = {
+    arguments: dict[str, Argument] = {
         "logits": logits, "ld": logits.stride(0), "ids": ids, "values": values, "finite": finite, "sizes": sizes,
         "width": logits.shape[1], "DIM": dim,
     }  # fmt: skip

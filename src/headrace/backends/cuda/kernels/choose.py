@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.backends.base import Draw
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.sampling import filters, noise
 
 MARGIN = 1e-9
@@ -178,13 +178,13 @@ def _choose(
             for start in tl.range(0, width, BLOCK):
                 x = _load(logits, masks, start + lane, width, masked)
                 key = _key(x)
-                kept, num = _before(key, cut_k, num_k, seen)
+                head, num = _before(key, cut_k, num_k, seen)
                 seen += num
                 scaled = _scaled(x, greatest, temperature)
-                kept &= (scaled > float("-inf")) & (scaled >= floor) & (start + lane < width)
-                kept &= _same_head(key, cut_p, shift)
-                mass = tl.where(kept, _weights(scaled), 0)
-                tl.atomic_add(scratch + ((key >> shift) & 255).to(tl.int32), mass, mask=kept, sem="relaxed")
+                head &= (scaled > float("-inf")) & (scaled >= floor) & (start + lane < width)
+                head &= _same_head(key, cut_p, shift)
+                mass = tl.where(head, _weights(scaled), 0)
+                tl.atomic_add(scratch + ((key >> shift) & 255).to(tl.int32), mass, mask=head, sem="relaxed")
             tl.debug_barrier()
             counts = tl.load(scratch + digits, cache_modifier=".cg")
             if shift == 24:
@@ -210,16 +210,16 @@ def _choose(
         token = start + lane
         x = _load(logits, masks, token, width, masked)
         key = _key(x)
-        kept, num = _before(key, cut_k, num_k, seen_k)
+        head, num = _before(key, cut_k, num_k, seen_k)
         seen_k += num
-        kept_p, num = _before(key, cut_p, num_p, seen_p)
+        head_p, num = _before(key, cut_p, num_p, seen_p)
         seen_p += num
         total = tl.zeros([BLOCK], tl.float64)
         if (flags & 1) == 1:
             total = _scaled(x, greatest, temperature)
-            kept &= kept_p & (total >= floor)
+            head &= head_p & (total >= floor)
             total += _gumbel(token, seed, position)
-        total = tl.where(kept & (x > float("-inf")) & (token < width), total, float("-inf"))
+        total = tl.where(head & (x > float("-inf")) & (token < width), total, float("-inf"))
         better = total > lanes_best
         lanes_second = tl.where(better, lanes_best, tl.maximum(lanes_second, total))
         lanes_id = tl.where(better, token, lanes_id)
@@ -278,7 +278,7 @@ def choose(
     masks int32 [S, ceil(V / 32)]. reals float64 [S, 3] and wholes int64 [S, 4]: see `pack`. scratch int64 [S, 256].
     margins float64 [S]: by how much the best sum of scaled logit and noise exceeds the next; huge without another.
     """
-    arguments = {
+    arguments: dict[str, Argument] = {
         "logits": logits, "ld": logits.stride(0), "masks": masks, "ld_masks": masks.stride(0), "reals": reals,
         "wholes": wholes, "scratch": scratch, "ids": ids, "margins": margins, "sizes": sizes,
         "width": logits.shape[1], "DIM": dim,

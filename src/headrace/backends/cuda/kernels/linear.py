@@ -17,25 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.base import Activation
+from headrace.backends.cuda.kernels.rows import activated
 from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products
-
-
-@triton.jit
-def activated(v, KIND: tl.constexpr):
-    """An activation of float32 numbers (`backends.base.Activation`)."""
-    if KIND == "silu":
-        return v / (1.0 + tl.exp(-v))
-    elif KIND == "gelu":
-        return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)).
-        return v / (1.0 + tl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
-    elif KIND == "relu":
-        return tl.maximum(v, 0.0)
-    else:
-        return v
 
 
 @triton.jit
@@ -103,10 +88,10 @@ def in_order(acc, acc_up, partial, arrived, item, SPANS: tl.constexpr, GATED: tl
     """Leave a span's sums in memory; the last program of a tile adds all of them in order. -> sums, whether last."""
     NUMBERS: tl.constexpr = ROWS * COLS * (2 if GATED else 1)
     at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    own = partial + item.to(tl.int64) * NUMBERS
-    tl.store(own + at, acc)
+    parts = partial + item.to(tl.int64) * NUMBERS
+    tl.store(parts + at, acc)
     if GATED:
-        tl.store(own + ROWS * COLS + at, acc_up)
+        tl.store(parts + ROWS * COLS + at, acc_up)
     tl.debug_barrier()
     tile = item // SPANS
     last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPANS - 1

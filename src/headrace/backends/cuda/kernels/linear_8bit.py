@@ -228,8 +228,8 @@ KERNEL = Kernel(
         _config(16, 64, 1, 4, 4),
         _config(16, 128, 1, 4, 4),
         _config(32, 128, 1, 4, 3),
-        _config(64, 128, 1, 4, 3),
-        _config(64, 128, 0, 4, 3),
+        _config(64, 128, 1, 8, 3),
+        _config(64, 128, 0, 8, 3),
         _config(128, 128, 0, 8, 3),
         _config(128, 64, 0, 8, 3),
     ),
@@ -245,7 +245,7 @@ def suits(config: Config, weight: Tensor, gated: bool, grouped: bool) -> bool:
     nested = not tiles["APART"] and span_of(*weight.shape) < weight.shape[1]
     sums = tiles["BR"] * tiles["BN"] // (32 * config.num_warps)
     first_operand = tiles["BN"] // (1 + gated) if tiles["SWAP"] else tiles["BR"]
-    return first_operand >= 64 and not (nested and grouped and sums >= 64 and config.num_warps == 8)
+    return first_operand >= 64 and not (nested and grouped and sums >= 64)
 
 
 def default(weight: Tensor, num_rows: int, gated: bool, grouped: bool) -> Config:

@@ -70,6 +70,39 @@ def assembly(dtype: torch.dtype, each: int, has_min: bool) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+def book_assembly(dtype: torch.dtype, each: int, book: str) -> str:
+    """The same for codes that are indices into a table of 16 numbers, whose bytes `prmt` looks up.
+
+    The four codes of a word are the selectors of one `prmt`, by which bit 3 of a code chooses between two of them.
+    """
+    name = "bf16" if dtype == torch.bfloat16 else "f16"
+    numbers = torch.tensor(BOOKS[book]).to(dtype).view(torch.int16)
+    lines = [".reg .b32 one, other, mask, q, t, u, s, m, low0, low1, high0, high1;", "mov.b32 m, 0x80008000;"]
+    for part in ("low", "high"):
+        table = [int(number) >> (0 if part == "low" else 8) & 255 for number in numbers]
+        words = [sum(byte << 8 * i for i, byte in enumerate(table[first : first + 4])) for first in (0, 4, 8, 12)]
+        lines.append(f".reg .b32 {', '.join(f'{part}_{i}' for i in range(4))};")
+        lines += [f"mov.b32 {part}_{i}, {word:#010x};" for i, word in enumerate(words)]
+    for lane in range(2):
+        lines.append("mov.b32 q, $4;" if lane == 0 else "shr.u32 q, $4, 16;")
+        # Selector 9 gives the sign of byte 1 of 0x8000 in all bits, selector 0 its byte 0.
+        lines += ["and.b32 t, q, 0x8888;", "shr.u32 u, t, 3;", "or.b32 t, t, u;", "mov.b32 u, 0x8000;"]
+        lines += ["prmt.b32 mask, u, u, t;", "and.b32 q, q, 0x7777;"]
+        for part in ("low", "high"):
+            lines.append(f"prmt.b32 one, {part}_0, {part}_1, q;")
+            lines.append(f"prmt.b32 other, {part}_2, {part}_3, q;")
+            lines.append(f"lop3.b32 {part}{lane}, mask, other, one, 0xCA;")
+    for half, bytes_of in enumerate(("0x5140", "0x7362")):
+        lines += [f"prmt.b32 t, low0, high0, {bytes_of};", f"prmt.b32 u, low1, high1, {bytes_of};"]
+        for i in (2 * half, 2 * half + 1):
+            number = i // each
+            lines.append(f"prmt.b32 one, t, u, {('0x5410', '0x7632')[i % 2]};")
+            word = 5 + number // 2 * 2
+            lines.append(f"prmt.b32 s, ${word}, ${word}, {('0x1010', '0x3232')[number % 2]};")
+            lines.append(f"fma.rn.{name}x2 ${i}, one, s, m;")
+    return "{ " + " ".join(lines) + " }"
+
+
 @triton.jit
 def _number(word, HALF: tl.constexpr, TO: tl.constexpr):
     """One of the two numbers in a word, as float32."""
@@ -105,7 +138,7 @@ def unpacked(q, scales, mins, at, N, EACH: tl.constexpr, TO: tl.constexpr, LOW: 
     if mins is not None:
         m0 = tl.load(mins + at)
         m1 = m0 if EACH == 2 else tl.load(mins + N + at)
-    if ASM and UNPACK != "":
+    if ASM:
         a, b, c, d = (tl.broadcast_to(s0, q.shape), tl.broadcast_to(s1, q.shape),
                       tl.broadcast_to(m0, q.shape), tl.broadcast_to(m1, q.shape))  # fmt: skip
         return tl.inline_asm_elementwise(UNPACK, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [q, a, b, c, d],
@@ -182,16 +215,16 @@ def _linear_codes(
         end = tl.minimum(begin + SPAN, K)
         acc = tl.zeros([COLS, BR], tl.float32)
         acc_up = acc
-        own = mins
-        up = mins
+        lower = mins
+        upper = mins
         if mins is not None:
-            own = mins + first
-            up = mins + first + N
-        acc = _sum(x, x_at, k, codes + first * ld_codes, q_at, scales + first, own, within, begin, end, acc, K, ALL, H,
-                   EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
+            lower = mins + first
+            upper = mins + first + N
+        acc = _sum(x, x_at, k, codes + first * ld_codes, q_at, scales + first, lower, within, begin, end, acc, K, ALL,
+                   H, EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
         if GATED:
-            acc_up = _sum(x, x_at, k, codes + (first + N) * ld_codes, q_at, scales + first + N, up, within, begin, end,
-                          acc_up, K, ALL, H, EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
+            acc_up = _sum(x, x_at, k, codes + (first + N) * ld_codes, q_at, scales + first + N, upper, within, begin,
+                          end, acc_up, K, ALL, H, EACH, GROUPS, EIGHT, LOW, HIGH, UNPACK, WHOLE, ASM)  # fmt: skip
         acc = tl.trans(acc)
         acc_up = tl.trans(acc_up)
         inside = (row < rows)[:, None] & (col < N)[None, :]
@@ -281,11 +314,13 @@ class PackedCodes:
     def arguments(self) -> dict[str, Argument]:
         book = BOOKS[self.book] if self.book else None
         low, high = (None, None) if book is None else (_bytes(book[:8]), _bytes(book[8:]))
-        unpack = "" if self.eight or book else assembly(self.dtype, self.each, self.mins is not None)
+        unpack = assembly(self.dtype, self.each, self.mins is not None)
+        if book:
+            unpack = book_assembly(self.dtype, self.each, self.book)
         return {
             "codes": self.codes, "ld_codes": self.codes.stride(0), "scales": self.scales, "mins": self.mins,
             "K": self.num_in, "ALL": self.num_out, "H": self.step, "EACH": self.each, "GROUPS": self.group > 0,
-            "EIGHT": self.eight, "LOW": low, "HIGH": high, "UNPACK": unpack,
+            "EIGHT": self.eight, "LOW": low, "HIGH": high, "UNPACK": "" if self.eight else unpack,
         }  # fmt: skip
 
 
@@ -380,11 +415,18 @@ KERNEL = Kernel(
 WIDEN = Kernel(_widen, _widen_twin, (Config({"COLS": 32, "ASM": 1}, 4, 1),), fuse=False)
 
 
+def suits(config: Config, gated: bool) -> bool:
+    """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90."""
+    return config.tiles["BN"] >= 64 * (1 + gated)
+
+
 def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
-    columns = 128 if gated or weight.step < WIDEST else 64
-    return next(c for c in KERNEL.configs if c.tiles["BR"] == rows and c.tiles["BN"] >= columns)
+    # Less to do for each weight where scales are many or have minima (and one register spills on sm_100 with 64).
+    columns = 128 if rows < 64 and (weight.step < WIDEST or weight.mins is not None) else 64
+    suited = [config for config in KERNEL.configs if config.tiles["BR"] == rows and suits(config, gated)]
+    return next(config for config in suited if config.tiles["BN"] >= columns)
 
 
 def scratch_numbers(weight: PackedCodes, num_rows: int, config: Config) -> tuple[int, int]:

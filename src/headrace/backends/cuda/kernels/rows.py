@@ -1,4 +1,4 @@
-"""Operators that take rows as they are: gather, add, activations, soft cap, the check for NaN, and copies of KV blocks.
+"""Operators that take rows as they are: gather, add, activations, soft cap, the check for NaN.
 
 One program for COLUMNS numbers of one row. Each number of a result depends on its own operands alone, so tiles change
 no bits.
@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.base import Activation
-from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise
@@ -148,29 +147,10 @@ def _finite_twin(x: Tensor, ld_x: int, out: Tensor, sizes: Tensor, width: int, D
     out[:rows] = x[:rows, :width].isfinite().all(-1).int()
 
 
-@triton.jit
-def _copy_blocks(data, pairs, count, num_blocks, width, COLUMNS: tl.constexpr):
-    plane = data + tl.program_id(0).to(tl.int64) * num_blocks * width
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    # In turn, and each thread reads and writes its own columns: a pair's source may be the target of one before.
-    for i in tl.range(0, tl.load(count), num_stages=1):
-        source = tl.load(pairs + 2 * i).to(tl.int64)
-        target = tl.load(pairs + 2 * i + 1).to(tl.int64)
-        v = tl.load(plane + source * width + column, mask=inside)
-        tl.store(plane + target * width + column, v, mask=inside)
-
-
-def _copy_blocks_twin(data: Tensor, pairs: Tensor, count: Tensor, num_blocks: int, width: int) -> None:
-    for source, target in pairs[: int(count[0])].tolist():
-        data[:, target] = data[:, source]
-
-
 GATHER = Kernel(_gather, _gather_twin, CONFIGS)
-MAP = Kernel(_map, _map_twin, CONFIGS)
+MAP = Kernel(_map, _map_twin, CONFIGS, fuse=False)
 FINITE = Kernel(_finite, _finite_twin, CONFIGS)
-COPY_BLOCKS = Kernel(_copy_blocks, _copy_blocks_twin, CONFIGS)
-KERNELS = (GATHER, MAP, FINITE, COPY_BLOCKS)
+KERNELS = (GATHER, MAP, FINITE)
 
 
 def embedding(
@@ -230,29 +210,6 @@ def finite(x: Tensor, out: Tensor, sizes: Tensor, num_rows: int, dim: int = 0, c
         "DIM": dim,
     }
     return Launch(FINITE, (num_rows,), arguments, config or FINITE.configs[0])
-
-
-def copy_blocks(cache: KVCache, pairs: Tensor, count: Tensor, config: Config | None = None) -> list[Launch]:
-    """Copy blocks of all layers, with their scales: pairs int32 [N, 2] of source and target, the first `count` [1]
-    int32 of them, one after the other."""
-    config = config or COPY_BLOCKS.configs[0]
-    launches = []
-    for data in (cache.data, cache.scales):
-        if data is None:
-            continue
-        planes, num_blocks = data.shape[0] * data.shape[1], data.shape[2]
-        words = data.view(torch.uint8).view(planes, num_blocks, -1).view(torch.int32)
-        width = words.shape[2]
-        arguments: dict[str, Argument] = {
-            "data": words,
-            "pairs": pairs,
-            "count": count,
-            "num_blocks": num_blocks,
-            "width": width,
-        }
-        grid = (planes, triton.cdiv(width, config.tiles["COLUMNS"]))
-        launches.append(Launch(COPY_BLOCKS, grid, arguments, config))
-    return launches
 
 
 def _gathered(
