@@ -151,7 +151,7 @@ class CudaProgram:
         self.inputs = make_step_rows(lambda _: next(host), *most)
         image = make_step_rows(lambda _: next(device), *most, features)
         self._token_ids: Tensor = image.token_ids
-        self._sent = Mark(self._device)
+        self._arrival = Mark(self._device)
         # The tokens that `start` drew last.
         self._last_ids = torch.zeros(self.max_logits, dtype=torch.int32, device=self._device)
         return image
@@ -189,14 +189,14 @@ class CudaProgram:
 
     def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> StartedCall:
         # What the host sent for the last call has arrived once that began.
-        self._sent.wait()
+        self._arrival.wait()
         num_rows, num_logits = self._fill(chunks), len(rows)
         self._carry[:num_rows] = -1
         self._carry[list(carried)] = list(carried.values())
         self._send(rows, bool(chunks.copies))
         places = {i: each for i, each in enumerate(draws) if each is not None and each.temperature > 0}
         self._drawing.send(list(places), list(places.values()))
-        self._sent.set()
+        self._arrival.set()
         if carried:
             carry, token_ids = self._carry_image[:num_rows], self._token_ids[:num_rows]
             ids = self._last_ids[carry.clamp(min=0).long()]

@@ -42,7 +42,7 @@ class Mark:
     """A place in the work of a GPU that the host can wait for. On a CPU work is done when it is given."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def set(self) -> None:
         """Mark the end of the work given so far."""
