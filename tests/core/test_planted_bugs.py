@@ -153,13 +153,13 @@ def end_told_twice(s, _):
 def failed_chunk_published(s, _):
     drop = s._drop_failed
 
-    def publishing(rows, errors):
+    def publishing(rows, errors, void):
         for index in errors:
             seq, length, _, _ = rows[index]
             if seq.block_table and seq.num_computed + length >= seq.publish_at:
                 seq.num_computed += length
                 s.tables.publish(seq)
-        return drop(rows, errors)
+        return drop(rows, errors, void)
 
     s._drop_failed = publishing
 
@@ -198,8 +198,9 @@ def blocks_of_a_step_in_flight_freed_by_abort(s, _):
     def at_once(name):
         seq = s.sequences.get(name)
         aborted = abort(name)
-        if aborted and s.zombies:
-            s.zombies.clear()
+        if aborted and s.steps.zombies():
+            for step in s.steps.steps:
+                step.zombies.clear()
             s.tables.release(seq)
         return aborted
 

@@ -17,15 +17,13 @@ bug = partial(register, BUGS)
 @bug("I-8", "I-12", "I-4")
 def slot_of_a_rejected_token_reused(s, _):
     """The tokens after a rejected guess are taken for computed, so its slot is read as if it were theirs."""
-    advance = s._advance
+    accept = s.tables.accept
 
-    def too_far(seqs):
-        seqs = list(seqs)
-        advance(seqs)
-        for seq in seqs:
-            seq.num_computed = min(seq.num_computed + 1, len(seq.tokens) - 1)
+    def too_far(seq):
+        accept(seq)
+        seq.num_computed = min(seq.num_computed + 1, len(seq.tokens) - 1)
 
-    s._advance = too_far
+    s.tables.accept = too_far
     settle = s.drafts.settle
 
     def settle_too_far(batch, flight, result):

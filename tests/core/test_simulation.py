@@ -14,19 +14,22 @@ NUM_SEEDS, NUM_STEPS = 40, 200
 
 
 @cache
-def events(seed):
+def events(seed, overlapping=False):
     """What happened in one run; a violation is raised."""
-    return Simulation(seed).run(NUM_STEPS).events
+    return Simulation(seed, overlapping=overlapping).run(NUM_STEPS).events
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 10))
-def test_I_1_to_I_20_hold_under_a_swarm_of_events(first):
+def test_I_1_to_I_20_hold_under_a_swarm_of_events(first, overlapping):
     for seed in range(first, first + 10):
-        events(seed)
+        events(seed, overlapping)
 
 
-def test_the_slice_meets_every_kind_of_event():
-    seen = {name for seed in range(NUM_SEEDS) for name in events(seed)}
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_the_slice_meets_every_kind_of_event(overlapping):
+    seen = {name for seed in range(NUM_SEEDS) for name in events(seed, overlapping)}
+    assert ("step ahead" in seen) == overlapping
     assert seen >= {*EVENTS, "preemption", "copy", "end by stop", "end by length", "end by abort", "end by error"}
 
 
@@ -47,4 +50,4 @@ def test_the_command_replays_a_seed(monkeypatch, capsys):
     assert main() == 0
     log = capsys.readouterr().out
     assert log.startswith("0: world World(")
-    assert f"0 violations, digest {Simulation(5).run(20).digest}" in log
+    assert f"0 violations, digest {Simulation(5, overlapping=True).run(20).digest}" in log

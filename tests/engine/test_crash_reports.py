@@ -138,6 +138,13 @@ def test_a_step_too_large_for_its_slot_loses_its_columns() -> None:
     box.begin(StepShape(7, 0.5, 3, ["x" * 9000], [1], [2], [3], 0, 0))
     assert [(step.step_id, step.num_chunks, step.request_ids) for step in box.steps()] == [(7, 3, [])]
     assert box.unfinished() == 7
+    # A step may begin beside another.
+    box.begin(StepShape(8, 0.6, 1, ["a"], [1], [2], [3], 0, 0))
+    assert box.unfinished() == 7
+    box.end(7)
+    assert box.unfinished() == 8
+    box.end(8)
+    assert box.unfinished() is None
     box.close()
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -300,6 +300,33 @@ class Program(Protocol):
 
     def close(self) -> None:
         """Free the memory. May be called twice."""
+        ...
+
+
+class DrawnRows(NamedTuple):
+    """What a step drew on the device. `sound` is of each chunk: its hidden states are finite. The others are of each
+    row of logits: they are finite, the token, and whether that is the sampler's; `logits` [n, V] are the rows whose
+    tokens the host draws, and the token of such a row is its likeliest."""
+
+    sound: list[bool]
+    finite: list[bool]
+    token_ids: list[int]
+    is_sure: list[bool]
+    logits: NDArray[np.float32]
+
+
+@runtime_checkable
+class DrawingProgram(Program, Protocol):
+    """A program that draws tokens on its device. A step may start before the last one is finished; they are computed
+    and finished in the order of their starts."""
+
+    def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> Any:
+        """Start to compute the chunks, and to draw a token from the logits of each of `rows`, or bring them to the host
+        (None). Row r of the chunks takes the token that the last start drew at place carried[r] of its `rows`."""
+        ...
+
+    def finish(self, ticket: Any) -> DrawnRows:
+        """Wait for what `start` returned `ticket` for. To be called before any other call but `start`."""
         ...
 
 

@@ -45,6 +45,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3. With --backend "
         "torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
+        "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
+        "same. By default on a GPU; never with --speculative-config or --record-schedule.",
         "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
         "gpu_memory_utilization": "Share of a GPU's memory that weights, working memory and KV cache may take.",
         "enable_prefix_caching": "Keep the KV of finished prompts and reuse it for equal prefixes.",

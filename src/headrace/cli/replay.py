@@ -35,6 +35,7 @@ def replay(
     except msgspec.DecodeError as error:
         raise RecordingError(f"{log}: its config can not be read by this version: {error}") from error
     changed: dict[str, Any] = {"record_schedule": None, "save_packed": False, "kv_cache_memory_bytes": None}
+    changed["async_scheduling"] = False
     changed["num_gpu_blocks_override"] = head.info.num_blocks
     changed |= {name: value for name, value in (("model", model), ("num_threads", num_threads)) if value is not None}
     began = datetime.datetime.fromtimestamp(head.time, datetime.UTC)

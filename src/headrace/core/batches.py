@@ -6,7 +6,7 @@ Decides nothing and changes no sequence. Called by the scheduler alone, once per
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
-from headrace.protocol.step import Draft, Pooling, ScheduledBatch
+from headrace.protocol.step import UNDRAWN, Draft, Pooling, ScheduledBatch
 
 
 def make_batch(
@@ -23,15 +23,16 @@ def make_batch(
     `drafts` are by sequence id. With `asks` the batch has the tokens of every sequence that may get draft tokens.
     """
     flight = ready
-    starts = [s.num_computed for s in ready]
+    starts = [s.num_computed + s.num_ahead for s in ready]
     lens = [1] * len(ready)
     samples = [True] * len(ready)
-    token_ids = [s.tokens[-1] for s in ready]
+    token_ids = [s.tokens[-1] if start < len(s.tokens) else UNDRAWN for s, start in zip(ready, starts, strict=True)]
     nexts: dict[int, int] = {}
     if chunks:
         flight = ready + [s for s, _ in chunks]
         for seq, length in chunks:
-            start, stop = seq.num_computed, seq.num_computed + length
+            start = seq.num_computed + seq.num_ahead
+            stop = start + length
             if seq.params.prompt_logprobs is not None and stop < seq.num_prompt:
                 nexts[len(starts)] = seq.tokens[stop]
             starts.append(start)

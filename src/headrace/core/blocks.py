@@ -7,6 +7,7 @@ cache, whose `on_evict` is called when a cached block is evicted.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,8 +21,8 @@ def _nothing(_: int) -> None:
 class BlockPool:
     """`num_blocks` blocks of `block_size` slots. Block ids are 0 ... num_blocks - 1; none is special.
 
-    `fail_at` makes the allocation with that number fail (the first is 1), as if memory had run out: for tests;
-    `has_failed` then stays set until it is cleared.
+    `is_busy`: a step is in flight. `fail_at` makes the allocation with that number fail (the first is 1), as if memory
+    had run out: for tests; `has_failed` then stays set until it is cleared.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -34,6 +35,7 @@ class BlockPool:
         self.free = list(range(num_blocks - 1, -1, -1))
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.pins: list[int] = []
+        self.is_busy = False
         self.on_evict: Callable[[int], None] = _nothing
         self.num_allocations = 0
         self.fail_at = 0
@@ -108,10 +110,17 @@ class BlockPool:
         """Turn one reference to `block` into a pin: it stays until the step in flight is retired (I-7)."""
         self.pins.append(block)
 
-    def unpin(self) -> None:
-        """Release the pins: the step in flight is retired."""
-        pins, self.pins = self.pins, []
+    def unpin(self, num: int = sys.maxsize) -> None:
+        """Release the first `num` pins: the step that they belong to is retired."""
+        pins, self.pins = self.pins[:num], self.pins[num:]
         self.release(pins)
+
+    def give_up(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block; a step in flight may still use them, so that they stay pinned under it."""
+        if self.is_busy:
+            self.pins += blocks
+        else:
+            self.release(blocks)
 
     def mark_cached(self, block: int) -> None:
         """Make `block`, which is held, evictable instead of free when its last reference is released."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from headrace.core.beams.searches import Searches
-from headrace.core.blocks import BlockPool
+from headrace.core.flight import Flight
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
@@ -74,21 +74,20 @@ def check_lists(
         raise InvariantError("I-10", "the families are not those of the running sequences")
 
 
-def check_tables(
-    tables: BlockTables, holders: Iterable[Sequence], flight: list[Sequence], batch: ScheduledBatch | None
-) -> None:
-    """I-4, I-5, I-8, I-19: tables are as long as they must be, and what the step in flight writes is not shared."""
-    scheduled: dict[int, int] = {}
-    if batch is not None:
-        trunks = {i: len(d.paths()[0]) for i, d in batch.drafts.items()}
-        scheduled = {id(s): n + trunks.get(i, 0) for i, (s, n) in enumerate(zip(flight, batch.lens, strict=True))}
+def check_tables(tables: BlockTables, holders: Iterable[Sequence], stops: Mapping[int, int]) -> None:
+    """I-4, I-5, I-8, I-19: tables are as long as they must be, and what the steps in flight write is not shared.
+
+    `stops` are the positions of the sequences, by id, that are in flight.
+    """
     for seq in holders:
-        _check_table(tables, seq, scheduled.get(id(seq), 0))
+        _check_table(tables, seq, stops.get(seq.seq_id, seq.num_computed))
 
 
-def _check_table(tables: BlockTables, seq: Sequence, num_scheduled: int) -> None:
+def _check_table(tables: BlockTables, seq: Sequence, num_slots: int) -> None:
     pool, table = tables.pool, seq.block_table
-    num_slots, most = seq.num_computed + num_scheduled, tables.worst_case(seq)
+    num_scheduled, most = num_slots - seq.num_computed, tables.worst_case(seq)
+    if seq.status is Status.RUNNING and not 0 <= seq.num_ahead <= num_scheduled:
+        raise InvariantError("I-8", f"{seq.request_id} computes {seq.num_ahead} tokens, {num_scheduled} in flight")
     if len(table) != pool.blocks_for(num_slots) or len(set(table)) != len(table):
         raise InvariantError("I-8", f"{seq.request_id} has {num_slots} slots in blocks {table}")
     if len(table) > most or most > pool.num_blocks:
@@ -148,10 +147,21 @@ def check_searches(searches: Searches, sequences: Mapping[str, Sequence], max_nu
         raise InvariantError("I-15", f"{searches.num_absent()} beams to come have no room to run")
 
 
-def check_retired(pool: BlockPool, seqs: list[Sequence]) -> None:
-    """I-7: without a step in flight there are no pins, and no `seqs` of the last step."""
-    if seqs or pool.pins:
-        raise InvariantError("I-7", f"{len(seqs)} sequences and {len(pool.pins)} pins remain of a retired step")
+def check_steps(
+    steps: Flight, running: Iterable[Sequence], num_stalled: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    """I-7, I-15, I-16: the steps in flight are within their budgets, and all that they use is held; without any there
+    are no pins, and no sequence has tokens in one."""
+    num_ahead, pool = sum(seq.num_ahead for seq in running), steps.pool
+    if not steps and (num_ahead or pool.pins):
+        raise InvariantError("I-7", f"{num_ahead} tokens and {len(pool.pins)} pins remain of a retired step")
+    for step in steps.steps:
+        check_batch(step.batch, 0 if pool.has_failed else num_stalled, max_num_seqs, max_num_batched_tokens)
+        tables = [*step.batch.block_tables, *(tail for draft in step.batch.drafts.values() for tail in draft.tails)]
+        used = {block for table in (*tables, *step.batch.copies) for block in table}
+        freed = [block for block in used if not pool.refs[block]]
+        if freed:
+            raise InvariantError("I-7", f"blocks {freed} are free, and step {step.batch.step_id} uses them")
 
 
 def check_batch(batch: ScheduledBatch, num_stalled: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:

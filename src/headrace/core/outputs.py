@@ -1,4 +1,4 @@
-"""The rarer parts of a step's output: log-probabilities, sampler states, hidden states, and the engine's gauges.
+"""The output of a step: tokens, and the rarer log-probabilities, sampler states, hidden states and gauges.
 
 Knows the columns of a step and decides nothing. Called by the scheduler alone.
 """
@@ -11,6 +11,23 @@ from headrace.core.beams.searches import Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.sequence import Sequence
 from headrace.protocol.step import ScheduledBatch, Stats, StepOutput, StepResult
+
+
+def output_of(
+    batch: ScheduledBatch,
+    flight: list[Sequence],
+    result: StepResult,
+    seqs: list[Sequence],
+    added: list[list[int]],
+    failed: set[int],
+) -> StepOutput:
+    """Return the output of a step in which each of `seqs` got the tokens `added`; chunks in `failed` count for
+    nothing."""
+    output = StepOutput(step_id=batch.step_id, request_ids=[seq.request_id for seq in seqs], token_ids=added)
+    if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
+        valid = {i for i, seq in enumerate(flight) if i not in failed and not seq.is_beam}
+        add_rare(batch, flight, result, output, valid)
+    return output
 
 
 def add_rare(

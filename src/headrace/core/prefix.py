@@ -130,7 +130,7 @@ class PrefixCache:
             elif other != block:
                 pool.take((other,))
                 table[index] = other
-                pool.release((block,))
+                pool.give_up((block,))
         return True
 
     def reset(self) -> None:

@@ -15,6 +15,29 @@ from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.step import EngineInfo, Request
 
 
+def verify_numbers(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    long_prefill_token_threshold: int,
+    enable_chunked_prefill: bool,
+) -> None:
+    """Check a scheduler's own numbers. Raises `ValueError`."""
+    for name, value, least in (
+        ("max_num_seqs", max_num_seqs, 1),
+        ("max_num_batched_tokens", max_num_batched_tokens, 1),
+        ("max_model_len", max_model_len, 2),
+        ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
+            f"max_model_len ({max_model_len})"
+        )
+
+
 def verify_fit(request: Request, max_model_len: int, max_num_seqs: int, num_blocks: int, block_size: int) -> None:
     """Check that a request can run at all, alone in a scheduler of this size.
 

@@ -2,13 +2,14 @@
 
 Owns the waiting queue, the running set and, through `BlockPool` and `PrefixCache`, the blocks. Knows token ids,
 numbers and nothing else: no tensors, no text, no clock, no config. The engine calls `add` and `abort` at any moment,
-and `schedule` then `commit` once per step. There is no prefill or decode phase: a sequence has a gap between its known
-and its computed tokens, and steps spend their budget on gaps until all are closed.
+and `schedule` then `commit` once per step; in between it may call `schedule_ahead` for the step after it. There is no
+prefill or decode phase: a sequence has a gap between its known and its computed tokens, and steps spend their budget
+on gaps until all are closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from headrace.core import invariants
@@ -17,13 +18,15 @@ from headrace.core.beams.searches import Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.drafting import Drafts
 from headrace.core.finish import STOP, append_known, finish_of
-from headrace.core.outputs import add_rare, stats_of
+from headrace.core.flight import Flight
+from headrace.core.outputs import output_of, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
-from headrace.core.requests import make_sequence, verify_fit
+from headrace.core.requests import make_sequence, verify_fit, verify_numbers
 from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 MAX_PREEMPTIONS = 2
@@ -40,7 +43,8 @@ class Scheduler:
     running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
     off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), by priority, or by
     tenants' shares ("fair"), then arrival; a sequence that was overtaken `max_overtaking` times goes before all others.
-    `speculates`: the executor returns draft tokens.
+    `speculates`: the executor returns draft tokens. `runs_ahead` returns whether the executor can go on after a token
+    that it draws with these parameters before that is known here; None: never.
 
     Raises `ValueError` for a number out of its range.
     """
@@ -62,31 +66,21 @@ class Scheduler:
         cache_key: bytes = b"",
         cache_fingerprint: bytes = b"",
         speculates: bool = False,
+        runs_ahead: Callable[[SamplingParams], bool] | None = None,
     ) -> None:
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("max_model_len", max_model_len, 2),
-            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint)
         # The last token of a sequence is never computed, so it needs no slot.
         self.max_model_len = min(max_model_len, num_blocks * block_size + 1)
-        if not enable_chunked_prefill and max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"without chunked prefill max_num_batched_tokens ({max_num_batched_tokens}) must be at least "
-                f"max_model_len ({self.max_model_len})"
-            )
+        chunk = long_prefill_token_threshold
+        verify_numbers(max_num_seqs, max_num_batched_tokens, self.max_model_len, chunk, enable_chunked_prefill)
         self.block_size = block_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.ranks = Ranks(policy)
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.chunk_limit = long_prefill_token_threshold or NEVER
+        self.chunk_limit = chunk or NEVER
 
         self.sequences: dict[str, Sequence] = {}
         self.waiting = WaitingQueue(max_overtaking)
@@ -94,10 +88,11 @@ class Scheduler:
         self.tables = BlockTables(self.pool, self.cache, enable_prefix_caching)
         self._next_id = count(1).__next__
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
-        # The step in flight: its batch, its sequences in the same order, and those of them that were aborted since.
-        self.batch: ScheduledBatch | None = None
-        self.flight: list[Sequence] = []
-        self.zombies: list[Sequence] = []
+        self.steps = Flight(self.pool)
+        self._runs_ahead = runs_ahead
+        # Whether a sequence lacked blocks beside a step in flight, under which none is preempted.
+        self._is_short = False
+        self._num_older_pins = 0
         self._started: dict[str, int] = {}
         self.finished: dict[str, Finish] = {}  # ends that the next commit reports
         # The last sequence that lacked blocks to start, and how many there were then.
@@ -124,6 +119,8 @@ class Scheduler:
         verify_fit(request, self.max_model_len, self.max_num_seqs, self.pool.num_blocks, self.block_size)
         seq = make_sequence(request, seq_id, self.max_model_len, self.eos_token_ids, self.cache)
         seq.rank = self.ranks.rank(request, self.waiting.least_rank)
+        if self._runs_ahead is not None and not request.pooling and not seq.needs_history:
+            seq.runs_ahead = self._runs_ahead(request.params)
         self.searches.begin(request, seq)
         self.sequences[seq.request_id] = seq
         self.num_added += 1
@@ -148,7 +145,7 @@ class Scheduler:
         """Send a running request back to the queue, for tests that this changes no output. False if the request is not
         running, or a step is in flight."""
         seq = self.sequences.get(request_id)
-        if seq is None or seq.status is not Status.RUNNING or self.batch is not None:
+        if seq is None or seq.status is not Status.RUNNING or self.steps:
             return False
         self._preempt(seq, forced=True)
         return True
@@ -159,9 +156,14 @@ class Scheduler:
         for seq in self.running:
             seq.publish_at = NEVER
 
+    @property
+    def flight(self) -> list[Sequence]:
+        """The sequences of the step scheduled last, if it is in flight, in the order of its batch."""
+        return self.steps.steps[-1].seqs if self.steps else []
+
     def has_work(self) -> bool:
-        """Whether a step would compute anything, or report a request that ended between steps."""
-        return bool(self.sequences)
+        """Whether a step would compute anything, or report a request that ended between steps, or is in flight."""
+        return bool(self.sequences) or bool(self.steps)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -171,13 +173,30 @@ class Scheduler:
         Gaps of one token come first, so that no long prompt delays them; then larger gaps of running sequences;
         then waiting ones, while blocks and budget last. Raises `HeadraceError` if a step is in flight.
         """
-        if self.batch is not None:
+        if self.steps:
             raise HeadraceError("schedule() was called before the step in flight was committed")
-        size, running = self.block_size, self.running
-        num_running = len(running)
-        ready = [s for s in running if len(s.tokens) - s.num_computed == 1]
-        wide = [s for s in running if len(s.tokens) - s.num_computed > 1] if len(ready) < num_running else []
-        edge = [s for s in ready if not s.num_computed % size]
+        self._is_short = False
+        return self._build(*self._choose())
+
+    def schedule_ahead(self) -> ScheduledBatch | None:
+        """Choose the step after the one in flight, as `schedule` does, for the sequences that can run ahead of its
+        result; the others wait. None if there is nothing to compute yet.
+
+        No sequence is preempted under a step in flight: where blocks lack, the step after this one is chosen without.
+        """
+        waits = self._runs_ahead is None or self._is_short or self.searches.open or self.drafts.enabled
+        if waits or not self.steps.has_room():
+            return None
+        ready, chunks, num_guesses = self._choose()
+        return self._build(ready, chunks, num_guesses) if ready or chunks else None
+
+    def _choose(self) -> tuple[list[Sequence], list[tuple[Sequence, int]], int]:
+        """Return the sequences that compute one token, others with the number of theirs, and the room for drafts."""
+        size, running, num_running = self.block_size, self.running, len(self.running)
+        self._num_older_pins = len(self.pool.pins)
+        ready = [s for s in running if s.gap == 1]
+        wide = [s for s in running if s.gap > 1] if len(ready) < num_running else []
+        edge = [s for s in ready if not (s.num_computed + s.num_ahead) % size]
         if edge and not self.tables.grow_by_one(edge):
             for seq in edge:
                 if seq.status is Status.RUNNING:
@@ -194,57 +213,55 @@ class Scheduler:
         for seq in wide:
             if seq.status is not Status.RUNNING:
                 continue
-            length = self._chunk(seq, seq.num_computed, budget)
+            length = self._chunk(seq, seq.num_computed + seq.num_ahead, budget)
             if length and self._grow(seq, length):
                 chunks.append((seq, length))
                 budget -= length
             num_promised += self.tables.missing(seq)
-        if len(self.running) == num_running:
+        if len(self.running) == num_running and not self._is_short:
             self._admit_waiting(chunks, budget, num_promised)
         else:
             # Some were preempted, maybe after they had their place in this step; then no waiting one starts either.
-            chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + n]
+            chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + s.num_ahead + n]
         if edge or len(self.running) < num_running:
-            ready = [s for s in ready if len(s.block_table) * size > s.num_computed]
-        self.num_stalled = 0 if ready or chunks else len(self.running) + len(self.waiting)
-        return self._build(ready, chunks, num_guesses)
+            ready = [s for s in ready if len(s.block_table) * size > s.num_computed + s.num_ahead]
+        self.num_stalled = 0 if ready or chunks or self.steps else len(self.running) + len(self.waiting)
+        return ready, chunks, num_guesses
 
     def _build(self, ready: list[Sequence], chunks: list[tuple[Sequence, int]], num_guesses: int) -> ScheduledBatch:
         counters = self.counters
         counters.num_steps += 1
         for seq, length in chunks:
-            num_again = max(0, min(seq.high_water, seq.num_computed + length) - seq.num_computed)
-            seq.num_recomputed += num_again
-            counters.num_recomputed_tokens += num_again
+            counters.num_recomputed_tokens += seq.count_again(length)
         drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
         copies, ended = self.tables.take_copies(), self.drafts.take_ended()
         asks = self.drafts.asks(len(ready) + len(chunks))
-        self.flight, self.batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended, asks)
-        counters.num_batched_tokens += len(self.batch.token_ids) + sum(len(d.token_ids) for d in drafts.values())
-        return self.batch
+        seqs, batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended, asks)
+        self.steps.begin(batch, seqs, self._num_older_pins)
+        counters.num_batched_tokens += len(batch.token_ids) + sum(len(d.token_ids) for d in drafts.values())
+        return batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
-        """Apply the result of a step: append tokens, end sequences, publish blocks, and release what the step held.
+        """Apply the result of the oldest step: append tokens, end sequences, publish blocks, release what it held.
 
         A chunk that failed ends its sequence, and nothing that it computed in the step is published.
         Raises `HeadraceError`, changing nothing, if `batch` is not the step in flight or `result` not its result.
         """
-        flight = self.flight
-        if self.batch is not batch or result.step_id != batch.step_id or len(result.token_ids) != len(flight):
-            raise HeadraceError(f"commit() was given the batch {batch.step_id} and the result {result.step_id}")
-        aborted = self._retire()
+        step = self.steps.oldest(batch, result)
+        flight = step.seqs
+        self._retire()
         if batch.drafts:
             self.drafts.settle(batch, flight, result)
         rows: Iterable[Row]
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
         beams: dict[str, BeamResult] = {}
-        if aborted or result.errors or self.searches.open or -1 in result.token_ids:
+        if step.has_dropped or result.errors or self.searches.open or -1 in result.token_ids:
             # A deferred chunk has computed all but its last token, and sampled nothing.
             rows = [
                 (s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)
             ]
-            failed = self._drop_failed(rows, result.errors)
+            failed = self._drop_failed(rows, result.errors, step.void)
             beams = self._advance_searches(rows, result, failed)
             rows = [row for index, row in enumerate(rows) if index not in failed and not row[0].is_beam]
         seqs: list[Sequence] = []
@@ -266,34 +283,34 @@ class Scheduler:
         added = [[s.tokens[-1]] for s in seqs]
         if result.further:
             append_known(result.further, flight, seqs, added, ends, self.eos_token_ids)
-            self._advance(flight[index] for index in result.further if index not in failed)
+            for index in result.further.keys() - failed:
+                self.tables.accept(flight[index])
         if result.forced:
             append_known(result.forced, flight, seqs, added, ends, self.eos_token_ids)
         for index in result.deferred - failed:
+            self.steps.make_void(flight[index])
             self.tables.trim(flight[index])
         for seq, finish in ends:
             self._end(seq, finish)
         if batch.asks or batch.drafts:
             self.drafts.keep(flight, batch, result, failed)
         self.counters.num_generated_tokens += sum(map(len, added))
-        started, self._started = self._started, {}
-        finished, self.finished = self.finished, {}
-        output = StepOutput(step_id=batch.step_id, token_ids=added, started=started, finished=finished, beams=beams)
-        output.request_ids = [s.request_id for s in seqs]
-        if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
-            valid = {i for i, s in enumerate(flight) if i not in failed and not s.is_beam}
-            add_rare(batch, flight, result, output, valid)
-        self.num_finished += len(finished)
-        for request_id in finished:
+        output = output_of(batch, flight, result, seqs, added, failed)
+        output.started, self._started = self._started, {}
+        output.finished, self.finished = self.finished, {}
+        output.beams = beams
+        self.num_finished += len(output.finished)
+        for request_id in output.finished:
             del self.sequences[request_id]
         output.stats = self.stats()
         return output
 
     def retract(self) -> None:
-        """Withdraw the step in flight, whose executor raised. All of its sequences compute their tokens again: a block
-        that they were to share may not have been copied."""
-        flight = self.flight
-        self._retire()
+        """Withdraw the steps in flight, whose executor raised. All of their sequences compute their tokens again: a
+        block that they were to share may not have been copied."""
+        flight = [seq for step in self.steps.steps for seq in step.seqs]
+        while self.steps:
+            self._retire()
         for seq in flight:
             if seq.status is Status.RUNNING:
                 self._preempt(seq, forced=True)
@@ -309,11 +326,12 @@ class Scheduler:
     def _grow(self, seq: Sequence, length: int) -> bool:
         """Add blocks for `length` more tokens; preempts the last in the queue's order until there is room.
 
-        Protected sequences are never victims. False if `seq` itself was preempted, or (only when an allocation was made
-        to fail) there is no victim.
+        Protected sequences are never victims. False if `seq` itself was preempted, or if there is no victim: beside a
+        step in flight, or when an allocation was made to fail.
         """
         while not self.tables.grow(seq, length):
-            candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS]
+            self._is_short = bool(self.steps)
+            candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS and not self.steps]
             if not candidates:
                 return False
             self._preempt(max(candidates, key=ORDER))
@@ -416,23 +434,19 @@ class Scheduler:
 
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
-    def _retire(self) -> bool:
-        """End the step in flight and release what it alone held. Returns whether any of its sequences was aborted."""
-        aborted, self.zombies = self.zombies, []
-        self.batch, self.flight = None, []
-        # Before any table: a pinned block must be released before its parent.
-        self.pool.unpin()
-        for seq in aborted:
+    def _retire(self) -> None:
+        """End the oldest step in flight and release what it alone held."""
+        # Pins before any table: a pinned block must be released before its parent.
+        for seq in self.steps.retire().zombies:
             self.tables.release(seq)
-        return bool(aborted)
 
-    def _drop_failed(self, rows: list[Row], errors: dict[int, str]) -> set[int]:
-        """Return the rows without effect: those of sequences aborted in flight, and of chunks that failed. The latter
-        end here, a search with all its beams."""
+    def _drop_failed(self, rows: list[Row], errors: dict[int, str], void: set[int]) -> set[int]:
+        """Return the rows without effect: void ones, of sequences that ended in flight, and of chunks that failed. The
+        latter end here, a search with all its beams."""
         for index, (seq, _, sampled, token) in enumerate(rows):
-            if seq.status is not Status.FINISHED and (index in errors or (sampled and token < 0)):
+            if index not in void and seq.status is not Status.FINISHED and (index in errors or (sampled and token < 0)):
                 self._end(seq, Finish("error", message=errors.get(index, "no token was sampled")))
-        return {index for index, row in enumerate(rows) if row[0].status is Status.FINISHED}
+        return void | {index for index, row in enumerate(rows) if row[0].status is Status.FINISHED}
 
     def _advance_searches(self, rows: list[Row], result: StepResult, failed: set[int]) -> dict[str, BeamResult]:
         """Apply the step's results to the beams. Returns the answers of the searches that end with it."""
@@ -446,13 +460,6 @@ class Scheduler:
                 self._end(search.live[0], answers.beams[0].finish)
         return results
 
-    def _advance(self, seqs: Iterable[Sequence]) -> None:
-        """Count accepted draft tokens as computed, all but the token after them."""
-        for seq in seqs:
-            seq.num_computed = len(seq.tokens) - 1
-            if seq.num_computed >= seq.publish_at:
-                self.tables.publish(seq)
-
     def _leave(self, seq: Sequence) -> None:
         """Take `seq` out of the running set."""
         self.running.remove(seq)
@@ -463,9 +470,7 @@ class Scheduler:
         for member in self.searches.members(seq):
             if member.status is Status.RUNNING:
                 self._leave(member)
-            if self.batch is not None and member in self.flight:
-                self.zombies.append(member)
-            else:
+            if not self.steps.hold(member):
                 self.tables.release(member)
             member.move(Status.FINISHED)
             if self.drafts.enabled:
@@ -482,17 +487,14 @@ class Scheduler:
     def check(self) -> None:
         """Raise `InvariantError` with the first broken one of I-1 ... I-10, I-12, I-15 ... I-19. May be called at any
         moment between two other calls."""
-        sequences, holders = self.sequences.values(), [*self.running, *self.zombies]
-        # With the pins this is I-7 too: all that the step in flight may write is held.
+        sequences, steps = self.sequences.values(), self.steps
+        holders = [*self.running, *steps.zombies()]
+        # With the pins this is I-7 too: all that a step in flight may write is held.
         self.pool.check(table for seq in holders for table in (seq.block_table, *seq.tails))
         invariants.check_cache(self.cache, sequences, self.running)
         invariants.check_ledger(self.sequences, self.finished, self.num_added - self.num_finished)
         invariants.check_lists(sequences, self.waiting, self.running, self.searches, self.tables.families)
-        invariants.check_tables(self.tables, holders, self.flight, self.batch)
+        invariants.check_tables(self.tables, holders, steps.stops())
         invariants.check_sequences(sequences, self.searches, self.waiting.max_overtaking)
         invariants.check_searches(self.searches, self.sequences, self.max_num_seqs)
-        if self.batch is None:
-            invariants.check_retired(self.pool, [*self.flight, *self.zombies])
-        else:
-            num_stalled = 0 if self.pool.has_failed else self.num_stalled
-            invariants.check_batch(self.batch, num_stalled, self.max_num_seqs, self.max_num_batched_tokens)
+        invariants.check_steps(steps, self.running, self.num_stalled, self.max_num_seqs, self.max_num_batched_tokens)

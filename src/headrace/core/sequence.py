@@ -45,7 +45,9 @@ class Sequence:
     infinity once the sequence was overtaken too often. `needs_history`: the sampler reads all tokens; `state` is the
     sampler's state after the last of them. `is_beam`: a beam of the search with this `request_id`; `arrival` is the
     `seq_id` of the first beam of that search, or the sequence's own. `special`: the batch has further columns for it.
-    `draft` holds draft tokens for the next step, `tails` the blocks of a tree of them in the step in flight.
+    `runs_ahead`: its next token may be computed before it is known on the host; steps in flight compute `num_ahead`
+    tokens after the first `num_computed`. `draft` holds draft tokens for the next step, `tails` the blocks of a tree of
+    them in the step in flight.
     """
 
     request: Request
@@ -70,6 +72,8 @@ class Sequence:
     status: Status = Status.WAITING
     started: bool = False
     num_computed: int = 0
+    num_ahead: int = 0
+    runs_ahead: bool = False
     block_table: list[int] = field(default_factory=list)
     draft: Draft | None = None
     tails: list[list[int]] = field(default_factory=list)
@@ -102,12 +106,28 @@ class Sequence:
         return self.rank, self.arrival
 
     @property
+    def gap(self) -> int:
+        """The tokens that the next step may compute. Beside a step in flight these are known ones that it leaves, or
+        the one that it draws, unless the sequence ends with that for its length."""
+        gap = len(self.tokens) - self.num_computed - self.num_ahead
+        if not self.num_ahead:
+            return gap
+        return (gap or int(len(self.tokens) + 1 < self.max_len)) if self.runs_ahead else 0
+
+    @property
     def may_share(self) -> bool:
         """Whether the sequence may start on blocks computed for others. Mean pooling and `prompt_logprobs` need every
         row of the prompt computed, once."""
         if self.pooling == "mean":
             return False
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
+
+    def count_again(self, length: int) -> int:
+        """Count and return those of the next `length` tokens that were computed before a preemption."""
+        start = self.num_computed + self.num_ahead
+        num_again = max(0, min(self.high_water, start + length) - start)
+        self.num_recomputed += num_again
+        return num_again
 
     def fork(self, seq_id: int) -> Sequence:
         """Return another beam of the same search with the same tokens, waiting and without blocks."""

@@ -105,7 +105,7 @@ class BlockTables:
         with nothing changed, if there are not enough."""
         table = seq.block_table
         copied = seq.is_beam and self.shares_tail(seq)
-        num = self.pool.blocks_for(seq.num_computed + length) - len(table) + copied
+        num = self.pool.blocks_for(seq.num_computed + seq.num_ahead + length) - len(table) + copied
         if num <= 0:
             return True
         blocks = self.pool.allocate(num)
@@ -131,7 +131,8 @@ class BlockTables:
     def trim(self, seq: Sequence) -> None:
         """Release the blocks that hold no computed token, after a chunk was shortened by its result."""
         num = self.pool.blocks_for(seq.num_computed)
-        self.pool.release(seq.block_table[num:])
+        self.pool.give_up(seq.block_table[num:])
+        # A new list, since the old one may still be lent to a step in flight.
         seq.block_table = seq.block_table[:num]
 
     def adopt(self, seq: Sequence, num_whole: int, path: int) -> None:
@@ -170,6 +171,12 @@ class BlockTables:
             seq.publish_at = (last + 1) * self.pool.block_size
         else:
             seq.publish_at = NEVER
+
+    def accept(self, seq: Sequence) -> None:
+        """Count all known tokens but the last as computed: draft tokens before it were accepted."""
+        seq.num_computed = len(seq.tokens) - 1
+        if seq.num_computed >= seq.publish_at:
+            self.publish(seq)
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`, which then has computed nothing, and cancel the copies that were due for it."""

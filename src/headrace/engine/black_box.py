@@ -90,7 +90,8 @@ class BlackBox:
     def end(self, step_id: int) -> None:
         """Note that the step has given a result."""
         self._ended = step_id
-        _HEAD.pack_into(self._map, 0, step_id, step_id)
+        began, _ = _HEAD.unpack_from(self._map, 0)
+        _HEAD.pack_into(self._map, 0, began, step_id)
 
     def note_error(self, error: BaseException) -> None:
         """Note where an exception came from, and its kind; not its message, which may quote a request."""
@@ -105,9 +106,11 @@ class BlackBox:
     # -- in the server's
 
     def unfinished(self) -> int | None:
-        """Return the id of the step that began and did not end, or None."""
+        """Return the id of the step that began and did not end, the first if there are two, or None."""
         began, ended = _HEAD.unpack_from(self._map, 0)
-        return None if began == ended else int(began)
+        if began == ended:
+            return None
+        return min((shape.step_id for shape in self.steps() if shape.step_id > ended), default=int(began))
 
     def steps(self) -> list[StepShape]:
         """Return the last steps, the oldest first. A step that was being noted when the process died may be missing."""

@@ -19,6 +19,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
 
 
@@ -46,6 +47,7 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
         policy=config.scheduling_policy,
         eos_token_ids=info.eos_token_ids,
         speculates=runner.speculator is not None,
+        runs_ahead=choose_overlap(config, runner.runs_ahead),
         # A key of this process alone, so that the keys of its cache can not be computed outside (S-23).
         cache_key=os.urandom(32),
         cache_fingerprint="/".join(
@@ -60,6 +62,17 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
     return make_core(
         scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
+
+
+def choose_overlap(
+    config: EngineConfig, runs_ahead: Callable[[SamplingParams], bool] | None
+) -> Callable[[SamplingParams], bool] | None:
+    """Return what the scheduler runs ahead by, None to compute one step after the other: where that is configured, and
+    while the schedule is recorded. Raises `RequestError` where it is configured and the executor cannot."""
+    if config.async_scheduling and runs_ahead is None:
+        bound = "left out: steps overlap on a GPU, without speculation"
+        raise RequestError("async_scheduling", True, bound)
+    return None if config.async_scheduling is False or config.record_schedule is not None else runs_ahead
 
 
 def recorded(

@@ -1,12 +1,15 @@
 """`EngineCore`: one scheduler, one executor, one step. A plain object without threads, sockets or text.
 
-`step` goes one way: schedule -> start -> finish -> commit; nothing calls back. Its callers are `LLM`, the engine thread
+`step` goes one way: schedule -> start -> finish -> commit; nothing calls back. Where the executor can, the next step is
+scheduled and started before the result of the one before is known. Its callers are `LLM`, the engine thread
 of an in-process client, and the engine's own process. The clock is an argument, so that a simulation can hold it still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 from headrace.core.requests import verify_fit, verify_model
@@ -20,10 +23,11 @@ Ticket: TypeAlias = Any
 class Executor(Protocol):
     """Owns the model and the KV cache's memory. `runner` has the real one, `SimulatedExecutor` is the oracle.
 
-    A step is started and then finished, each once; the next starts after that. In between the device may be at work, so
-    the blocks of the step must neither be freed nor written, and its batch must not change. Its caller may do anything
-    else: receive requests, send answers, plan what comes next. Either call may raise, for faults that belong to no
-    single request; the step has not happened then, and a ticket of it is void.
+    A step is started and then finished, each once. In between the device may be at work, so the blocks of the step must
+    neither be freed nor written, but for the tables, which may grow. Its caller may do anything else: receive requests,
+    send answers, start the next step; steps are computed and finished in the order of their starts. Either call may
+    raise, for faults that belong to no single request; all steps that are not finished have not happened then, and
+    their tickets are void.
     """
 
     def start(self, batch: ScheduledBatch) -> Ticket:
@@ -68,6 +72,8 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.num_steps = 0
+        # The steps that are started and not finished: at most one between two calls of `step`.
+        self._tickets: deque[tuple[ScheduledBatch, Ticket]] = deque()
         self.on_idle = on_idle
         self._clock = clock
         self._check_every = check_every
@@ -87,16 +93,18 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Compute one step: some tokens for some requests. Cheap and empty without work.
 
-        Raises what the executor raises, an interrupt too. Then the step has not happened: its requests wait again, and
-        can be aborted or tried once more.
+        Raises what the executor raises, an interrupt too. Then the step has not happened, nor one that was started
+        after it: their requests wait again, and can be aborted or tried once more.
         """
         start = self._clock()
-        batch = self.scheduler.schedule()
-        try:
-            result = self.executor.finish(self.executor.start(batch))
-        except BaseException:
-            self.scheduler.retract()
-            raise
+        if not self._tickets:
+            self._start(self.scheduler.schedule())
+        ahead = self.scheduler.schedule_ahead()
+        if ahead is not None:
+            self._start(ahead)
+        batch, ticket = self._tickets.popleft()
+        with self._retracting():
+            result = self.executor.finish(ticket)
         output = self.scheduler.commit(batch, result)
         self.num_steps += 1
         if (self._check_every and self.num_steps % self._check_every == 0) or not self.scheduler.has_work():
@@ -104,6 +112,20 @@ class EngineCore:
         output.start_time = start
         output.end_time = self._clock()
         return output
+
+    def _start(self, batch: ScheduledBatch) -> None:
+        with self._retracting():
+            self._tickets.append((batch, self.executor.start(batch)))
+
+    @contextmanager
+    def _retracting(self) -> Iterator[None]:
+        """Withdraw all steps in flight if the executor raises."""
+        try:
+            yield
+        except BaseException:
+            self._tickets.clear()
+            self.scheduler.retract()
+            raise
 
     def stats(self) -> Stats:
         return self.scheduler.stats()

@@ -14,9 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
+import msgspec
+
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Draft, Request, ScheduledBatch, StepResult, TokenLogprob
+from headrace.protocol.step import UNDRAWN, Draft, Request, ScheduledBatch, StepResult, TokenLogprob
 
 _EMPTY = -1
 HIDDEN_SIZE = 8
@@ -154,15 +156,21 @@ class SimulatedExecutor:
         self._defer = defer
         self._guess = guess
         self._rest = rest
+        # By sequence id: the token that the step before drew, or why it drew none.
+        self._last_tokens: dict[int, int | str] = {}
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         return self.finish(self.start(batch))
 
-    def finish(self, ticket: StepResult) -> StepResult:
-        return ticket
+    def start(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Keep the step as it is now; `finish` computes it, as late as a device might."""
+        return msgspec.structs.replace(
+            batch, token_ids=list(batch.token_ids), block_tables=[list(table) for table in batch.block_tables]
+        )
 
-    def start(self, batch: ScheduledBatch) -> StepResult:
+    def finish(self, ticket: ScheduledBatch) -> StepResult:
         """Copy blocks, write the chunks, read back, and derive the tokens."""
+        batch = ticket
         if self.delay:
             time.sleep(self.delay)
         for source, target in batch.copies:
@@ -173,19 +181,31 @@ class SimulatedExecutor:
         for index, (seq_id, start, length) in enumerate(zip(batch.seq_ids, batch.starts, batch.lens, strict=True)):
             tokens = batch.token_ids[offset : offset + length]
             offset += length
+            if tokens == [UNDRAWN]:
+                token = self._last_tokens.get(seq_id, "late")
+                tokens = [token] if isinstance(token, int) else [0]
             chunks.append(tokens)
             for table, guesses in self._paths(batch, index):
                 self._write(table, start, tokens + guesses, self._fingerprint_of(seq_id))
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         # All writes come before all reads, so that a slot that is written twice changes a token.
+        before, self._last_tokens = self._last_tokens, {}
         for index, tokens in enumerate(chunks):
+            seq_id = batch.seq_ids[index]
+            last, is_undrawn = before.get(seq_id), batch.token_ids[sum(batch.lens[:index])] == UNDRAWN
+            if last == "failed" or (last == "late" and is_undrawn):
+                # There is nothing that it could follow.
+                result.deferred.add(index)
+                continue
             if self._fail is not None and self._fail(batch.step_id, index):
                 self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
                 result.errors[index] = "simulated failure"
+                self._last_tokens[seq_id] = "failed"
             else:
                 if batch.samples[index] and self._is_late(batch, index):
                     result.deferred.add(index)
                 self._sample(batch, index, tokens, result)
+                self._last_tokens[seq_id] = "late" if index in result.deferred else result.token_ids[index]
         if batch.asks and self._rest is not None:
             result.rest = self._rest()
         return result

@@ -57,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     num_threads: int = 0
+    async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
     record_schedule: str | None = None
     max_record_bytes: int = 2**30

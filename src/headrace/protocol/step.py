@@ -20,6 +20,9 @@ from headrace.protocol.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+UNDRAWN = -1
+"""In a batch: the token that the step before draws for the sequence, which is not known yet."""
+
 Pooling = Literal["", "last", "mean"]
 """Which final hidden states of a prompt are returned: none, those of the last row, or the sum over all rows."""
 
@@ -147,8 +150,9 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
 
     Chunk i computes positions starts[i] ... starts[i] + lens[i] - 1, whose tokens are the next lens[i] entries of
     the flat `token_ids`. Position p lives in slot p % block_size of block block_tables[i][p // block_size]. If
-    samples[i], the chunk ends at the last known token and the token after it is to be sampled. `copies` are
-    (source block, target block) pairs, to be copied in that order before anything is written.
+    samples[i], the chunk ends at the last known token and the token after it is to be sampled. A chunk of the token
+    `UNDRAWN` follows what the step before, still in flight, draws for its sequence. `copies` are (source block, target
+    block) pairs, to be copied in that order before anything is written.
 
     Frozen by contract, not by class (a frozen struct takes longer to make, and this is made every step). The block
     tables are the scheduler's own lists, lent until `commit`: a copy is needed to keep one longer.
@@ -192,8 +196,9 @@ class StepResult(msgspec.Struct, kw_only=True, gc=False):
     they need no forward pass. Never for a request with log-probabilities. `states[i]` is the sampler's state after
     token_ids[i], an input of the next chunk. `pooled[i]` are hidden states after the final norm: those of the chunk's
     last row, or the sum in float64 over the sequence's rows so far, added one after the other. Chunks in `deferred`
-    could not be sampled yet, because their sampler waits for something: their last token is computed again in the next
-    step. `errors[i]` is the reason why chunk i failed; its sequence alone is ended, and its blocks are never published.
+    could not be sampled yet, because their sampler waits for something, or they followed a token that was not drawn:
+    their last token is computed again in the next step. `errors[i]` is the reason why chunk i failed; its sequence
+    alone is ended, and its blocks are never published.
 
     `further[i]` are tokens sampled after token_ids[i], one for each accepted draft token, `further_logprobs[i]` theirs,
     and `paths[i]` the path of the draft that holds them (`Draft.paths`). `drafts[i]` are draft tokens after all known

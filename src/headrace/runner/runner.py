@@ -7,13 +7,17 @@ points, before the model runs and after it. Knows no tensors: the program is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from headrace.backends.base import Chunks, Program
+from headrace.backends.base import Chunks, DrawingProgram, Program
 from headrace.drafters.speculator import Observation, Outcome, Speculator, StepRecord
 from headrace.grammar.matchers import Matchers
+from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult, TokenLogprob
 from headrace.runner.faults import NOT_FINITE, Blame
+from headrace.runner.overlap import Overlap, StartedStep
 from headrace.runner.pieces import Piece, make_pieces, make_portions
 from headrace.runner.verification import Rounds, Verification
 from headrace.sampling.sampler import Sampler
@@ -43,26 +47,45 @@ class Runner:
         self.block_size = program.block_size
         self._rounds = Rounds(sampler, matchers)
         self._blame = Blame()
+        self._overlap: Overlap | None = None
+        if speculator is None and isinstance(program, DrawingProgram):
+            self._overlap = Overlap(program, sampler, self._rounds, self._why_unsound)
+
+    @property
+    def runs_ahead(self) -> Callable[[SamplingParams], bool] | None:
+        """Whether the token after one with such parameters can be computed before that is known on the host; None where
+        no step can start beside another."""
+        return None if self._overlap is None else self._overlap.runs_ahead
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         return self.finish(self.start(batch))
 
-    def finish(self, ticket: StepResult) -> StepResult:
-        return ticket
+    def start(self, batch: ScheduledBatch) -> StepResult | StartedStep:
+        """Start one step. Where the host has a part in it, or there is no device beside it, all is done here, and
+        `finish` hands over the result. Raises only for faults that no single chunk owns (a broken device)."""
+        self._begin_masks(batch)
+        overlap = self._overlap
+        if overlap is None:
+            return self._run_now(batch)
+        step = overlap.start(batch)
+        if step is None:
+            return overlap.note(batch, self._run_now(overlap.known(batch)))
+        self._blame.settle(StepResult(step_id=batch.step_id, token_ids=[]), len(batch))
+        return step
 
-    def start(self, batch: ScheduledBatch) -> StepResult:
-        """Run one step: copies, forward, logits of the rows that need them, tokens. All is done here; `finish` hands
-        over the result.
+    def finish(self, ticket: StepResult | StartedStep) -> StepResult:
+        if isinstance(ticket, StepResult) or self._overlap is None:
+            return ticket  # type: ignore[return-value]
+        return self._overlap.finish(ticket)
 
-        Raises only for faults that no single chunk owns (a broken device).
-        """
+    def _run_now(self, batch: ScheduledBatch) -> StepResult:
+        """Run one step: copies, forward, logits of the rows that need them, tokens."""
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         # A step without speculation costs nothing for it.
         speculator = self.speculator if batch.asks or batch.drafts or batch.ended else None
         record = speculator.begin_step(batch) if speculator is not None else None
         if batch.copies:
             self.program.copy_blocks(batch.copies)
-        self._begin_masks(batch)
         groups = self._sound_groups(batch, result)
         for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # A chunk that failed in an earlier portion is not computed further.

@@ -17,21 +17,24 @@ Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 
 class Bug(NamedTuple):
-    """How it is planted, who may catch it, and whether the scheduler's own `check()` looks too."""
+    """How it is planted, who may catch it, whether the scheduler's `check()` looks too, and whether steps overlap."""
 
     plant: Plant
     invariants: tuple[str, ...]
     checking: bool
+    overlapping: bool = False
 
 
 Bugs = dict[str, Bug]
 
 
-def register(bugs: Bugs, *invariants: str, checking: bool = True) -> Callable[[Plant], Plant]:
+def register(
+    bugs: Bugs, *invariants: str, checking: bool = True, overlapping: bool = False
+) -> Callable[[Plant], Plant]:
     """A decorator that puts a function, which plants its bug in a scheduler, among `bugs`."""
 
     def put(plant: Plant) -> Plant:
-        bugs[plant.__name__] = Bug(plant, invariants, checking)
+        bugs[plant.__name__] = Bug(plant, invariants, checking, overlapping)
         return plant
 
     return put
@@ -46,7 +49,7 @@ def expect_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
         return scheduler
 
     for seed in range(NUM_SEEDS):
-        simulation = Simulation(seed, make_scheduler=make_scheduler, checking=bug.checking)
+        simulation = Simulation(seed, make_scheduler=make_scheduler, checking=bug.checking, overlapping=bug.overlapping)
         try:
             simulation.run(NUM_STEPS)
         except (Violation, InvariantError) as error:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
 
@@ -73,11 +73,17 @@ class Simulation:
         make_scheduler: Callable[..., Scheduler] = Scheduler,
         checking: bool = True,
         keep_log: bool = False,
+        overlapping: bool = False,
     ) -> None:
         self.rng = Random(seed)
         self.world = world or draw_world(self.rng)
         self.report = Report(seed)
-        self.scheduler = make_scheduler(**self.world.scheduler_args())
+        numbers = self.world.scheduler_args()
+        if overlapping:
+            # Neither forced tokens nor guesses run ahead.
+            self.world = replace(self.world, forced_share=0.0, guess_share=0.0)
+            numbers |= {"speculates": False, "runs_ahead": lambda params: params.logprobs is None}
+        self.scheduler = make_scheduler(**numbers)
         self.oracle = Oracle(self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share)
         self.executor = SimulatedExecutor(
             self.world.num_blocks,
@@ -96,6 +102,9 @@ class Simulation:
         self._keep_log = keep_log
         self._digest = blake2b(digest_size=16)
         self._failing: list[int] = []
+        # The steps in flight: the batch, the blocks that it uses, and the executor's ticket.
+        self._flight: deque[tuple[ScheduledBatch, set[int], ScheduledBatch]] = deque()
+        self._members: dict[int, str] = {}
         self._log(f"world {self.world}")
 
     def run(self, num_steps: int) -> Report:
@@ -112,23 +121,25 @@ class Simulation:
         if not self.draining:
             self._events_between_steps()
         scheduler.pool.has_failed = False
-        gaps_of_one = [s for s in scheduler.running if len(s.tokens) - s.num_computed == 1]
-        batch = scheduler.schedule()
-        self._log(f"batch {batch.seq_ids} {batch.starts} {batch.lens} {batch.block_tables} {batch.copies}")
-        for seq in gaps_of_one:
-            if seq.status is Status.RUNNING and seq.seq_id not in batch.seq_ids and not scheduler.pool.has_failed:
-                raise Violation(f"R-11: {seq.request_id} had one token to compute and got no place in the step")
-        self._check()
-        in_use = {block for table in batch.block_tables for block in table}
-        in_use.update(block for copy in batch.copies for block in copy)
+        if not self._flight:
+            gaps_of_one = [s for s in scheduler.running if len(s.tokens) - s.num_computed == 1]
+            batch = scheduler.schedule()
+            for seq in gaps_of_one:
+                if seq.status is Status.RUNNING and seq.seq_id not in batch.seq_ids and not scheduler.pool.has_failed:
+                    raise Violation(f"R-11: {seq.request_id} had one token to compute and got no place in the step")
+            self._start(batch)
+        ahead = scheduler.schedule_ahead()
+        if ahead is not None:
+            report.events["step ahead"] += 1
+            self._start(ahead)
         if not self.draining:
-            self._events_in_flight(batch)
-        self.fingerprints.update((s.seq_id, self._fingerprint(s.request)) for s in scheduler.flight)
-        result = self.executor.run(batch)
+            self._events_in_flight(self._flight[-1][0])
+        batch, in_use, ticket = self._flight.popleft()
+        result = self.executor.finish(ticket)
         for block in in_use:
             if scheduler.pool.refs[block] == 0:
                 raise Violation(f"I-7: block {block} was let go while the step that uses it was in flight")
-        members = {s.seq_id: s.request_id for s in scheduler.flight}
+        members = self._members
         for index in self._failing:
             self.accounts[members[batch.seq_ids[index]]].failed = True
         self._failing = []
@@ -144,6 +155,17 @@ class Simulation:
         if len(batch):
             report.events["step with work"] += 1
         report.events["copy"] += len(batch.copies)
+
+    def _start(self, batch: ScheduledBatch) -> None:
+        """Start a step that was scheduled just now."""
+        self._log(f"batch {batch.seq_ids} {batch.starts} {batch.lens} {batch.block_tables} {batch.copies}")
+        self._check()
+        in_use = {block for table in batch.block_tables for block in table}
+        in_use.update(block for copy in batch.copies for block in copy)
+        for seq in self.scheduler.flight:
+            self.fingerprints[seq.seq_id] = self._fingerprint(seq.request)
+            self._members[seq.seq_id] = seq.request_id
+        self._flight.append((batch, in_use, self.executor.start(batch)))
 
     def drain(self) -> None:
         """No more events; whatever is in the system must end within a bounded number of steps (I-17)."""
@@ -210,8 +232,8 @@ class Simulation:
         if scheduler.running and self._happens("preempt"):
             name = rng.choice(scheduler.running).request_id
             self._event("preempt", name)
-            if not scheduler.preempt(name):
-                raise Violation(f"I-10: {name} runs and was not preempted")
+            if scheduler.preempt(name) == bool(self._flight):
+                raise Violation(f"I-10: {name} runs and was not preempted, or was beside a step in flight")
         if self._happens("allocation failure"):
             scheduler.pool.fail_at = scheduler.pool.num_allocations + rng.randint(1, 4)
             self._event("allocation failure", str(scheduler.pool.fail_at))
@@ -224,8 +246,10 @@ class Simulation:
 
     def _events_in_flight(self, batch: ScheduledBatch) -> None:
         scheduler, rng = self.scheduler, self.rng
-        if scheduler.flight and self._happens("abort in flight"):
-            self._abort("abort in flight", rng.choice(scheduler.flight).request_id)
+        # Of a sequence that ended while its next step ran, the end may be reported already.
+        known = [seq for seq in scheduler.flight if seq.request_id in scheduler.sequences]
+        if known and self._happens("abort in flight"):
+            self._abort("abort in flight", rng.choice(known).request_id)
             self._check()
         if len(scheduler.sequences) < self.world.max_alive and self._happens("arrival in flight"):
             self._add("arrival in flight", draw_request(rng, self.world, self._name()))

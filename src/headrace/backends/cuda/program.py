@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, Draw
+from headrace.backends.base import Chunks, Draw, DrawnRows
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
@@ -24,7 +25,7 @@ from headrace.backends.cuda.kernels import attention, spans
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.replay import Replay
-from headrace.backends.cuda.staging import Staging
+from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
 from headrace.backends.step import StepRows, make_step_rows
@@ -66,8 +67,20 @@ class DeviceLogits:
         return numbers
 
 
+@dataclass(frozen=True, slots=True)
+class StartedCall:
+    """What `start` began: the first rows of its chunks, which rows are finite, and ids, finite and sure of the logits'
+    rows, and the logits for the host, in host memory once the work before `end` is done."""
+
+    begins: list[int]
+    finite_rows: Tensor
+    drawn_rows: Tensor
+    logits: Tensor | None
+    end: Mark
+
+
 class CudaProgram:
-    """`Program` of the cuda backend.
+    """`DrawingProgram` of the cuda backend.
 
     Args:
         max_chunks: pieces of sequences in one call, and rows of logits.
@@ -132,13 +145,18 @@ class CudaProgram:
         most = (self.block_size, self.max_rows, self.max_logits, max_blocks)
         make_step_rows(lengths.append, *most)
         num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
-        self._staging = Staging([3, self.max_logits, num_items, *lengths], self._device)
+        self._staging = Staging([3, self.max_logits, num_items, self.max_rows, *lengths], self._device)
         host, device = iter(self._staging.host), iter(self._staging.device)
-        self._sizes, self._logit_rows, self._items = next(host), next(host), next(host)
-        sizes, self._logit_rows_image, items = next(device), next(device), next(device)
+        self._sizes, self._logit_rows, self._items, self._carry = (next(host) for _ in range(4))
+        sizes, self._logit_rows_image, items, self._carry_image = (next(device) for _ in range(4))
         self._step = StepTensors(sizes, items.view(-1, spans.ITEM))
         self.inputs = make_step_rows(lambda _: next(host), *most)
-        return make_step_rows(lambda _: next(device), *most, features)
+        image = make_step_rows(lambda _: next(device), *most, features)
+        self._token_ids: Tensor = image.token_ids
+        self._arrival = Mark(self._device)
+        # The tokens that `start` drew last.
+        self._last_ids = torch.zeros(self.max_logits, dtype=torch.int32, device=self._device)
+        return image
 
     def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], dtype: torch.dtype) -> Tape:
         most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
@@ -161,19 +179,63 @@ class CudaProgram:
         self.cache.copy_blocks(pairs)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], DeviceLogits]:
-        num_rows, num_chunks = self.inputs.fill(chunks), len(chunks.starts)
+        num_rows, num_chunks = self._fill(chunks), len(chunks.starts)
         if features is not None:
             self._features[:num_rows, : features.shape[1]] = torch.from_numpy(features).to(self._device)
-        lens = [len(ids) for ids in chunks.token_ids]
-        items = spans.work_list(chunks.starts, lens, self.inputs.table_begin[:-1], *self._tile_rows, self._partials)
-        self._items[: items.size] = items.reshape(-1)
-        self._sizes[:2] = num_rows, num_chunks
         self._send(rows, bool(chunks.copies))
         self._whole.run(num_rows)
         logits = self._take(len(rows))
         sound = self._finite_rows[:num_rows].cpu().numpy()
         begin = self.inputs.row_begin
         return [bool(sound[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)], logits
+
+    def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> StartedCall:
+        # What the host sent for the last call has arrived once that began.
+        self._arrival.wait()
+        num_rows, num_logits = self._fill(chunks), len(rows)
+        self._carry[:num_rows] = -1
+        self._carry[list(carried)] = list(carried.values())
+        self._send(rows, bool(chunks.copies))
+        places = {i: each for i, each in enumerate(draws) if each is not None and each.temperature > 0}
+        self._drawing.send(list(places), list(places.values()))
+        self._arrival.set()
+        if carried:
+            carry, token_ids = self._carry_image[:num_rows], self._token_ids[:num_rows]
+            ids = self._last_ids[carry.clamp(min=0).long()]
+            token_ids.copy_(torch.where(carry >= 0, ids, token_ids))
+        self._whole.run(num_rows)
+        if places:
+            self._drawing.run()
+        ids, is_sure = self._drawing.choices(self._best[0, :num_logits])
+        self._last_ids[:num_logits] = ids
+        finite = (self._best[1, :num_logits] != 0) & (self._best_values[:num_logits] > -torch.inf)
+        # One copy for each row: to gather them first, their places would have to be sent.
+        fetched = [self._logits[i, : self.vocab_size] for i, each in enumerate(draws) if each is None]
+        call = StartedCall(
+            self.inputs.row_begin[: len(chunks.starts) + 1].tolist(),
+            to_host([self._finite_rows[:num_rows]])[0],
+            to_host([torch.stack((ids, finite.int(), is_sure.int()))])[0],
+            to_host(fetched) if fetched else None,
+            Mark(self._device),
+        )
+        call.end.set()
+        return call
+
+    def finish(self, ticket: StartedCall) -> DrawnRows:
+        ticket.end.wait()
+        sound = [bool(ticket.finite_rows[a:b].all()) for a, b in pairwise(ticket.begins)]
+        ids, finite, is_sure = ticket.drawn_rows.tolist()
+        logits = np.empty((0, self.vocab_size), np.float32) if ticket.logits is None else ticket.logits.numpy()
+        return DrawnRows(sound, [bool(each) for each in finite], ids, [bool(each) for each in is_sure], logits)
+
+    def _fill(self, chunks: Chunks) -> int:
+        """Write the ints of `chunks` on the host. Returns the number of rows."""
+        num_rows = self.inputs.fill(chunks)
+        lens = [len(ids) for ids in chunks.token_ids]
+        items = spans.work_list(chunks.starts, lens, self.inputs.table_begin[:-1], *self._tile_rows, self._partials)
+        self._items[: items.size] = items.reshape(-1)
+        self._sizes[:2] = num_rows, len(chunks.starts)
+        return num_rows
 
     def logits(self, rows: list[int]) -> DeviceLogits:
         self._send(rows)

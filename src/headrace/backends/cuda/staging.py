@@ -36,3 +36,29 @@ class Staging:
         """Copy the arrays to the device, behind what it was given before."""
         size = len(self._host) if whole else self._few
         self._device[:size].copy_(self._host[:size], non_blocking=True)
+
+
+class Mark:
+    """A place in the work of a GPU that the host can wait for. On a CPU work is done when it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        """Mark the end of the work given so far."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the work before the mark is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def to_host(rows: Sequence[Tensor]) -> Tensor:
+    """Return a copy in host memory of rows of one size and type, complete once the work given so far is done."""
+    first = rows[0]
+    host = torch.empty(len(rows), *first.shape, dtype=first.dtype, pin_memory=first.is_cuda)
+    for place, row in zip(host, rows, strict=True):
+        place.copy_(row, non_blocking=True)
+    return host
