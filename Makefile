@@ -21,7 +21,7 @@ WHEEL    := build/wheel
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
+.PHONY: help setup run test gpu-compile test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,9 @@ test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARG
 
 test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
 	$(BIN)/python -m tests.programs.bfcl $(ARGS)
+
+gpu-compile: $(STAMP)  ## compile every GPU kernel in every configuration for four GPUs, without one (minutes)
+	$(BIN)/python -m pytest -m slow -n logical -v tests/backends/cuda/test_compile.py $(ARGS)
 
 check: $(STAMP)  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .

@@ -56,6 +56,7 @@ def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[s
         "memory": memory(probe_bytes),
         "native": native_state(),
         "torch": torch_state(),
+        "triton": triton_state(),
         "backends": backends(),
         "model": model_state(model),
         "hub": hub_state(),
@@ -150,6 +151,21 @@ def native_state() -> Section:
         by_isa.setdefault(f"served_by_{isa}", []).append(op)
     layouts = [module.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")]
     return {"isas": module.isas(), "threads": module.num_threads(), "layouts": layouts, **by_isa}
+
+
+def triton_state() -> Section:
+    """Describe the kernels of backend cuda: how they would run here, and their names."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return {"problem": "triton is not installed; backend cuda needs it: pip install triton"}
+    from headrace.backends.cuda import kernels
+
+    return {
+        "version": importlib.metadata.version("triton"),
+        "run": "on the GPU" if torch.cuda.is_available() else "as their twins in torch, for tests: there is no GPU",
+        "kernels": kernels.names(),
+    }
 
 
 def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:

@@ -20,7 +20,7 @@ def report() -> dict[str, doctor.Section]:
 
 def test_report_is_json_with_all_sections(report: dict[str, doctor.Section]) -> None:
     assert set(json.loads(json.dumps(report))) == {
-        *("versions", "cpu", "memory", "native", "torch", "backends", "model", "hub", "environment"),
+        *("versions", "cpu", "memory", "native", "torch", "triton", "backends", "model", "hub", "environment"),
     }
     assert report["cpu"]["cores_logical"] >= report["cpu"]["cores_allowed"] >= 1
     assert report["memory"]["total_bytes"] >= report["memory"]["available_bytes"] > 0
