@@ -90,4 +90,5 @@ def compile_all(launches: Iterable[Launch]) -> dict[str, Any]:
             errors += [future.result()] if future.result() else []
             if count % 16 == 0 or count == len(made):
                 print(f"compiled {count} of {len(made)} kernels", file=sys.stderr, flush=True)
-    return {"kernels": len(made), "failed": len(errors), "errors": errors[:20]}
+    fault = f"{len(errors)} failed, such as {errors[0]}" if errors else ""
+    return {"kernels": len(made), "errors": errors[:20], "fault": fault}

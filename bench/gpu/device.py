@@ -69,6 +69,7 @@ class Device:
             for call in calls:
                 call()
             return (time.perf_counter() - began) / len(calls)
+        torch.cuda.synchronize()  # what the operands are made by runs on another stream
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             for call in calls[:1]:

@@ -301,10 +301,24 @@ def rope_problem(num_rows: int, heads: Heads, kind: str, dtype: torch.dtype) -> 
             )
         ]  # fmt: skip
 
+    # In float64: queries turned in their columns, keys turned and values as they are at their slots.
+    numbers = tensors["qkv"].double().view(num_rows + 1, -1, heads.head_dim).clone()
+    cos, sin = (tensors[name].double()[tensors["positions"].long()][:, None] for name in ("cos", "sin"))
+    left, right = numbers[:num_rows].chunk(2, -1)
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    last_key = heads.num_heads + heads.num_kv_heads
+    exact = {}
+    if STORED[kind].itemsize > 1:
+        at = slots.long()
+        for name, rows in (("keys", turned[:, heads.num_heads : last_key]), ("values", numbers[:num_rows, last_key:])):
+            exact[name] = tensors[name].double()
+            exact[name][at // block, :, at % block] = rows
+    numbers[:num_rows, : heads.num_heads] = turned[:, : heads.num_heads]
+    exact["qkv"] = numbers.flatten(1)
     outputs = ("qkv", "keys", "values", *(name for name in ("key_scales", "value_scales") if name in tensors))
-    # Codes may differ by one where a number lies between two: by 32 of 448 at the most in fp8, 8 of 57 in e5m2.
+    # Codes may differ by one where a number lies between two: by 1/14 of the number in e4m3, 1/7 in e5m2.
     steps = {"int8": 0.01, "fp8_e4m3": 0.08, "fp8_e5m2": 0.15}
-    return Problem(tensors, outputs, make, {}, (), steps.get(kind))
+    return Problem(tensors, outputs, make, exact, (), steps.get(kind))
 
 
 def attention_problem(
@@ -393,8 +407,15 @@ def experts_problem(num_rows: int, num_experts: int, top_k: int, hidden: int, in
             kind="silu", num_programs=PROGRAMS, config=config,
         )  # fmt: skip
 
+    exact = torch.zeros(num_rows, hidden, dtype=torch.float64)
+    best = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
+    weights = best.values[:, :top_k].softmax(-1)
+    for row, each in enumerate(best.indices[:, :top_k].tolist()):
+        for weight, expert in zip(weights[row], each, strict=True):
+            inside = gated(gate_up[expert].double() @ x[row].double())
+            exact[row] += weight * (down[expert].double() @ inside)
     configs = tuple(c for c in experts.GROUPED.configs if not c.capabilities or 90 in c.capabilities)
-    return Problem(tensors, ("out",), make, {}, configs)
+    return Problem(tensors, ("out",), make, {"out": exact}, configs)
 
 
 def best_problem(num_rows: int, width: int) -> Problem:

@@ -20,7 +20,7 @@ Result = dict[str, Any]
 
 def run(report: Report, device: Device) -> None:
     report.run("ceilings", lambda: ceilings(device))
-    listed = list(problems(device.toy))
+    listed = [(name, make) for name, make in problems(device.toy) if report.wants(name)]
     if device.is_gpu:
         report.run("compile", lambda: compile_all(x for _, make in listed for x in all_launches(make(), device)))
     for name, make in listed:

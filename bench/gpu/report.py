@@ -38,14 +38,22 @@ class Report:
             if item["status"] == "running":
                 item |= {"status": "failed", "error": "the process ended or hung"}
 
-    def run(self, name: str, measure: Callable[[], Result], is_free: bool = False) -> Result | None:
-        """Run one item and keep what it returns. A failure is recorded, and the stage goes on. `is_free`: it takes no
-        time, so it runs also when the time is over.
+    def wants(self, name: str) -> bool:
+        """Return whether an item of that name is to run, and has not run yet."""
+        return self.only in name and all(item["name"] != name for item in self.items)
+
+    def run(
+        self, name: str, measure: Callable[[], Result], is_free: bool = False, is_needed: bool = False
+    ) -> Result | None:
+        """Run one item and keep what it returns. A failure is recorded, and the stage goes on.
+
+        is_free: it takes no time, so it runs also when the time is over. is_needed: by others, so it runs whatever
+        names are to run.
 
         An item fails by raising, or by a result whose "fault" is not empty. Raises `SystemExit` if the GPU answers no
         more: only another process can use it then.
         """
-        if self.only not in name:
+        if self.only not in name and not is_needed:
             return None
         earlier = next((item for item in self.items if item["name"] == name), None)
         if earlier is not None:

@@ -93,8 +93,8 @@ GOALS = (
     Goal("8B bf16, prefill of 8k: share of the floor", "prefill 8b bf16 8192", "share", 0.65),
     Goal("price of the law, decode", "price of the law", "decode", 0.10, True),
     Goal("price of the law, prefill", "price of the law", "prefill", 0.15, True),
-    Goal("GPU idle, batch 64", "decode 8b bf16 x64", "idle", 0.03, True),
-    Goal("GPU idle, batch 256", "decode 8b bf16 x256", "idle", 0.03, True),
+    Goal("GPU idle, batch 64", "engine 8b bf16 x64", "idle", 0.03, True),
+    Goal("GPU idle, batch 256", "engine 8b bf16 x256", "idle", 0.03, True),
     Goal("drawing 256 rows of 128k, ms", "draw 256 x 128256", "ms", 0.4, True),
     Goal("256 sequences: times transformers", "transformers l1b x256", "times", 5.0),
 )

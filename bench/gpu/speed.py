@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.gpu import shapes, tune
+from bench.gpu import serving, shapes, tune
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Call, Device, ceilings, elapsed
 from bench.gpu.problems import sizes
@@ -39,7 +39,7 @@ TURNS = 15
 
 
 def run(report: Report, device: Device) -> None:
-    report.run("ceilings", lambda: ceilings(device))
+    report.run("ceilings", lambda: ceilings(device), is_needed=True)
     bench = Bench(report, device)
     for name, measure in bench.items():
         report.run(name, measure)
@@ -81,6 +81,8 @@ class Bench:
             yield f"compile {form}", functools.partial(self.compile, *key)
             for batch in self.batches:
                 yield f"decode {form} x{batch}", functools.partial(self.decode, *key, batch)
+            for batch in self.batches if not quantization else ():
+                yield f"engine {form} x{batch}", functools.partial(self.engine, *key, batch)
             for length in self.prefills if not quantization else ():
                 yield f"prefill {form} {length}", functools.partial(self.prefill, *key, length)
         yield "release memory", self.release
@@ -148,6 +150,9 @@ class Bench:
         if quantization and plain:
             result["times_bf16"] = result["tokens_per_second"] / plain["tokens_per_second"]
         return result
+
+    def engine(self, model: str, quantization: str, batch: int) -> Result:
+        return serving.decode(self.device, self.make(model, quantization), batch, self.context)
 
     def prefill(self, model: str, quantization: str, length: int) -> Result:
         program, config = self.make(model, quantization), shapes.models(self.device.toy)[model]

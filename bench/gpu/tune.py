@@ -56,7 +56,7 @@ class Choice:
 
 
 def run(report: Report, device: Device) -> None:
-    choices = list(listed(device))
+    choices = [choice for choice in listed(device) if report.wants(choice.name)]
     if device.is_gpu:
         report.run("compile", lambda: compile_all(
             launch for choice in choices for config in choice.configs for launch in choice.make(config, 1)[0]

@@ -26,7 +26,7 @@ import typer
 from headrace.cli import reference
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("howto-*.md")))
+PAGES = (ROOT / "README.md", ROOT / "docs" / "gpu.md", *sorted((ROOT / "docs").glob("howto-*.md")))
 SHELLS = ("bash", "sh", "console")
 UsageError = typer.BadParameter.__mro__[1]
 """The base of errors of the command line: click's, or that of typer's own copy of click."""

@@ -13,12 +13,12 @@ from tests.support.checkpoints import llama_tensors, write_llama
 from headrace import LLM
 from headrace.backends.base import Chunks
 from headrace.engine import build
-from headrace.engine.core import EngineCore
+from headrace.engine.core import EngineCore, Ticket
 from headrace.grammar.matchers import GrammarError
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Request, ScheduledBatch, StepResult
+from headrace.protocol.step import Request, ScheduledBatch
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 GREEDY = SamplingParams(temperature=0.0, seed=1, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -68,16 +68,16 @@ def drain(core: EngineCore) -> tuple[dict[str, list[Any]], dict[str, str]]:
 
 
 def fail_at(core: EngineCore, steps: set[int], error: BaseException) -> None:
-    right, turn = core.executor.run, 0
+    right, turn = core.executor.start, 0
 
-    def run(batch: ScheduledBatch) -> StepResult:
+    def start(batch: ScheduledBatch) -> Ticket:
         nonlocal turn
         turn += 1
         if turn in steps:
             raise error
         return right(batch)
 
-    core.executor.run = run  # type: ignore[method-assign]
+    core.executor.start = start  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", range(1, 7))
@@ -110,17 +110,17 @@ def test_a_step_that_failed_has_not_happened(step: int, directory: Path, backend
 def test_requests_aborted_during_a_step_that_fails_end_as_aborted(directory: Path) -> None:
     core = engine(directory)
 
-    def run(batch: ScheduledBatch) -> StepResult:
+    def start(batch: ScheduledBatch) -> Ticket:
         core.abort("a")
         raise MemoryError
 
-    right, core.executor.run = core.executor.run, run  # type: ignore[method-assign]
+    right, core.executor.start = core.executor.start, start  # type: ignore[method-assign]
     core.add(ask("a"))
     core.add(ask("b"))
     with pytest.raises(MemoryError):
         core.step()
     core.scheduler.check()
-    core.executor.run = right  # type: ignore[method-assign]
+    core.executor.start = right  # type: ignore[method-assign]
     assert drain(core)[1] == {"a": "abort", "b": "length"}
     core.close()
 

@@ -21,7 +21,7 @@ from tests.support.harness import (
 )
 
 from headrace import models
-from headrace.backends.base import Chunks, HostLogits
+from headrace.backends.base import Chunks, HostLogits, Logits
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
 from headrace.backends.step import StepRows
@@ -134,10 +134,11 @@ def test_control_a_logit_that_leans_on_the_batch_is_noticed(runner: Runner, monk
     (whole,) = logits_of(runner, [40], [[40]], 7, blocks=1)
     real, num_chunks = program.forward, 1
 
-    def leaning(logits: HostLogits) -> HostLogits:
-        return logits._replace(rows=logits.rows * np.float32(1 + 1e-6 * num_chunks))
+    def leaning(logits: Logits) -> Logits:
+        rows = np.asarray(logits.fetch()) * np.float32(1 + 1e-6 * num_chunks)
+        return HostLogits(rows, logits.finite, logits.best)
 
-    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], HostLogits]:
+    def forward(chunks: Chunks, rows: list[int]) -> tuple[list[bool], Logits]:
         nonlocal num_chunks
         num_chunks = len(chunks.starts)
         finite, logits = real(chunks, rows)

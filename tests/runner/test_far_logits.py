@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from tests.support.checkpoints import write_llama
 from tests.support.steps import ASKS, IDS, A, B, C, batch_of, make_runner
 
-from headrace.backends.base import Chunks, HostLogits
+from headrace.backends.base import Chunks, Draw, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.runner.runner import Runner
+from headrace.sampling.filters import Cut
 from headrace.sampling.sampler import Sampler
 
 
@@ -31,6 +32,10 @@ class FarLogits:
         indices = list(range(len(self.best))) if indices is None else indices
         self._fetched.append(indices)
         return self._logits.rows[indices]
+
+    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
+        """This device draws nothing."""
+        return [-1] * len(indices)
 
 
 def moved_away(runner: Runner) -> list[list[int]]:
@@ -82,7 +87,7 @@ def test_prompt_rows_are_fetched_for_their_log_probabilities(tmp_path: Path) -> 
 def test_control_a_bias_that_is_forgotten_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = (make_runner(write_llama(tmp_path), "cpu") for _ in range(2))
     moved_away(far)
-    monkeypatch.setattr(Sampler, "is_best", lambda self, row: row.params.greedy)
+    monkeypatch.setattr(Sampler, "cut_of", lambda self, row: Cut(temperature=0.0))
     step = batch_of((0, IDS, A), params=[PARAMS["a bias"][0]])
     assert far.run(step) != near.run(step)
 

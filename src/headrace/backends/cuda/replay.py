@@ -70,6 +70,8 @@ class Replay:
         launches = self.launches(size)
         # A run outside the capture compiles and loads the kernels. It repeats the last step, or has no rows.
         stream = torch.cuda.Stream(self._device)
+        # The larger bucket's replay may still run: both write the same buffers.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for launch in launches:
                 launch.run_gpu()
