@@ -8,8 +8,7 @@ of an in-process client, and the engine's own process. The clock is an argument,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from headrace.core.requests import verify_fit, verify_model
@@ -103,8 +102,11 @@ class EngineCore:
         if ahead is not None:
             self._start(ahead)
         batch, ticket = self._tickets.popleft()
-        with self._retracting():
+        try:
             result = self.executor.finish(ticket)
+        except BaseException:
+            self._retract()
+            raise
         output = self.scheduler.commit(batch, result)
         self.num_steps += 1
         if (self._check_every and self.num_steps % self._check_every == 0) or not self.scheduler.has_work():
@@ -114,18 +116,16 @@ class EngineCore:
         return output
 
     def _start(self, batch: ScheduledBatch) -> None:
-        with self._retracting():
-            self._tickets.append((batch, self.executor.start(batch)))
-
-    @contextmanager
-    def _retracting(self) -> Iterator[None]:
-        """Withdraw all steps in flight if the executor raises."""
         try:
-            yield
+            self._tickets.append((batch, self.executor.start(batch)))
         except BaseException:
-            self._tickets.clear()
-            self.scheduler.retract()
+            self._retract()
             raise
+
+    def _retract(self) -> None:
+        """Withdraw all steps in flight: the executor has raised."""
+        self._tickets.clear()
+        self.scheduler.retract()
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
