@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SPAN = 512
-"""Positions summed on their own; part of the cache's fingerprint."""
+"""Positions summed on their own: one constant for all batches, or bits would depend on the batch."""
 
 TILE = 64
 """Keys of one product; a span is a whole number of tiles."""
