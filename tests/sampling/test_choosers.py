@@ -151,11 +151,11 @@ def test_dynamic_temperature(logits: list[float], temperature: float, spread: fl
     share = entropy(softmax(logits)) / math.log(len(logits))
     low, high = max(0.0, temperature - spread), temperature + spread
     warmth = low + (high - low) * share**exponent
-    assume(warmth > 1e-3)
+    # Where the model is all but sure, weights of 44 bits leave an error in its tiny entropy that is seen.
+    assume(warmth > 1e-3 and share > 1e-6)
     params = SamplingParams(temperature=temperature, dynatemp_range=spread, dynatemp_exponent=exponent)
     found = filters.temperature(all_of(logits), params)
     want = {i: (x - max(logits)) / warmth for i, x in enumerate(logits)}
-    # Where the model is all but sure, its entropy is so small that its own error is seen.
     assert found.scaled.tolist() == pytest.approx([want[i] for i in found.token_ids.tolist()], rel=1e-5, abs=1e-9)
 
 
