@@ -220,7 +220,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": (60.0, 2000.0, 500.0), "nightly": (7200.0, 20.0, 1.0), "release": (86_400.0, 20.0, 1.0)},
         soak,
     ),
-    "C-8-long": Campaign("one answer (tokens)", {"commit": 10_000, "nightly": 50_000, "release": 120_000}, long),
+    "C-8-long": Campaign("one answer (tokens)", {"commit": 16_000, "nightly": 50_000, "release": 120_000}, long),
     "C-9": Campaign("drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, drain),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
