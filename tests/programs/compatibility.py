@@ -251,7 +251,7 @@ APIS = (
     Row(
         "Ollama: options",
         "yes",
-        "sampling works; loading is told in `warnings`",
+        "sampling works; loading is reported in `warnings`",
         ("ollama:test_ollama_options", "ollama:test_ollama_warnings"),
     ),
     Row("Ollama: embed", "yes", "`/api/embed`, `/api/embeddings`", ("ollama:test_ollama_embed",)),
@@ -283,7 +283,7 @@ APIS = (
     Row("llama-server: infill, slot files, props set", "no", "a 501", ("llama:test_llama_what_is_not_done_is_told",)),
     Row("timings in every reply", "yes", "`timings`, `usage`", ("openai:test_timings_and_usage_agree",)),
     Row(
-        "what is not honoured is told",
+        "what is not honoured is reported",
         "yes",
         "`warnings` in the reply",
         ("refusals:test_what_is_not_honoured_comes_back_in_warnings",),

@@ -174,7 +174,7 @@ def listening(host: str, port: int) -> Iterator[Check]:
     except PermissionError:
         yield Check("port", "bad", f"{name} needs rights", "give --port a number of 1024 or more")
     except OSError as error:
-        advice = "if that is not your headrace, give another --port; a wrong --host is told here too"
+        advice = "if that is not your headrace, give another --port; a wrong --host shows here too"
         yield Check("port", "warn", f"{name}: {error.strerror}", advice)
     else:
         yield Check("port", "ok", f"{name} is free")

@@ -248,7 +248,7 @@ def choose_num_blocks(
     """Blocks of the KV cache: the override, or what the given memory or the backend's budget holds.
 
     Of the budget no more is used than max_num_seqs sequences of max_model_len fill. If not even one such sequence fits,
-    and nobody asked for that length, the context is narrowed to the cache, down to 1024 tokens. Raises `RequestError`
+    and no length was set, the context is narrowed to the cache, down to 1024 tokens. Raises `RequestError`
     otherwise.
     """
     block_bytes = backend.block_bytes(model.kv_shape, config.block_size, kv_dtype)

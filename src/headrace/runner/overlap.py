@@ -30,8 +30,7 @@ class StartedStep:
     """A step that was started. `result` is None until it is known.
 
     `places[i]` is the row of the logits that chunk i samples from, and `on_host` are the chunks whose tokens the host
-    draws. `carried[i]` is the chunk of the step `before` whose
-    token, known on the device alone, chunk i begins with.
+    draws. `carried[i]` is the chunk of the step `before` whose token, known on the device alone, chunk i begins with.
     """
 
     batch: ScheduledBatch

@@ -123,7 +123,7 @@ def create_app(
     gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
     app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=apis)
     if not ring and not is_loopback(server.host):
-        logger.warning("no API key is set: whoever reaches %s port %d may use the server", server.host, server.port)
+        logger.warning("no API key is set: every client that reaches %s port %d may use the server", server.host, server.port)
     return app
 
 
@@ -272,7 +272,7 @@ class Lifespan:
             await self.client.start()
             self._log_start()
             self.storage.start()
-        except Exception as error:  # whatever it is: a server that loads for ever would tell nobody
+        except Exception as error:  # of any kind: a server that stays in loading would hide it
             self.failure = error
             expected = isinstance(error, HeadraceError | OSError)
             logger.critical("the engine did not start: %s", error, exc_info=None if expected else error)

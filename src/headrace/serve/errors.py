@@ -106,7 +106,7 @@ def error_body(error: BaseException) -> tuple[int, ErrorBody]:
     if isinstance(error, HeadraceError):
         status, code, message = error.status, error.code, str(error)
     else:
-        logger.error("a request failed in a way nobody foresaw", exc_info=error)
+        logger.error("a request failed unexpectedly", exc_info=error)
         status, code, message = 500, "internal_error", "internal error; the server's log has more"
         call_id = context.current().call_id
         message += f" of the request {call_id}" if call_id else ""

@@ -204,7 +204,6 @@ GROUPED = Kernel(
     ),
     fuse=False,
 )
-KERNELS = (ROUTE, GROUP, GROUPED, COMBINE)
 
 FULL = _tile(16, 32, 32, 0, 4, 2)
 """For float32, which has no tensor cores here: correct, and slow."""

@@ -150,7 +150,6 @@ def _finite_twin(x: Tensor, ld_x: int, out: Tensor, sizes: Tensor, width: int, D
 GATHER = Kernel(_gather, _gather_twin, CONFIGS)
 MAP = Kernel(_map, _map_twin, CONFIGS, fuse=False)
 FINITE = Kernel(_finite, _finite_twin, CONFIGS)
-KERNELS = (GATHER, MAP, FINITE)
 
 
 def embedding(

@@ -316,7 +316,7 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
         message = f"{path}: not done here; the model is named when the server starts"
         raise CallError(501, "not_implemented", message)
 
-    # HEAD on the root is how Ollama's own client asks whether somebody is there.
+    # Ollama's own client sends HEAD to the root to see whether a server runs.
     routing.get(app, "/", root, API, media_type="text/plain")
     lines: dict[str, Any] = {"api": API, "streams": NDJSON}
     chunks: tuple[Any, ...] = (reply.ChatChunk, reply.ChatReply)

@@ -274,7 +274,7 @@ class Batches:
         self._end(batch_id, "completed")
 
     async def _quiet(self) -> None:
-        """Wait until nobody waits for the engine."""
+        """Wait until no other request is open."""
         while self._num_others():
             await asyncio.sleep(LOOK_AGAIN_S)
 
