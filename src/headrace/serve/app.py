@@ -123,7 +123,9 @@ def create_app(
     gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
     app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=apis)
     if not ring and not is_loopback(server.host):
-        logger.warning("no API key is set: every client that reaches %s port %d may use the server", server.host, server.port)
+        logger.warning(
+            "no API key is set: every client that reaches %s port %d may use the server", server.host, server.port
+        )
     return app
 
 
