@@ -274,7 +274,7 @@ class Batches:
         self._end(batch_id, "completed")
 
     async def _quiet(self) -> None:
-        """Wait until no other request is open."""
+        """Wait until no request waits in the queue of the engine."""
         while self._num_others():
             await asyncio.sleep(LOOK_AGAIN_S)
 
