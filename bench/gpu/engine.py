@@ -251,4 +251,4 @@ def compare_logprobs(expected: Answers, actual: Answers, dtype: str) -> Result:
     fault = f"other ids: {wrong}" if wrong else ""
     if far or not errors:
         fault = fault or f"{len(far)} of {len(errors)} log-probabilities differ by more than {tolerance}"
-    return {"tokens": len(errors), "error": max(errors, default=0.0), "fault": fault}
+    return {"tokens": len(errors), "distance": max(errors, default=0.0), "fault": fault}

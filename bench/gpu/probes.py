@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ def buckets(device: Device) -> Result:
 
 
 def codes(device: Device) -> Result:
-    """int4 in registers, with assembly and without, against the same weights widened."""
+    """int4 in registers and widened into scratch, with assembly and without, against weights widened by torch."""
     torch.manual_seed(3)
     num_out, num_in, num_rows = (96, 512, 5) if device.toy else (1024, 4096, 50)
     shape = (num_out, num_in // 64)
@@ -120,6 +121,17 @@ def codes(device: Device) -> Result:
             ))  # fmt: skip
             if count := unequal(out, expected):
                 wrong[config.name] = count
+    for assembly in (0, 1):
+        wide = torch.full((num_out * num_in,), torch.nan, dtype=torch.bfloat16, device=device.name)
+        listed = linear_codes.linear_codes(
+            x, packed, torch.empty_like(expected), sizes(num_rows).to(device.name), 0, num_rows,
+            num_programs=device.num_programs, scratch=None, wide=wide,
+        )  # fmt: skip
+        base = listed[0].config
+        config = Config(dict(base.tiles) | {"ASM": assembly}, base.num_warps, base.num_stages)
+        device.run([replace(listed[0], config=config)])
+        if count := unequal(wide.view(num_out, num_in), packed.dense()):
+            wrong[f"widened, {config.name}"] = count
     return {"wrong": wrong, "fault": "other bits" if wrong else ""}
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gpu.cases import problems
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Device, ceilings
 from bench.gpu.engine import Law
 from bench.gpu.probes import probes
-from bench.gpu.problems import TOLERANCES, Problem, Tensors, problems
+from bench.gpu.problems import TOLERANCES, Problem, Tensors
 from bench.gpu.report import Report
 from headrace.backends.cuda.launch import Config, Launch
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from bench.gpu import __main__ as program
 from bench.gpu import prove, shapes, speed, tune
+from bench.gpu.cases import problems
 from bench.gpu.compiling import recipe, signature
 from bench.gpu.device import Device
 from bench.gpu.engine import Law
-from bench.gpu.problems import Problem, linear_problem, problems
+from bench.gpu.problems import Problem, linear_problem
 from bench.gpu.report import Report, read
 
 from headrace.backends.cuda import tuned
@@ -54,8 +55,7 @@ def test_every_kernel_has_a_problem() -> None:
     kernels = {launch.kernel.name for _, make in problems(True) for launch in launches(make())}
     folder = Path(tuned.__file__).parent / "kernels"
     names = {line.split("(")[0][4:] for path in folder.glob("*.py") for line in entries(path.read_text())}
-    # Choose is drawn by a probe; copies of blocks are no launches of a step.
-    assert names - kernels <= {"_choose", "_copy_blocks"}
+    assert names - kernels == {"_choose"}  # Drawn by a probe.
 
 
 def launches(problem: Problem) -> list[Any]:
