@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
 from headrace.backends.base import Draw, Heads
@@ -26,6 +27,9 @@ BOTH_INSTRUCTIONS = {
 }
 """Tiles of 16 rows are too small for Hopper's wgmma, so the compiler takes mma.sync for them."""
 
+FEW_KERNELS = ("order of K in tensor cores", "choose against the sampler")
+"""Probes that take longer on the host than to compile."""
+
 Result = dict[str, Any]
 Probe = tuple[str, Callable[[], Result]]
 
@@ -39,6 +43,15 @@ def probes(device: Device) -> Iterator[Probe]:
     yield "decode against prefill", lambda: attention(device)
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
+
+
+def launched(toy: bool) -> list[Recipe]:
+    """Return what the probes of rows, buckets, codes and attention launch, to be compiled before they run."""
+    recorder = Recorder(toy)
+    for name, probe in probes(recorder):
+        if name not in FEW_KERNELS:
+            probe()
+    return recorder.recipes
 
 
 def product(

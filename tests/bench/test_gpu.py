@@ -19,6 +19,7 @@ from bench.gpu.cases import problems
 from bench.gpu.compiling import recipe, signature
 from bench.gpu.device import Device
 from bench.gpu.engine import Law
+from bench.gpu.probes import launched
 from bench.gpu.problems import Problem, linear_problem
 from bench.gpu.report import Report, read
 
@@ -181,12 +182,20 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_command(tmp_path: Path) -> None:
-    words = ["tune", "--out", str(tmp_path), "--only", "attention few"]
+    words = ["bench", "--out", str(tmp_path), "--only", "goal: draw"]
     done = subprocess.run([sys.executable, "-m", "bench.gpu", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "1 items, 0 failed" in done.stdout
-    record = json.loads((tmp_path / "tune.json").read_text())
+    assert "2 items, 0 failed" in done.stdout
+    record = json.loads((tmp_path / "bench.json").read_text())
     assert record["head"]["toy"]
+    assert record["items"][1]["value"] == "not measured"
+
+
+def test_what_the_probes_launch_is_compiled_before() -> None:
+    recipes = launched(toy=True)
+    assert {each["name"] for each in recipes} >= {"_linear", "_linear_codes", "_widen", "_attention"}
+    assert {each["constants"].get("SWAP") for each in recipes if each["name"] == "_linear"} == {0, 1}
+    assert len({signature(each) for each in recipes}) < len(recipes)
 
 
 def test_launches_that_differ_in_fixed_sizes_alone_are_compiled_once(device: Device) -> None:
