@@ -71,6 +71,8 @@ class Bench:
                 yield f"engine {form} x{batch}", functools.partial(self.engine, *key, batch)
             for length in self.prefills if not quantization else ():
                 yield f"prefill {form} {length}", functools.partial(self.prefill, *key, length)
+            if not quantization:
+                yield f"capture {form}", functools.partial(self.capture, *key)
             if key == (main, ""):
                 yield f"trace {form}", functools.partial(self.trace, *key)
             if key == (small, ""):
@@ -112,12 +114,21 @@ class Bench:
         began = time.perf_counter()
         program = self.make(model, quantization)
         made = time.perf_counter() - began
-        buckets = {program._whole.bucket(n) for n in (*self.batches, *self.prefills)}
         result: Result = {"making": made, "weights": self.weight_bytes}
         if self.device.is_gpu:
-            result |= compile_all(launch for size in sorted(buckets) for launch in program._whole.launches(size))
+            result |= compile_all(launch for size in program._whole.sizes for launch in program._whole.launches(size))
             result["memory"] = torch.cuda.memory_allocated()
         return result
+
+    def capture(self, model: str, quantization: str) -> Result:
+        """Capture the graphs of all buckets, as a server has them that has run for a while."""
+        replay = self.make(model, quantization)._whole
+        if not self.device.is_gpu:
+            return {"graphs": "none without a GPU"}
+        for size in reversed(replay.sizes):
+            if size not in replay._graphs:
+                replay.capture(size)
+        return {"graphs": len(replay.sizes), "memory": torch.cuda.memory_reserved()}
 
     def decode(self, model: str, quantization: str, batch: int) -> Result:
         program, config = self.make(model, quantization), shapes.models(self.device.toy)[model]
