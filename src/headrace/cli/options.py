@@ -32,7 +32,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "revision": "Branch, tag or commit of a hub model.",
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
-        "or none: dequantise a GGUF file's blocks into dtype.",
+        "none: dequantise a GGUF file's blocks into dtype; or the checkpoint's own method, such as awq.",
         "save_packed": "Keep the weights in the kernels' layout, beside the model or else in ~/.cache/headrace; "
         "the next start reads that file.",
         "backend": "Operators to run on: auto, cpu (native kernels), cuda (Triton kernels for NVIDIA GPUs; needs the "

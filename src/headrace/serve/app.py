@@ -377,12 +377,16 @@ def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
         return []
 
 
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, notes: Sequence[str] = ()) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
+
+    `notes` are warnings about the command line; they are logged first.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     logs.set_up(server.uvicorn_log_level, server.log_format)
+    for note in notes:
+        logger.warning("%s", note)
     try:
         _serve(engine, server)
     except HeadraceError as error:
