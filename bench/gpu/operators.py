@@ -7,7 +7,7 @@ measured rate of torch's product, whichever is longer; a share is the floor over
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
 from headrace.backends.cuda.launch import Launch
+
+Item = tuple[str, Callable[[], Result]]
 
 ROWS = (1, 8, 64, 256, 2048, 8192)
 PRICED = {"decode": 64, "prefill": 2048}
@@ -68,22 +70,34 @@ class Operators:
         self.report, self.device = report, device
         self.models = shapes.models(device.toy)
 
-    def items(self, first: str) -> Iterator[tuple[str, Callable[[], Result]]]:
-        """The items; those that the price of the law of the model `first` is taken of begin."""
-        listed, priced = list(self.listed()), self.priced(first)
-        wanted = [operator for operator in listed if self.report.wants(operator.name)]
-        if self.device.is_gpu:
-            yield "compile operators", lambda: compile_all(x for each in wanted for x in each.make(1).sets[0])
-        for operator in listed:
-            if operator.name in priced:
-                yield operator.name, functools.partial(self.measure, operator)
-        yield f"price of the law {first}", functools.partial(self.price, first)
-        for operator in listed:
-            if operator.name not in priced:
-                yield operator.name, functools.partial(self.measure, operator)
-        for model, config in self.models.items():
-            for kind in tune.attention_steps(self.device.toy):
-                yield f"flashinfer {model} {kind}", functools.partial(self.flashinfer, model, heads_of(config), kind)
+    def priced_items(self, model: str) -> Iterator[Item]:
+        """The linear layers that the price of the law is taken of, and the price."""
+        priced = [operator for operator in self.listed() if operator.name in self.priced(model)]
+        yield from self.compiled("compile priced layers", priced)
+        for operator in priced:
+            yield operator.name, functools.partial(self.measure, operator)
+        yield f"price of the law {model}", functools.partial(self.price, model)
+
+    def other_items(self, model: str) -> Iterator[Item]:
+        """All others; attention is followed by FlashInfer's."""
+        others = [operator for operator in self.listed() if operator.name not in self.priced(model)]
+        yield from self.compiled("compile operators", others)
+        beside = {
+            f"attention {name} {kind}": (
+                f"flashinfer {name} {kind}", functools.partial(self.flashinfer, name, heads_of(config), kind)
+            )
+            for name, config in self.models.items() for kind in tune.attention_steps(self.device.toy)
+        }  # fmt: skip
+        for operator in others:
+            yield operator.name, functools.partial(self.measure, operator)
+            if operator.name in beside:
+                yield beside[operator.name]
+
+    def compiled(self, name: str, operators: Sequence[Operator]) -> Iterator[Item]:
+        """What compiles those operators that are to run, on a GPU."""
+        wanted = [operator for operator in operators if self.report.wants(operator.name)]
+        if self.device.is_gpu and wanted:
+            yield name, lambda: compile_all(launch for each in wanted for launch in each.make(1).sets[0])
 
     def floor(self, num_bytes: float, flops: float, is_eight: bool = False) -> float:
         ceilings = self.report.result_of("ceilings")

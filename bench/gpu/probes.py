@@ -136,14 +136,16 @@ def codes(device: Device) -> Result:
                 wrong[config.name] = count
     for assembly in (0, 1):
         wide = torch.full((num_out * num_in,), torch.nan, dtype=torch.bfloat16, device=device.name)
+        plain = wide.view(num_out, num_in)
+        needed = linear.scratch_numbers(plain, num_rows, False, linear.default(plain, num_rows))
         listed = linear_codes.linear_codes(
             x, packed, torch.empty_like(expected), sizes(num_rows).to(device.name), 0, num_rows,
-            num_programs=device.num_programs, scratch=None, wide=wide,
+            num_programs=device.num_programs, scratch=scratch(needed, x.device) if any(needed) else None, wide=wide,
         )  # fmt: skip
         base = listed[0].config
         config = Config(dict(base.tiles) | {"ASM": assembly}, base.num_warps, base.num_stages)
         device.run([replace(listed[0], config=config)])
-        if count := unequal(wide.view(num_out, num_in), packed.dense()):
+        if count := unequal(plain, packed.dense()):
             wrong[f"widened, {config.name}"] = count
     return {"wrong": wrong, "fault": "other bits" if wrong else ""}
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from bench.gpu import peers, serving, shapes, tune
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Device, ceilings, elapsed
-from bench.gpu.operators import Operators
+from bench.gpu.operators import Item, Operators
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK, make_program
 from headrace.backends.base import Chunks
 from headrace.backends.cuda.program import CudaProgram
-
-Item = tuple[str, Callable[[], Result]]
 
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 2048
@@ -62,31 +60,37 @@ class Bench:
         """All items; those that goals are judged by come before the others, as far as programs allow."""
         toy = self.device.toy
         main, small = ("toy", "toy") if toy else ("8b", "l1b")
-        for model, quantization in (("toy", ""), ("toy", "int4")) if toy else PROGRAMS:
-            form, key = f"{model} {quantization or 'bf16'}", (model, quantization)
-            yield f"compile {form}", functools.partial(self.compile, *key)
-            for batch in self.batches:
-                yield f"decode {form} x{batch}", functools.partial(self.decode, *key, batch)
-            for batch in self.batches if not quantization else ():
-                yield f"engine {form} x{batch}", functools.partial(self.engine, *key, batch)
-            for length in self.prefills if not quantization else ():
-                yield f"prefill {form} {length}", functools.partial(self.prefill, *key, length)
-            if not quantization:
-                yield f"capture {form}", functools.partial(self.capture, *key)
-            if key == (main, ""):
-                yield f"trace {form}", functools.partial(self.trace, *key)
-            if key == (small, ""):
-                yield f"job {form}", functools.partial(self.job, *key)
+        *programs, last = (("toy", ""), ("toy", "int4")) if toy else PROGRAMS
+        for model, quantization in programs:
+            yield from self.steps(model, quantization)
+            if (model, quantization) == (main, ""):
+                yield f"trace {model} bf16", functools.partial(self.trace, model, quantization)
+            if (model, quantization) == (small, ""):
+                yield f"job {model} bf16", functools.partial(self.job, model, quantization)
         yield "release memory", self.release
         num_rows, width = (4, 300) if toy else (256, 128256)
         yield f"draw {num_rows} x {width}", functools.partial(self.operators.draw, num_rows, width)
-        yield from self.operators.items(main)
+        yield from self.operators.priced_items(main)
+        batch = self.job_size.batch
         for loop in peers.LOOPS:
-            yield (
-                f"transformers {loop} {small} x{self.job_size.batch}",
-                functools.partial(self.transformers, small, loop),
-            )
-        yield f"transformers {small} x{self.job_size.batch}", functools.partial(self.beside_transformers, small)
+            yield f"transformers {loop} {small} x{batch}", functools.partial(self.transformers, small, loop)
+        yield f"transformers {small} x{batch}", functools.partial(self.beside_transformers, small)
+        yield from self.steps(*last)
+        yield "release memory again", self.release
+        yield from self.operators.other_items(main)
+
+    def steps(self, model: str, quantization: str) -> Iterator[Item]:
+        """Steps of a program alone and, of plain weights, through the engine."""
+        form, key = f"{model} {quantization or 'bf16'}", (model, quantization)
+        yield f"compile {form}", functools.partial(self.compile, *key)
+        for batch in self.batches:
+            yield f"decode {form} x{batch}", functools.partial(self.decode, *key, batch)
+        if not quantization:
+            for batch in self.batches:
+                yield f"engine {form} x{batch}", functools.partial(self.engine, *key, batch)
+            for length in self.prefills:
+                yield f"prefill {form} {length}", functools.partial(self.prefill, *key, length)
+            yield f"capture {form}", functools.partial(self.capture, *key)
 
     def release(self) -> Result:
         if self.program is not None:

@@ -16,10 +16,10 @@ import torch
 from bench.gpu import __main__ as program
 from bench.gpu import goals, prove, shapes, tune
 from bench.gpu.cases import problems
-from bench.gpu.compiling import recipe, signature
+from bench.gpu.compiling import Recorder, recipe, signature
 from bench.gpu.device import Device
 from bench.gpu.engine import Law
-from bench.gpu.probes import launched
+from bench.gpu.probes import FEW_KERNELS, launched, probes
 from bench.gpu.problems import Problem, linear_problem
 from bench.gpu.report import Report, read
 
@@ -196,6 +196,15 @@ def test_what_the_probes_launch_is_compiled_before() -> None:
     assert {each["name"] for each in recipes} >= {"_linear", "_linear_codes", "_widen", "_attention"}
     assert {each["constants"].get("SWAP") for each in recipes if each["name"] == "_linear"} == {0, 1}
     assert len({signature(each) for each in recipes}) < len(recipes)
+
+
+def test_probes_of_full_size_can_be_launched() -> None:
+    recorder = Recorder(toy=True)
+    recorder.toy = False
+    for name, probe in probes(recorder):
+        if name not in FEW_KERNELS and not name.startswith("rows"):
+            probe()
+    assert len(recorder.recipes) > 100
 
 
 def test_launches_that_differ_in_fixed_sizes_alone_are_compiled_once(device: Device) -> None:
