@@ -80,7 +80,7 @@ def test_a_row_with_a_field_sets_it(serve: Any) -> None:
     taken = parsed(serve, line)
     expected = {
         "model": "a.gguf", "max_model_len": 4096, "num_threads": 3, "max_num_seqs": 4, "max_num_batched_tokens": 512,
-        "served_model_name": "name", "kv_cache_dtype": "int8", "chat_template": "t.jinja", "log_format": "json",
+        "served_model_name": ["name"], "kv_cache_dtype": "int8", "chat_template": "t.jinja", "log_format": "json",
     }  # fmt: skip
     assert {name: taken[name] for name in expected} == expected
     assert taken["notes"] == []
@@ -90,6 +90,17 @@ def test_a_row_with_a_field_sets_it(serve: Any) -> None:
     assert parsed(serve, "-c 0 -np -1 -s -1") == parsed(serve, "")
     with pytest.raises(RequestError, match=r"^-ctv: 'f16' is not allowed; it must be int8, as --kv-cache-dtype was"):
         parsed(serve, "-ctk q8_0 -ctv f16")
+
+
+def test_several_names_follow_the_model(serve: Any) -> None:
+    for line in ("m --served-model-name a b --port 1 c", "--model m --served-model-name a b c"):
+        if line.endswith("1 c"):
+            with pytest.raises(Exception, match="unexpected extra argument"):
+                parsed(serve, line)
+            line = line.removesuffix(" c") + " --served-model-name=c"
+        assert (parsed(serve, line)["model"], parsed(serve, line)["served_model_name"]) == ("m", ["a", "b", "c"])
+    taken = parsed(serve, "--served-model-name a m")
+    assert (taken["model"], taken["served_model_name"]) == ("m", ["a"])
 
 
 def test_values_that_look_like_flags_stay_values() -> None:

@@ -283,6 +283,7 @@ def translate(arguments: Iterable[str], ours: Mapping[str, bool]) -> tuple[list[
     """
     words: list[str] = []
     notes: list[str] = []
+    has_model, last_flag = False, ""
     rest = iter(arguments)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -293,10 +294,17 @@ def translate(arguments: Iterable[str], ours: Mapping[str, bool]) -> tuple[list[
             words.append(name + equals + value)
             if ours[name] and not equals:
                 words += [value for value in (next(rest, None),) if value is not None]
+            last_flag = name
             continue
         if setting is None:
+            # vLLM's way to give several names; before MODEL there is one.
+            if last_flag == "--served-model-name" and has_model and not word.startswith("-"):
+                words.append(last_flag)
+            elif not word.startswith("-"):
+                has_model, last_flag = True, ""
             words.append(word)
             continue
+        has_model, last_flag = has_model or setting.ours == "model", ""
         if setting.takes_value and not equals:
             value = next(rest, "")
         fresh = _translated(setting, name, value, notes)

@@ -75,7 +75,10 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "loopback address, localhost and the machine's own name; on others, any name.",
         "max_requests_per_minute": "Most requests of one key in a minute; further ones get 429. None by default.",
         "max_tokens_per_minute": "Most prompt and answer tokens of one key in a minute; beyond, 429. None by default.",
-        "served_model_name": "Name of the model in the API, if not MODEL.",
+        "served_model_name": "Name of the model in the API, if not MODEL; several may follow MODEL, and replies have "
+        "the first.",
+        "any_model_name": "Answer requests for any model by the one that is served; replies have its true name. By "
+        "default while no key is set.",
         "enable_auto_tool_choice": "Let the model choose whether to call tools; without it a chat must name the tool.",
         "tool_call_parser": "Format of the model's tool calls; read from its chat template by default; none: off.",
         "reasoning_parser": "Format of the model's reasoning; read from its chat template by default; none: off.",

@@ -105,7 +105,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     allowed_hosts: list[str] | None = None
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
-    served_model_name: str | None = None
+    served_model_name: list[str] | None = None
+    any_model_name: bool | None = None
     chat_template: str | None = None
     enable_auto_tool_choice: bool = True
     tool_call_parser: str | None = None
