@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from headrace import builtin
 from headrace.builtin import PATH
 from headrace.protocol.errors import CheckpointError
+from headrace.text.templates import ChatTemplate
 
 MODEL_FILES = [*builtin.BESIDE, builtin.STORED]
 SPECIAL = ["<|bos|>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -238,6 +239,23 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     assert ids[:2] == [0, 3]
     assert ids[-2:] == [2, 5]
     assert ids.count(2) == len(MESSAGES)
+
+
+def test_K2_chat_template_takes_a_conversation_with_tools() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "18 degrees"},
+        {"role": "assistant", "content": "Well,", "tool_calls": [call, call]},
+    ]
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+    template = ChatTemplate({"default": read_json("tokenizer_config.json")["chat_template"]}, {"bos_token": "<|bos|>"})
+    assert template.render(messages) == (
+        f"<|bos|><|system|>Be brief.<|end|><|assistant|>{written}<|end|>"
+        "<|user|><tool_response>\n18 degrees\n</tool_response><|end|>"
+        f"<|assistant|>Well,\n{written}\n{written}<|end|><|assistant|>"
+    )
 
 
 def test_chat_template_refuses_unknown_roles() -> None:

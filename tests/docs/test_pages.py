@@ -51,8 +51,6 @@ LIMITS = {
 """Flags added to commands that are run, so that they take little time."""
 PLACES = {"path/to/model.gguf": "made.gguf", "path/to/model": shallow(), "./model": shallow()}
 """Placeholders of the pages, and what stands in their place."""
-SNIPPETS_NOT_RUN = {"howto-tools.md": "the built-in model calls no tools; tests/e2e/test_tools_model.py runs others"}
-"""Pages whose snippets are compiled alone, and why."""
 
 BLOCKS = [block for path in PAGES for block in blocks(path.name, path.read_text(encoding="utf-8"))]
 COMMANDS = [(block, words) for block in BLOCKS if block.language in SHELLS for words in commands(block.text)]
@@ -190,17 +188,19 @@ def run_snippet(block: Block, url: Callable[[], str]) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("block", [block for block in SNIPPETS if block.page not in SNIPPETS_NOT_RUN], ids=str)
+@pytest.mark.parametrize("block", [block for block in SNIPPETS if block.page != "howto-tools.md"], ids=str)
 def test_snippet(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.chdir(folder)
     run_snippet(block, lambda: str(request.getfixturevalue("url")))
 
 
-def test_snippets_that_are_not_run_are_python() -> None:
-    others = [block for block in SNIPPETS if block.page in SNIPPETS_NOT_RUN]
-    assert {block.page for block in others} == SNIPPETS_NOT_RUN.keys()
-    for block in others:
-        compile(block.text, str(block), "exec")
+def test_K2_the_tools_of_the_page_take_two_turns(request: pytest.FixtureRequest) -> None:
+    """The page's first turn ends with a call, and the second goes on from the call and its result."""
+    [block] = [block for block in SNIPPETS if block.page == "howto-tools.md"]
+    names = run_snippet(block, lambda: str(request.getfixturevalue("url")))
+    assert [names["call"].function.name, len(names["messages"])] == ["weather", 3]
+    assert "city" in json.loads(names["call"].function.arguments)
+    assert names["reply"].choices[0].message.content
 
 
 @pytest.mark.parametrize(

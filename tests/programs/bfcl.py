@@ -19,7 +19,7 @@ from tests.support.reading import read, splits, tool_parser
 from headrace.protocol.errors import RequestError
 from headrace.text.reasoning import ReasoningParser, begins_inside
 from headrace.text.templates import ChatTemplate
-from headrace.text.tools import formats
+from headrace.text.tools import detection
 from headrace.text.tools.choice import ToolUse
 
 FILES = ("simple_python", "multiple", "parallel", "live_simple", "live_parallel")
@@ -105,7 +105,7 @@ def models(data: Path) -> list[Model]:
     for name, path in sources.items():
         source = (data / "templates" / path).read_text(encoding="utf-8")
         template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
-        form = formats.detect([source])
+        form = detection.detect(template.traits(), [source])
         if form is None:
             raise ValueError(f"no format is found in {path}")
         think = "qwen3" if "</think>" in source else None

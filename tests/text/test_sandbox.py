@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
 from headrace.text.templates import ChatTemplate
+from headrace.text.traits import MAX_CALL, Traits
 
 USER = {"role": "user", "content": "hi"}
 
@@ -221,3 +223,14 @@ def test_large_prompts_pass(runner: BoundedProcess) -> None:
     text = "é" * 10**6
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, runner)
     assert template.render([{"role": "user", "content": text}]) == text
+
+
+def test_S_08_traits_are_found_within_the_same_bounds(runner: BoundedProcess, caplog: pytest.LogCaptureFixture) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with caplog.at_level(logging.WARNING, "headrace.server"):
+        assert ChatTemplate({"default": endless}, {}, runner).traits() == Traits()
+    assert "more than 0.3 s of processor time" in caplog.text
+    long = (
+        "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments }}{{ 'x' * 99999 }}{% endfor %}"
+    )
+    assert len(ChatTemplate({"default": long}, {}, runner).traits().call) == MAX_CALL

@@ -18,12 +18,14 @@ from headrace.text.tools.reader import Reader, Reading
 class Style(NamedTuple):
     """How a family of models marks its reasoning.
 
-    `begins_inside`: if the prompt ends with no mark, the answer begins as reasoning, without a mark.
+    `begins_inside`: if the prompt ends with no mark, the answer begins as reasoning, without a mark. `answer`: marks
+    around the answer, which belong to neither.
     """
 
     openings: tuple[str, ...]
     closings: tuple[str, ...]
     begins_inside: bool = False
+    answer: tuple[str, ...] = ()
 
 
 THINK = ("<think>", "</think>")
@@ -38,6 +40,9 @@ STYLES: dict[str, Style] = {
         ("Here is my response:", "Here's my response:"),
     ),
     "gemma4": Style(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",)),
+    "command_r7b": Style(
+        ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
 }
 ALIASES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
 """vLLM's other names for what is one style here."""
@@ -46,6 +51,7 @@ ALIASES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "st
 _SIGNS = (
     ("[THINK]", "mistral"),
     ("<|channel>thought", "gemma4"),
+    ("<|START_THINKING|>", "command_r7b"),
     ("Here is my thought process:", "granite"),
     ("</think>", "qwen3"),
 )
@@ -67,7 +73,7 @@ def detect(templates: Iterable[str]) -> str | None:
 
 def marks(name: str) -> tuple[str, ...]:
     """Return the marks of a style, which may be special tokens."""
-    return STYLES[name].openings + STYLES[name].closings
+    return STYLES[name].openings + STYLES[name].closings + STYLES[name].answer
 
 
 def begins_inside(name: str, prompt: str) -> bool:
@@ -112,6 +118,7 @@ class ReasoningParser:
         self._inner = inner
         self._text = Reader()
         self._closing = re.compile("|".join(map(re.escape, self._style.closings)))
+        self._answer_mark = re.compile("|".join(map(re.escape, self._style.answer)) or r"(?!)")
         self._out: list[MessagePart] = []
         self._run = self._read()
 
@@ -164,8 +171,11 @@ class ReasoningParser:
     def _answer(self) -> Reading[None]:
         text = self._text
         while True:
-            rest, text.at = text.text[text.at :], len(text.text)
-            self._out += self._inner.feed(rest, text.final)
-            if text.final:
-                return
-            yield
+            match = self._answer_mark.search(text.text, text.at)
+            end = match.start() if match else text.open_end(self._style.answer)
+            piece, text.at = text.text[text.at : end], match.end() if match else end
+            self._out += self._inner.feed(piece, text.final and match is None)
+            if match is None:
+                if text.final:
+                    return
+                yield

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import msgspec
@@ -24,7 +24,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from headrace.text import traits
 from headrace.text.bounded import serve
+from headrace.text.traits import Traits
 
 MAX_CPU_SECONDS = 1.0
 MAX_OUTPUT = 8 * 2**20
@@ -36,22 +38,20 @@ if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
     raise ImportError(f"jinja2 {jinja2.__version__} has known ways out of its sandbox; 3.1.6 is the first without")
 
 
-ContentForm = Literal["string", "parts", "both"]
-"""The form in which a template reads a message's content: a text, a list of parts, or both."""
-
-
 class RenderJob(msgspec.Struct):
-    """A template's source and its variables, which are plain JSON values; None: only find its `ContentForm`."""
+    """A template's source and its variables, which are plain JSON values. `finds_traits`: find the template's traits
+    instead of rendering it with these variables alone."""
 
     source: str
-    variables: dict[str, Any] | None
+    variables: dict[str, Any]
+    finds_traits: bool = False
 
 
 class RenderResult(msgspec.Struct):
-    """The text and the template's `ContentForm`, or in `error` why there is none."""
+    """The text or the template's traits, or in `error` why there are none."""
 
     text: str = ""
-    content_form: ContentForm = "string"
+    traits: Traits = Traits()
     error: str | None = None
 
 
@@ -121,32 +121,8 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> tuple[jinja2.Template, ContentForm]:
-    env = environment()
-    return env.from_string(source), content_form(env.parse(source))
-
-
-def content_form(tree: nodes.Template) -> ContentForm:
-    """Return "parts" if the template loops over something called `content` (an item, an attribute, or a variable set
-    from one); "both" if it also tests whether something is a string; else "string".
-    """
-    names: set[str] = set()
-
-    def is_content(node: nodes.Node) -> bool:
-        if isinstance(node, nodes.Filter) and node.node is not None:
-            return is_content(node.node)
-        if isinstance(node, nodes.Getitem):
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        if isinstance(node, nodes.Getattr):
-            return node.attr == "content"
-        return isinstance(node, nodes.Name) and node.name in names
-
-    for assign in tree.find_all(nodes.Assign):
-        if isinstance(assign.target, nodes.Name) and is_content(assign.node):
-            names.add(assign.target.name)
-    if not any(is_content(loop.iter) for loop in tree.find_all(nodes.For)):
-        return "string"
-    return "both" if any(test.name == "string" for test in tree.find_all(nodes.Test)) else "parts"
+def _compiled(source: str) -> jinja2.Template:
+    return environment().from_string(source)
 
 
 def render(job: RenderJob) -> RenderResult:
@@ -154,16 +130,16 @@ def render(job: RenderJob) -> RenderResult:
     if len(job.source) > MAX_SOURCE:
         return RenderResult(error=f"the chat template has {len(job.source)} characters; at most {MAX_SOURCE} are read")
     try:
-        template, form = _compiled(job.source)
+        template = _compiled(job.source)
+        if job.finds_traits:
+            return RenderResult(traits=traits.find(functools.partial(_attempt, job)))
         pieces, size = [], 0
-        if job.variables is None:
-            return RenderResult(content_form=form)
         for piece in template.generate(job.variables):
             pieces.append(piece)
             size += len(piece)
             if size > MAX_OUTPUT:
                 return RenderResult(error=f"the chat template writes more than {MAX_OUTPUT} characters")
-        return RenderResult(text="".join(pieces), content_form=form)
+        return RenderResult(text="".join(pieces))
     except RecursionError:
         return RenderResult(error="the chat template is nested too deeply")
     except MemoryError:
@@ -173,6 +149,11 @@ def render(job: RenderJob) -> RenderResult:
         return RenderResult(
             error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
         )
+
+
+def _attempt(job: RenderJob, variables: dict[str, Any]) -> str | None:
+    result = render(RenderJob(job.source, job.variables | variables))
+    return result.text if result.error is None else None
 
 
 def main(max_cpu_seconds: float) -> None:

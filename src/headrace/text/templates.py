@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,14 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
+from headrace.text.traits import Traits
+
+logger = logging.getLogger("headrace.server")
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_PARTS = ("text", "input_text", "output_text")
+_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 class ToolCall(NamedTuple):
@@ -39,22 +43,37 @@ class ToolCall(NamedTuple):
         """Return a call with nothing but these."""
         return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
 
-    def template_form(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object. Raises `RequestError` for arguments that are not JSON."""
+    def is_well_formed(self) -> bool:
+        """Whether the arguments are an object, or the text of one, or left out."""
+        return self._object() is not None
+
+    def template_form(self, text_arguments: bool) -> dict[str, Any]:
+        """Return the call with its arguments as JSON text, as they came, or as an object: {} if they are none.
+
+        A model can write a call that is cut or malformed. What the client sends back must not be refused for ever.
+        """
         function = self.form["function"]
         arguments = function.get("arguments")
+        if text_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(self._object() or {}, ensure_ascii=False)
+        elif not text_arguments:
+            arguments = self._object() or {}
+        return {**self.form, "function": {**function, "arguments": arguments}}
+
+    def _object(self) -> dict[str, Any] | None:
+        arguments = self.form["function"].get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError):
-                raise RequestError(self.field, arguments, "a JSON object") from None
-        return {**self.form, "function": {**function, "arguments": arguments}}
+                return None
+        return {} if arguments is None else arguments if isinstance(arguments, dict) else None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation, checked. `content` is a text, or several that the template puts together; unset
-    and None are two things to a template. `extra` are further fields that templates may read: name, tool_call_id, and
-    whatever other fields a client sends."""
+    or None: there is none. `extra` are further fields that templates may read: name, tool_call_id, and whatever other
+    fields a client sends."""
 
     role: str
     content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
@@ -62,25 +81,26 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] = []
     extra: dict[str, Any] = {}
 
-    def template_form(self, form: sandbox.ContentForm) -> dict[str, Any]:
-        """Return the message as templates read it; `form` is the one in which this template takes content.
-
-        Raises `RequestError`."""
-        message: dict[str, Any] = {"role": self.role}
-        if isinstance(self.content, list):
-            texts = self.content
-            message["content"] = "\n".join(texts) if form == "string" else [_part(text) for text in texts]
-        elif isinstance(self.content, str) and form == "parts":
-            message["content"] = [_part(self.content)]
-        elif self.content is not msgspec.UNSET:
-            message["content"] = self.content
-        message |= self.extra
+    def template_form(self, traits: Traits) -> dict[str, Any]:
+        """Return the message as a template with these traits reads it."""
+        role = "system" if self.role == "developer" and not traits.shows_developer else self.role
+        message: dict[str, Any] = {"role": role, "content": self._content(traits), **self.extra}
         if self.tool_calls:
-            message["tool_calls"] = [call.template_form() for call in self.tool_calls]
+            message["tool_calls"] = [call.template_form(traits.text_arguments) for call in self.tool_calls]
         if self.reasoning is not None:
             # Templates read it under the one name or the other.
             message = {"thinking": self.reasoning, **message, "reasoning_content": self.reasoning}
         return message
+
+    def _content(self, traits: Traits) -> str | list[dict[str, Any]] | None:
+        form = traits.content_form
+        if isinstance(self.content, list):
+            return "\n".join(self.content) if form == "string" else [_part(text) for text in self.content]
+        if isinstance(self.content, str):
+            return [_part(self.content)] if form == "parts" else self.content
+        if self.tool_calls and traits.takes_null:
+            return None
+        return [] if form == "parts" else ""
 
 
 def check_role(role: object, field: str) -> str:
@@ -115,7 +135,7 @@ class ChatTemplate:
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._process = process or shared_process()
-        self._forms: dict[str, sandbox.ContentForm] = {}
+        self._traits: dict[str, Traits] = {}
 
     @classmethod
     def of(cls, tokenizer: TemplateSource, chat_template: str | None = None) -> ChatTemplate:
@@ -157,9 +177,12 @@ class ChatTemplate:
         if add_generation_prompt and continue_final_message:
             raise RequestError("continue_final_message", True, "false, or add_generation_prompt be false")
         source = self._source_for(bool(tools))
-        form = self._form(source)
-        chat = [message.template_form(form) for message in _typed(messages)]
+        traits = self._traits_of(source)
+        typed = _typed(messages)
+        chat = [message.template_form(traits) for message in typed]
         if continue_final_message:
+            if typed[-1].content is None or typed[-1].content is msgspec.UNSET:
+                raise RequestError("continue_final_message", True, "false: the last message has no text to go on from")
             _mark(chat[-1])
         variables = {
             **self._special_tokens,
@@ -169,16 +192,18 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
-        roles = [message["role"] for message in chat]
-        try:
-            text = self._run(source, variables, roles).text
-        except RequestError:
-            # Most templates take the arguments of calls as an object, some as the text that clients send.
-            as_text = [_with_text_arguments(message) for message in chat]
-            if as_text == chat:
-                raise
-            text = self._run(source, {**variables, "messages": as_text}, roles).text
+        text = self._run(sandbox.RenderJob(source, variables), [message["role"] for message in chat]).text
         return _cut(text) if continue_final_message else text
+
+    def traits(self, tools: bool = True) -> Traits:
+        """Return what the template takes and writes that serves requests with tools, or those without."""
+        return self._traits_of(self._source_for(tools))
+
+    def dropped_arguments(self, messages: Sequence[ChatMessage], tools: bool) -> list[str]:
+        """Return the fields of calls' arguments in whose place the template gets {}, for they are no JSON object."""
+        if self.traits(tools).text_arguments:
+            return []
+        return [call.field for message in messages for call in message.tool_calls if not call.is_well_formed()]
 
     def _source_for(self, tools: bool) -> str:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
@@ -186,14 +211,20 @@ class ChatTemplate:
             raise RequestError("tools", [], "given: the model's chat template needs them")
         return self._sources[name]
 
-    def _form(self, source: str) -> sandbox.ContentForm:
-        if source not in self._forms:
-            self._forms[source] = self._run(source, None, []).content_form
-        return self._forms[source]
+    def _traits_of(self, source: str) -> Traits:
+        if source not in self._traits:
+            job = sandbox.RenderJob(source, {**self._special_tokens, "documents": None}, finds_traits=True)
+            try:
+                self._traits[source] = self._run(job, []).traits
+            except RequestError as error:
+                # What is wrong with it, it will say of the conversation too.
+                logger.warning("nothing can be found out about the chat template: %s", error)
+                self._traits[source] = Traits()
+        return self._traits[source]
 
-    def _run(self, source: str, variables: dict[str, Any] | None, roles: list[str]) -> sandbox.RenderResult:
+    def _run(self, job: sandbox.RenderJob, roles: list[str]) -> sandbox.RenderResult:
         try:
-            reply = self._process.run(sandbox.RenderJob(source, variables), sandbox.RenderResult)
+            reply = self._process.run(job, sandbox.RenderResult)
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise RequestError("messages", roles, f"plain JSON in Unicode, not too deep ({error})") from None
         result = sandbox.RenderResult(error=reply) if isinstance(reply, str) else reply
@@ -228,14 +259,10 @@ def _read_message(message: object, field: str) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "an object with role and content")
     role = check_role(message.get("role"), f"{field}.role")
-    content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET if "content" not in message else None
-    if message.get("content") is not None:
-        content = _content(message["content"], f"{field}.content")
-    elif role != "assistant" or not any(message.get(key) for key in ("tool_calls", "function_call", *_REASONING)):
-        raise RequestError(f"{field}.content", None, "a string or a list of text parts")
+    content = None if message.get("content") is None else _content(message["content"], f"{field}.content")
     calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    extra = {key: value for key, value in message.items() if key not in ("role", "content")}
+    extra = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     return ChatMessage(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
 
 
@@ -253,10 +280,11 @@ def _content(content: object, field: str) -> str | list[str]:
             raise RequestError(f"{field}[{i}]", part, "an object with type and text")
         if part.get("type") not in _PARTS:
             raise RequestError(f"{field}[{i}].type", part.get("type"), "text: nothing else is read")
-        text = part.get("text")
+        name = "refusal" if part["type"] == "refusal" else "text"
+        text = part.get(name)
         if not isinstance(text, str):
-            raise RequestError(f"{field}[{i}].text", text, "a string")
-        bounds.check("text", text, f"{field}[{i}].text")
+            raise RequestError(f"{field}[{i}].{name}", text, "a string")
+        bounds.check("text", text, f"{field}[{i}].{name}")
         texts.append(text)
     return texts
 
@@ -275,27 +303,13 @@ def _tool_calls(calls: object, field: str) -> list[ToolCall]:
     return [ToolCall(call, f"{field}[{i}].function.arguments") for i, call in enumerate(calls)]
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its calls' arguments as JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"].get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls}
-
-
 def _mark(message: dict[str, Any]) -> None:
     """Put a mark at the end of the last message's text, to find it in the rendered prompt."""
-    content = message.get("content")
+    content = message["content"]
     if isinstance(content, str):
         message["content"] = content + _TAG
-    elif content:
-        content[-1]["text"] += _TAG
     else:
-        raise RequestError("continue_final_message", True, "false: the last message has no text to go on from")
+        content[-1]["text"] += _TAG
 
 
 def _cut(text: str) -> str:

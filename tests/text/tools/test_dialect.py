@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 from tests.support.server import write_tokenizer
+from tests.text.test_chat_templates import SPECIAL, sources
 
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.dialect import Dialect
@@ -15,31 +17,89 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import calls, formats
 from headrace.text.tools.choice import ToolUse
 
+# All templates of the data that name a format, as (format, style of reasoning); the others have neither.
 FOUND = {
     "llama.cpp/NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja": ("hermes", None),
+    "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja": ("hermes", None),
     "llama.cpp/meta-llama-Llama-3.1-8B-Instruct.jinja": ("llama3_json", None),
+    "llama.cpp/meta-llama-Llama-3.3-70B-Instruct.jinja": ("llama3_json", None),
+    "index 24, llama3-instruct": ("llama3_json", None),
+    "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja": ("deepseek_v3", "qwen3"),
     "llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja": ("deepseek_v3", "qwen3"),
     "llama.cpp/llama-cpp-deepseek-r1.jinja": ("deepseek_v3", "qwen3"),
-    "llama.cpp/google-gemma-2-2b-it.jinja": (None, None),
-    "llama.cpp/meetkai-functionary-medium-v3.2.jinja": (None, None),
-    "mistral/v1.jinja": (None, None),
+    "mistral/v2.jinja": ("mistral", None),
     "mistral/v3.jinja": ("mistral", None),
+    "mistral/v7.jinja": ("mistral", None),
     "mistral/v13.jinja": ("mistral", None),
+    "mistral/v15.jinja": ("mistral", None),
     "ollama/qwen38_chat_template.jinja": ("qwen3_coder", "qwen3"),
     "ollama/nemotron3nano_chat_template.jinja2": ("qwen3_coder", "qwen3"),
+    "ollama/laguna_v2_chat_template.jinja2": ("glm45", "qwen3"),
     "ollama/laguna_v8_chat_template.jinja2": ("glm45", "qwen3"),
+    "ollama/gemma4_31b_chat_template.jinja2": (None, "gemma4"),
     "ollama/gemma4_e2b_chat_template.jinja2": (None, "gemma4"),
     "chat_templates/granite-3.0-instruct.jinja": ("granite", None),
-    "chat_templates/chatml.jinja": (None, None),
+}
+OF_UNKNOWN_FORM = {
+    "llama.cpp/CohereForAI-c4ai-command-r-plus-tool_use.jinja",
+    "llama.cpp/meetkai-functionary-medium-v3.2.jinja",
+    "ollama/gemma4_31b_chat_template.jinja2",
+    "ollama/gemma4_e2b_chat_template.jinja2",
 }
 
 
-@pytest.mark.parametrize(("name", "expected"), FOUND.items())
-def test_found_in_real_templates(name: str, expected: tuple[str | None, str | None], shared_data: Path) -> None:
-    source = (shared_data / "templates" / name).read_text(encoding="utf-8")
-    dialect = Dialect.of(ChatTemplate({"default": source}, {}))
-    assert (dialect.tools, dialect.reasoning) == expected
-    assert dialect.shows_tools == ("tools" in source)
+def test_K17_every_template_has_its_format_or_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    num_named = 0
+    for name, source in sources().items():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "headrace.server"):
+            dialect = Dialect.of(ChatTemplate({"default": source}, SPECIAL))
+        assert (dialect.tools, dialect.reasoning) == FOUND.get(name, (None, None)), name
+        assert dialect.shows_tools == ("tools" in source)
+        reason = "a form that is not known here" if name in OF_UNKNOWN_FORM else "shows no form of calls"
+        assert (dialect.tools is None) == (
+            f"chat template {'writes calls in ' * (name in OF_UNKNOWN_FORM)}{reason}" in caplog.text
+        ), name
+        num_named += dialect.tools is not None
+    assert num_named == 18
+
+
+LOOP = "{% for m in messages %}{{ '<' + m.role + '>' }}{{ m.content or '' }}"
+FOR_CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+ENDS = "{% endfor %}</end>{% endfor %}"
+LAST = "{{ ', ' if not loop.last }}"
+# How each of the formats is written in templates, in short.
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</tool_call>',
+    "llama3_json": '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+    "granite": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
+    # Functionary v3.1 and FireFunction v2 add the arguments as text.
+    "functionary_v31": "{{ '<function=' + f.name + '>' + f.arguments + '</function>' }}",
+    "firefunction": "{{ ' functools[{\"name\": \"' + f.name + '\", \"arguments\": ' + f.arguments + '}]' }}",
+    "command_r7b": '<|START_THINKING|><|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": '
+    '"{{ f.name }}", "parameters": {{ f.arguments | tojson }}}\n]<|END_ACTION|>',
+    "muse_glimmer": '<atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n{% for k, v in f.arguments.items() %}'
+    '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n{% endfor %}</atem:invoke>\n</atem:function_calls>',
+    "qwen3_coder": "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "pythonic": "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}" + LAST + "{% endfor %})]",
+}
+
+
+@pytest.mark.parametrize("sign", ["", "{# <|python_tag|> [TOOL_CALLS] <|tool_call|> #}"], ids=["", "other signs"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_K17_the_format_is_that_of_a_written_call(name: str, sign: str) -> None:
+    source = sign + LOOP + FOR_CALLS + WRITTEN[name] + ENDS
+    assert Dialect.of(ChatTemplate({"default": source}, {})).tools == name
+
+
+def test_a_call_in_no_format_is_none_whatever_the_signs(caplog: pytest.LogCaptureFixture) -> None:
+    """The control: the format is not found by a word of the source if the template writes calls."""
+    source = LOOP + FOR_CALLS + "{{ f.name }}: {{ f.arguments | tojson }}" + ENDS
+    for sign in ("{# <tool_call> #}", "{# [TOOL_CALLS] #}"):
+        assert Dialect.of(ChatTemplate({"default": sign + source}, {})).tools is None
+    assert Dialect.of(ChatTemplate({"default": "{# [TOOL_CALLS] #}" + LOOP + "{% endfor %}"}, {})).tools == "mistral"
+    assert Dialect.of(ChatTemplate({"default": "{{ functions + datetime }} functools["}, {})).tools == "firefunction"
 
 
 def test_flags_have_the_last_word() -> None:

@@ -50,8 +50,12 @@ TOOLS = [
 TEMPLATES = {"mistral": "[ARGS]", "deepseek_v3": "```json"}
 
 
-ENDS = {"glm45": b"</arg_value>\n", "qwen3_coder": b"\n</parameter>\n"}
-"""Of free text, which would not come by chance."""
+ENDS = {
+    "glm45": b"</arg_value>\n",
+    "qwen3_coder": b"\n</parameter>\n",
+    "muse_glimmer": b"</atem:parameter>\n",
+}
+"""Of free text, in which nearly all is allowed, so that its end would not come by chance."""
 
 
 def walk(constraint: StructuredOutputs, seed: int, end: bytes = b"", enough: int = 3000) -> str:
@@ -66,7 +70,7 @@ def walk(constraint: StructuredOutputs, seed: int, end: bytes = b"", enough: int
         tail = bytes(i for i in said[-20:] if i < 256)
         likely = [i for i in allowed if i < 256 and chr(i) in 'abc019 ."\\{}[](),:<\n'] or allowed
         begun = max((n for n in range(len(end)) if tail.endswith(end[:n])), default=0)
-        if end and end[begun] in allowed and draw.random() < (0.95 if begun else 0.2):
+        if end and len(allowed) > 100 and end[begun] in allowed and draw.random() < (0.95 if begun else 0.2):
             likely = [end[begun]]
         if EOS in allowed and draw.random() < 0.6:
             break

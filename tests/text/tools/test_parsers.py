@@ -97,6 +97,50 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Ok",
         [("f", '{"a": 1, "s": "hi\\n"}')],
     ),
+    (
+        "firefunction",
+        'Sure functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "Sure",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "functionary_v31",
+        '<function=f>{"a": 1}</function><function=g>{}</function>',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "command_r7b",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "muse_glimmer",
+        'Ok\n<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">1</atem:parameter>\n'
+        '<atem:parameter name="s"> x\n</atem:parameter>\n</atem:invoke>\n<atem:invoke name="g">\n</atem:invoke>\n'
+        "</atem:function_calls>",
+        "Ok",
+        [("f", '{"a": 1, "s": " x\\n"}'), ("g", "{}")],
+    ),
+    # Cut in the closing mark: the call is whole.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}\n</', "", [("f", '{"a": 1}')]),
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter></fun", "", [("f", '{"a": 1}')]),
+    ("qwen3_coder", "<tool_call><function=f></function>\n</tool_c", "", [("f", "{}")]),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></", "", [("f", '{"a": 1}')]),
+    ("pythonic", "<|python_start|>[f()]<|pyth", "", [("f", "{}")]),
+    ("functionary_v31", '<function=f>{"a": 1}</func', "", [("f", '{"a": 1}')]),
+    ("command_r7b", '<|START_ACTION|>[{"tool_name": "f"}]<|END', "", [("f", "{}")]),
+    ("muse_glimmer", '<atem:function_calls><atem:invoke name="f"></atem:inv', "", [("f", "{}")]),
+    # Nothing says of which type the arguments are.
+    (
+        "qwen3_coder",
+        '<function=g><parameter=n>12</parameter><parameter=b>true</parameter><parameter=o>{"k": [1.5]}</parameter>'
+        "<parameter=t>12 apples</parameter><parameter=w>True</parameter><parameter=e></parameter></function>",
+        "",
+        [("g", '{"n": 12, "b": true, "o": {"k": [1.5]}, "t": "12 apples", "w": "True", "e": ""}')],
+    ),
 ]
 # Texts that look like calls and are none, whole: every one of these is content, letter for letter.
 ILL_FORMED = [
@@ -132,6 +176,15 @@ ILL_FORMED = [
     ),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1"),
     ("glm45", "<tool_call>f<arg_key>a</arg_key>1</tool_call>"),
+    ("firefunction", "import functools"),
+    ("firefunction", 'functools[{"name": "f", "arguments": [1]}]'),
+    ("functionary_v31", "<function=f><parameter=a>1</parameter></function>"),
+    ("functionary_v31", '<function=f>{"a": 1}</tool_call>'),
+    ("command_r7b", '<|START_ACTION|>[{"name": "f", "parameters": {}}]<|END_ACTION|>'),
+    ("muse_glimmer", '<atem:function_calls>\n<atem:invoke name="f">\nx</atem:invoke></atem:function_calls>'),
+    # Cut where what comes next might have been another argument.
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter><"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_calls'),
 ]
 
 
@@ -358,6 +411,13 @@ THOUGHTS: list[tuple[str, bool, str, Read]] = [
     ("mistral", False, "[THINK]x[/THINK]y", ("y", "x", [])),
     ("granite", False, "Here's my thought process: a\n\nHere is my response: b", ("b", "a", [])),
     ("gemma4", False, "<|channel>thought\na<channel|>b", ("b", "a", [])),
+    (
+        "command_r7b",
+        False,
+        "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b <c<|END_RESPONSE|>",
+        ("b <c", "a", []),
+    ),
+    ("command_r7b", False, "<|START_RESPONSE|>b", ("b", "", [])),
     (
         "qwen3",
         True,

@@ -22,7 +22,7 @@ from headrace.text.outputs import ContentParser, MessageParser
 from headrace.text.reasoning import ReasoningParser
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import call_grammar, formats
+from headrace.text.tools import call_grammar, detection, formats
 from headrace.text.tools.calls import new_parser
 from headrace.text.tools.choice import ToolUse
 
@@ -64,7 +64,17 @@ class Dialect(NamedTuple):
         """Return the dialect of a model; a parser that is not named is detected by what the template shows. Raises
         `RequestError`."""
         sources = [] if template is None else template.sources
-        tools, style = formats.detect(sources), reasoning.detect(sources)
+        tools, style = None, reasoning.detect(sources)
+        if template is not None and tool_call_parser is None:
+            traits = template.traits()
+            tools = detection.detect(traits, sources)
+            if tools is None:
+                reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
+                logger.warning(
+                    "tool calls: none, the chat template %s; %s is used unless --tool-call-parser is given",
+                    reason,
+                    FALLBACK,
+                )
         if tool_call_parser is not None:
             enable_auto_tool_choice = enable_auto_tool_choice and tool_call_parser != NONE
             tools = None if tool_call_parser == NONE else formats.format_name(tool_call_parser)

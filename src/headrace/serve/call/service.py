@@ -166,7 +166,7 @@ class ServedModel:
         opening = call.add_generation_prompt
         if opening is None:
             opening = not call.continue_final_message
-        return await asyncio.get_running_loop().run_in_executor(
+        text = await asyncio.get_running_loop().run_in_executor(
             self._renderer,
             lambda: template.render(
                 call.messages,
@@ -176,6 +176,9 @@ class ServedModel:
                 **variables,
             ),
         )
+        for field in template.dropped_arguments(call.messages, bool(call.tools.tools)):
+            call.warn(field, "no JSON object: the chat template gets {} in its place")
+        return text
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
-from headrace.text.tools.calls import is_string
+from headrace.text.tools.calls import types_of
 from headrace.text.tools.formats import FORMATS, Layout
 from headrace.text.tools.parser import Schemas
 
 FormatPart = dict[str, Any]
 """A part of a structural tag's `format`."""
+_NUMBER: FormatPart = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
 class RequiredCalls(NamedTuple):
@@ -70,7 +71,8 @@ def _call(layout: Layout, required: RequiredCalls, name: str, schema: Mapping[st
     arguments = _json(schema)
     match layout.body:
         case "json":
-            return [f'{{"name": "{name}", "{layout.arguments_key}": ', arguments, "}"]
+            number: list[FormatPart | str] = [f'"{layout.id_key}": "', _NUMBER, '", '] if layout.id_key else []
+            return ["{", *number, f'"{layout.name_key}": "{name}", "{layout.arguments_key}": ', arguments, "}"]
         case "named":
             return [before, name, after, arguments, layout.end]
         case "fenced":
@@ -87,7 +89,7 @@ def _tagged_arguments(
     parts: list[FormatPart | str] = []
     for key, inner, is_required in _properties(schema):
         closing = layout.value[1]
-        if is_string(required.schemas, name, key):
+        if types_of(required.schemas, name, key) in (None, {"string"}):
             # The tag is a part by itself: free text ends at the first one, even if other text follows it.
             value = required.sequence(_bare_string(inner, name, key, closing.strip()), closing.strip())
         else:

@@ -23,6 +23,7 @@ _ID = re.compile(r"[^\s\[\]{}\"]+")
 MAX_LITERAL = 2**16
 """Characters of one argument that is a Python literal."""
 
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _PYTHON_KEY = re.compile(r"\w+")
 _PLAIN = re.compile(r"[^\"'\[\](){},\\#]+")
@@ -58,9 +59,9 @@ def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
         yield from _READERS[layout.body](layout, call)
         if layout.marks == "around each" and marked and closing:
             yield from text.space()
-            # Some models leave the mark out where the answer ends too.
-            if (yield from text.peek()):
-                yield from text.expect(closing)
+            # Some models leave the mark out where the answer ends too, and a limit of tokens may cut it.
+            if not (yield from text.closes(closing)):
+                raise IllFormed
         call.done()
         if layout.marks == "around each":
             return
@@ -69,12 +70,12 @@ def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
                 continue
             if marked and closing:
                 yield from text.space()
-                if not (yield from text.take(closing)):
+                if not (yield from text.closes(closing)):
                     call.back()
             return
         yield from text.space()
         if layout.marks == "around all":
-            if (yield from text.take(closing)) or not (yield from text.peek()):
+            if (yield from text.closes(closing)):
                 return
         elif layout.separator and (yield from text.take(layout.separator.strip())):
             yield from text.space()
@@ -84,14 +85,14 @@ def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
 
 
 def _read_json(layout: Layout, call: ToolParser) -> Reading[None]:
-    """Read `{"name": ..., "arguments": {...}}`, keys in any order; other keys are skipped."""
+    """Read `{"name": ..., "arguments": {...}}`, keys in any order; other keys are skipped, an id too."""
     text = call.text
     yield from text.expect("{")
     yield from text.space()
     while True:
         key = yield from text.key()
         yield from text.colon()
-        if key == "name":
+        if key == layout.name_key:
             call.name((yield from text.key()))
         elif key in ("arguments", "parameters"):
             yield from call.arguments()
@@ -148,7 +149,8 @@ def _read_tagged(layout: Layout, call: ToolParser) -> Reading[None]:
     name = yield from _read_name(layout, call)
     keys: set[str] = set()
     yield from text.space()
-    while not (yield from text.take(layout.end)):
+    # Less than two letters may begin another argument.
+    while not (yield from text.closes(layout.end, least=2)):
         yield from text.expect(layout.key[0])
         key = (yield from text.until(layout.key[1].strip())).strip()
         if key in keys:
@@ -172,9 +174,10 @@ def _read_value(layout: Layout, call: ToolParser, name: str, key: str) -> Readin
     text, closing = call.text, layout.value[1].strip()
     # White space before the tag that belongs to the tag.
     margin = layout.value[1].removesuffix(closing)
-    if is_string(call.schemas, name, key):
+    types = types_of(call.schemas, name, key)
+    if types == {"string"}:
         yield from _read_string(call, closing, margin)
-    elif call.enforced:
+    elif call.enforced and types is not None:
         # The value is JSON, in which the tag may stand too.
         start = text.position
         with text.kept():
@@ -185,7 +188,7 @@ def _read_value(layout: Layout, call: ToolParser, name: str, key: str) -> Readin
     else:
         value = (yield from text.until(closing)).removesuffix(margin)
         bare = value.strip()
-        constant = {"True": "true", "False": "false", "None": "null"}.get(bare)
+        constant = _CONSTANTS.get(bare) if types is not None else None
         call.write(constant or (bare if is_json(bare) else json_text(value)))
 
 
@@ -320,11 +323,10 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def is_string(schemas: Schemas, name: str, key: str) -> bool:
-    """Whether a parameter's schema allows strings only, or says nothing of its type."""
+def types_of(schemas: Schemas, name: str, key: str) -> set[str] | None:
+    """Return the JSON types that a parameter's schema allows, or None if it does not say."""
     properties = schemas.get(name, {}).get("properties")
-    types = _types(properties.get(key) if isinstance(properties, dict) else None)
-    return types is None or types == {"string"}
+    return _types(properties.get(key) if isinstance(properties, dict) else None)
 
 
 def _types(schema: Any) -> set[str] | None:

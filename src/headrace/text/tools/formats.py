@@ -1,7 +1,8 @@
-"""The table of the formats in which models write tool calls, and the format that a model's chat template shows.
+"""The table of the formats in which models write tool calls.
 
-`calls` reads a format, `call_grammar` writes it. A new format is a row here; only a new way to write a call's name and
-arguments needs code, there. Names are vLLM's. Holds no code that reads text.
+`calls` reads a format, `call_grammar` writes it, `detection` finds that of a model. A new format is a row here; only a
+new way to write a call's name and arguments needs code, there. Names are vLLM's where it has them. Holds no code that
+reads text.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from headrace.protocol.errors import RequestError
@@ -39,8 +40,11 @@ class Layout(NamedTuple):
     """A format is read by the first of its layouts that begins with what comes after the mark."""
     in_template: str = ""
     """A format is written by the layout that has the longest of these texts that the chat template holds."""
+    name_key: str = "name"
     arguments_key: str = "arguments"
     """For json: written; both `arguments` and `parameters` are read."""
+    id_key: str = ""
+    """For json: the key of the call's number, which is written before its name and skipped."""
     name: tuple[str, str] = ("", "")
     """For named, fenced and tagged: the texts around the name. For python: the text after it, which is only read."""
     name_pattern: re.Pattern[str] | None = None
@@ -150,6 +154,32 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     # Granite 3.
     "granite": ToolFormat((_JSON_LIST,), marks=("<|tool_call|>", "")),
+    # FireFunction v2.
+    "firefunction": ToolFormat((_JSON_LIST,), marks=("functools", "")),
+    # Functionary v3.1.
+    "functionary_v31": ToolFormat(
+        (Layout("named", "around each", name=("", ">")),), marks=("<function=", "</function>")
+    ),
+    # Command R7B.
+    "command_r7b": ToolFormat(
+        (_JSON_LIST._replace(name_key="tool_name", arguments_key="parameters", id_key="tool_call_id"),),
+        marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    # Muse Glimmer.
+    "muse_glimmer": ToolFormat(
+        (
+            Layout(
+                "tagged",
+                separator="\n",
+                name=('<atem:invoke name="', '">\n'),
+                end="</atem:invoke>",
+                key=('<atem:parameter name="', '">'),
+                value=("", "</atem:parameter>"),
+            ),
+        ),
+        # Without the newline before it, a grammar can tell it from a separator.
+        marks=("<atem:function_calls>\n", "</atem:function_calls>"),
+    ),
     # GLM 4.5 and later, Laguna.
     "glm45": ToolFormat(
         (
@@ -177,20 +207,6 @@ ALIASES = {
 }
 """vLLM's other names for what is one format here."""
 
-# The texts in a chat template that show its format; the first row whose texts are all there decides.
-_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<arg_key>",), "glm45"),
-    (("<function=", "<tool_call>"), "qwen3_coder"),
-    (("tool▁call▁begin",), "deepseek_v3"),
-    (("<|tool_call|>",), "granite"),
-    (("<tool_call>",), "hermes"),
-    (("<|python_start|>",), "pythonic"),
-    (("[func_name1(",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (('{"name": function name, "parameters":',), "llama3_json"),
-)
-
 
 def format_name(name: str) -> str:
     """Return the key in `FORMATS` of a format or an alias. Raises `RequestError` for an unknown name."""
@@ -198,9 +214,3 @@ def format_name(name: str) -> str:
     if key not in FORMATS:
         raise RequestError("tool_call_parser", name, "one of " + ", ".join(sorted([*FORMATS, *ALIASES])))
     return key
-
-
-def detect(templates: Iterable[str]) -> str | None:
-    """Return the key of the format that chat templates show, or None."""
-    text = "\n".join(templates)
-    return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)

@@ -127,6 +127,17 @@ class Reader:
             return True
         return False
 
+    def closes(self, literal: str, least: int = 0) -> Reading[bool]:
+        """Read `literal` if it comes next, or its beginning of at least so many letters if the text ends with that;
+        return whether it did."""
+        if (yield from self.take(literal)):
+            return True
+        rest = self.text[self.at :]
+        if not self.final or len(rest) < least or not literal.startswith(rest):
+            return False
+        self.at = len(self.text)
+        return True
+
     def expect(self, *literals: str) -> Reading[str]:
         """Read the first of `literals` that comes next, and return it. Raises `IllFormed`."""
         for literal in literals:

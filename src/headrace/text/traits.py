@@ -1,0 +1,107 @@
+"""What a chat template takes and writes, found by rendering small conversations with it.
+
+`find` runs in the templates' process (`sandbox`), once for each template. `templates` gives messages the form that the
+template takes; `tools.detection` reads the format of calls from what it writes. Knows no jinja and no formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+ContentForm = Literal["string", "parts", "both"]
+"""The form in which a template reads a message's content: a text, a list of parts, or both."""
+
+Render = Callable[[dict[str, Any]], str | None]
+"""Returns what the template writes for variables; None where it refuses them."""
+
+NAME = "find_place"
+ARGUMENTS: dict[str, Any] = {"place": "Xanadu", "count": 7}
+"""The call in the conversations."""
+MAX_CALL = 2**14
+"""Characters, at most, of what is kept of a turn."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Finds a place",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "Its name"},
+                "count": {"type": "integer", "description": "How many"},
+            },
+            "required": ["place", "count"],
+        },
+    },
+}
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template takes and writes. The defaults are for one of which nothing could be found.
+
+    `takes_null`: whether a turn with calls may have the content null. `text_arguments`: whether the arguments of calls
+    must be JSON text, not an object. `shows_developer`: whether it writes messages of the role `developer`. `call`:
+    what it writes for a turn that calls `NAME` with `ARGUMENTS`; empty: it does not write such calls. `opening`: how it
+    opens an answer.
+    """
+
+    content_form: ContentForm = "string"
+    takes_null: bool = False
+    text_arguments: bool = False
+    shows_developer: bool = True
+    call: str = ""
+    opening: str = ""
+
+
+def find(render: Render) -> Traits:
+    """Return the traits of the template that `render` renders."""
+
+    def write(*messages: dict[str, Any]) -> str:
+        return render({"messages": list(messages), "tools": [_TOOL], "add_generation_prompt": False}) or ""
+
+    form = _content_form(write)
+
+    def content(text: str) -> Any:
+        return [{"type": "text", "text": text}] * bool(text) if form == "parts" else text
+
+    user = {"role": "user", "content": content("Where?")}
+    developer = {"role": "developer", "content": content("Be brief.")}
+    before = write(user)
+    answer = _after(before, write(user, {"role": "assistant", "content": content("Xanadu")}))
+    traits = Traits(
+        content_form=form,
+        shows_developer="Be brief." in write(developer, user),
+        opening=answer.partition("Xanadu")[0],
+    )
+    for empty in (None, content("")):
+        for text_arguments in (False, True):
+            arguments = json.dumps(ARGUMENTS) if text_arguments else ARGUMENTS
+            function = {"name": NAME, "arguments": arguments}
+            # Mistral's templates take only ids of nine letters or digits.
+            call = {"id": "123456789", "type": "function", "function": function}
+            turn = _after(before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call]}))
+            # An object that is written as Python writes it should have been a text.
+            if "Xanadu" in turn and "'place': 'Xanadu'" not in turn and "None" not in turn:
+                return msgspec.structs.replace(
+                    traits, takes_null=empty is None, text_arguments=text_arguments, call=turn
+                )
+    return traits
+
+
+def _content_form(write: Callable[..., str]) -> ContentForm:
+    parts = [{"type": "text", "text": text} for text in ("Where", "to?")]
+    text, listed = (write({"role": "user", "content": content}) for content in ("Where", parts))
+    # A template that takes texts only may write a list as Python or JSON does, or leave it out.
+    if "Where" not in listed or "to?" not in listed or "'Where'" in listed or '"Where"' in listed:
+        return "string"
+    return "both" if "Where" in text else "parts"
+
+
+def _after(before: str, text: str) -> str:
+    pairs = enumerate(zip(before, text, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), min(len(before), len(text)))
+    return text[start : start + MAX_CALL]
