@@ -112,7 +112,9 @@ def models(data: Path) -> list[Model]:
         made.append(Model(name, form, template, lambda case, template=template: by_template(template, case), think))
     chatml = made[0].template
     written = {"pythonic": pythonic, "granite": granite, "deepseek_v3": deepseek_v31, "llama3_json": llama_tagged}
+    written |= {"functionary_v31": functionary, "firefunction": firefunction, "muse_glimmer": muse_glimmer}
     made += [Model(f"{form}, written", form, chatml, write) for form, write in written.items()]
+    made.append(Model("command_r7b, written", "command_r7b", chatml, command_r7b, "command_r7b"))
     return made
 
 
@@ -166,6 +168,35 @@ def llama_tagged(case: Case) -> str:
     return "<|python_tag|>" + "; ".join(calls)
 
 
+def functionary(case: Case) -> str:
+    return "".join(f"<function={name}>{json.dumps(given)}</function>" for name, given in case.calls)
+
+
+def firefunction(case: Case) -> str:
+    return " functools" + json.dumps([{"name": name, "arguments": arguments} for name, arguments in case.calls])
+
+
+def command_r7b(case: Case) -> str:
+    calls = (
+        json.dumps({"tool_call_id": str(place), "tool_name": name, "parameters": given}, ensure_ascii=False)
+        for place, (name, given) in enumerate(case.calls)
+    )
+    actions = ",\n    ".join(calls)
+    return f"<|START_THINKING|><|END_THINKING|><|START_ACTION|>[\n    {actions}\n]<|END_ACTION|>"
+
+
+def muse_glimmer(case: Case) -> str:
+    """Strings bare, and all else as JSON."""
+    calls = ""
+    for name, given in case.calls:
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+        parameters = "".join(
+            f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in values.items()
+        )
+        calls += f'<atem:invoke name="{name}">\n{parameters}</atem:invoke>\n'
+    return f"<atem:function_calls>\n{calls}</atem:function_calls>"
+
+
 def check(model: Model, case: Case, counts: Counter[str], every_split: bool = True) -> None:
     """Raises AssertionError where the calls that come out are not those that were written."""
     use = ToolUse.of(case.tools, "auto", True)
@@ -177,7 +208,7 @@ def check(model: Model, case: Case, counts: Counter[str], every_split: bool = Tr
     if text is None:
         counts["more calls than the template writes"] += 1
         return
-    inside = model.style is not None and begins_inside(model.style, prompt) and "</think>" in text
+    inside = model.style == "qwen3" and begins_inside(model.style, prompt) and "</think>" in text
 
     def parsed(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
         parser = tool_parser(model.format, use.schemas)

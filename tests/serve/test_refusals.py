@@ -233,7 +233,7 @@ def test_completions_refuse_naming_the_field(live: Live, body: dict[str, Any], f
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),

@@ -37,6 +37,7 @@ from headrace.serve.storage.store import Store
 from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.calls import new_parser
+from headrace.text.traits import Traits
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +390,7 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-    messages = [message.template_form("string") for message in messages_of("You help.", named)]
+    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("You help.", named)]
     assert messages[0] == {"role": "system", "content": "You help.\n\nBe brief."}
     assert messages[1] == {"role": "user", "content": "Weather?"}
     assert messages[2]["reasoning_content"] == "Ask."
