@@ -9,9 +9,10 @@ import pytest
 from tests.support.server import write_tokenizer
 from tests.text.test_chat_templates import SPECIAL, sources
 
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.dialect import Dialect
 from headrace.text import reasoning
+from headrace.text.bounded import BoundedProcess
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import calls, formats
@@ -100,6 +101,20 @@ def test_a_call_in_no_format_is_none_whatever_the_signs(caplog: pytest.LogCaptur
         assert Dialect.of(ChatTemplate({"default": sign + source}, {})).tools is None
     assert Dialect.of(ChatTemplate({"default": "{# [TOOL_CALLS] #}" + LOOP + "{% endfor %}"}, {})).tools == "mistral"
     assert Dialect.of(ChatTemplate({"default": "{{ functions + datetime }} functools["}, {})).tools == "firefunction"
+
+
+def test_where_a_template_can_not_be_tried_out_the_signs_decide(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Dialect.of(ChatTemplate({"rag": "[TOOL_CALLS]"}, {})).tools == "mistral"
+    assert "can not be tried out" in caplog.text
+
+    def fail(self: BoundedProcess, *job: object) -> None:
+        raise HeadraceError("no process starts")
+
+    monkeypatch.setattr(BoundedProcess, "run", fail)
+    assert Dialect.of(ChatTemplate({"default": LOOP + FOR_CALLS + WRITTEN["hermes"] + ENDS}, {})).tools == "hermes"
+    assert "no process starts" in caplog.text
 
 
 def test_flags_have_the_last_word() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.protocol.constraints import KINDS, StructuredOutputs
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
 from headrace.text.outputs import ContentParser, MessageParser
@@ -25,6 +25,7 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
 from headrace.text.tools.calls import new_parser
 from headrace.text.tools.choice import ToolUse
+from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
 
@@ -66,7 +67,11 @@ class Dialect(NamedTuple):
         sources = [] if template is None else template.sources
         tools, style = None, reasoning.detect(sources)
         if template is not None and tool_call_parser is None:
-            traits = template.traits()
+            try:
+                traits = template.traits()
+            except HeadraceError as error:
+                logger.warning("the chat template can not be tried out: %s", error)
+                traits = Traits()
             tools = detection.detect(traits, sources)
             if tools is None:
                 reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
