@@ -133,14 +133,14 @@ def test_S_09_control_the_bound_on_time_is_what_stops_it() -> None:
 def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_VERDICTS", 20)
     asked = 0
-    right = checker._process.run
+    right = checker.process.run
 
     def ask(job: object, reply_type: type[Any]) -> Any:
         nonlocal asked
         asked += 1
         return right(job, reply_type)
 
-    monkeypatch.setattr(checker._process, "run", ask)
+    monkeypatch.setattr(checker.process, "run", ask)
     for _ in range(3):
         with pytest.raises(RequestError):
             checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(?=again)")))

@@ -15,7 +15,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -90,7 +90,7 @@ def create_app(
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, tracer)
+    lifespan = Lifespan(client, served, server.log_stats_interval, storage, tracer)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -214,13 +214,13 @@ def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics
 
 
 class Lifespan:
-    """The application's lifespan and its state: loading, ready, restarting, stalled, dead or draining."""
+    """The application's lifespan and its state: loading, ready, restarting, stalled, impaired, dead or draining."""
 
     def __init__(
         self,
         client: EngineClient,
+        model: ServedModel,
         log_stats_interval: float,
-        warm_up: Callable[[], Awaitable[None]],
         storage: Storage,
         tracer: Tracer | None = None,
     ) -> None:
@@ -230,7 +230,7 @@ class Lifespan:
         self.failure: BaseException | None = None
         self.draining = False
         self.ended = asyncio.Event()
-        self._warm_up = warm_up
+        self._model = model
         self._interval = log_stats_interval
 
     def status(self) -> str:
@@ -244,7 +244,9 @@ class Lifespan:
             return "loading"
         if not client.is_alive:
             return "restarting" if client.num_restarts or client.is_proven_once else "loading"
-        return "stalled" if client.watchdog.is_stalled else "ready"
+        if client.watchdog.is_stalled:
+            return "stalled"
+        return next((worker.status for worker in self._model.workers if worker.status != "ready"), "ready")
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the open ones with an error after `seconds`."""
@@ -263,6 +265,7 @@ class Lifespan:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._model.close()
             await self.storage.close()
             await self.client.close()
             if self.tracer is not None:
@@ -270,7 +273,7 @@ class Lifespan:
 
     async def _start(self) -> None:
         try:
-            await self._warm_up()
+            await self._model.warm_up()
             await self.client.start()
             self._log_start()
             self.storage.start()
