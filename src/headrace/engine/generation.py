@@ -112,8 +112,9 @@ class TextClient:
 
     async def in_time(self, work: Awaitable[T], what: str) -> T:
         """Await `work` until the call's deadline; `what` is done meanwhile, for the error. Raises `DeadlineError`."""
+        end = deadline()
         try:
-            async with asyncio.timeout_at(deadline()) as timer:
+            async with asyncio.timeout(None if end is None else end - time.monotonic()) as timer:
                 return await work
         except TimeoutError:
             if not timer.expired():
