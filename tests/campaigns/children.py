@@ -1,14 +1,14 @@
 """The campaign of faults of the other processes (C-5-children): the template and the grammar process, and the server.
 
-`python -m tests.campaigns.children --faults 100 --seed 1` starts `headrace serve` and strikes, one after another: `kill`
-(SIGKILL), `stop` (SIGSTOP), `torn` (half a reply, then the end) and `slow` (a byte in half a second). Both processes are
-struck in one round, and calls that need them come at once. Every call without a deadline must have the text of the
-undisturbed run; one with a deadline may instead be a 408 within `SLACK_S` of it; no call is a 400 or a 500. The probes
-must be red within the watchdog's time where a process stands still, and green at the end.
+`python -m tests.campaigns.children --faults 100 --seed 1` starts `headrace serve` and strikes, one after another:
+`kill` (SIGKILL), `stop` (SIGSTOP), `torn` (half a reply, then the end) and `slow` (a byte in half a second). Both
+processes are struck in one round, and calls that need them come at once. Every call without a deadline must have the
+text of the undisturbed run; one with a deadline may instead be a 408 within `SLACK_S` of it; no call is a 400 or a 500.
+The probes must be red within the watchdog's time where a process stands still, and green at the end.
 
 `server-stop`: the server stands still for longer than the watchdogs wait, and goes on: nothing may be restarted.
-`server-kill`: it is killed under streams, with a stopped process beside it: no process and no port is left, and what was
-stored is there after the next start.
+`server-kill`: it is killed under streams, with a stopped process beside it: no process and no port is left, and what
+was stored is there after the next start.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from tests.support.serving import gauge
 
 from headrace.text.bounded import WATCHDOG_S
 
+# To make a client loads the certificates, which takes longer than a call.
+HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=60)
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "torn": signal.SIGUSR1, "slow": signal.SIGUSR2}
 CHILDREN = {"template": "headrace.text.sandbox", "grammar": "headrace.text.grammar_sandbox"}
@@ -68,7 +70,7 @@ class Server:
 
     def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health/ready", timeout=10).status_code == 200
+            return HTTP.get(f"{self.url}/health/ready", timeout=10).status_code == 200
         return False
 
     def child(self, name: str) -> psutil.Process:
@@ -105,14 +107,17 @@ class Campaign:
         """One call that needs `child`. Returns status, text and seconds."""
         body: dict[str, Any] = {"max_tokens": 24, "seed": 1, "temperature": 0}
         if child == "template":
-            path, body = "/v1/chat/completions", body | {"messages": [{"role": "user", "content": "Say something. " * 9}]}
+            path, body = (
+                "/v1/chat/completions",
+                body | {"messages": [{"role": "user", "content": "Say something. " * 9}]},
+            )
         else:
             # No verdict on it is cached.
             form = {"enum": ["yes", "no"], "description": str(self.noise.random())}
             path, body = "/v1/completions", body | {"prompt": "Is it so?", "structured_outputs": {"json": form}}
         headers = {} if deadline is None else {"x-request-timeout": str(deadline)}
         began = time.monotonic()
-        reply = httpx.post(self.server.url + path, json=body, headers=headers, timeout=60)
+        reply = HTTP.post(self.server.url + path, json=body, headers=headers, timeout=60)
         took = time.monotonic() - began
         if reply.status_code != 200:
             return reply.status_code, reply.text, took
@@ -184,7 +189,7 @@ class Campaign:
     def server_dies(self) -> None:
         """The server is killed under streams, while one of its children is stopped."""
         server = self.server
-        stored = httpx.post(f"{server.url}/v1/responses", json={"input": "Hello", "max_output_tokens": 4}, timeout=60)
+        stored = HTTP.post(f"{server.url}/v1/responses", json={"input": "Hello", "max_output_tokens": 4}, timeout=60)
         kept = stored.json()["id"]
         children = psutil.Process(server.process.pid).children(recursive=True)
         stopped = self.noise.choice(["template", "grammar", ""])
@@ -204,7 +209,7 @@ class Campaign:
             for process in left:
                 process.kill()
         server.start()
-        found = httpx.get(f"{server.url}/v1/responses/{kept}", timeout=30)
+        found = HTTP.get(f"{server.url}/v1/responses/{kept}", timeout=30)
         if found.status_code != 200 or found.json()["output"] != stored.json()["output"]:
             self.problems.append(f"server-kill: what was stored is a {found.status_code}")
         self.counts["faults"] += 1
@@ -235,7 +240,9 @@ def run_campaign(num: int, seed: int, model: str = "builtin", with_server: bool 
                 if with_server and num_rounds % SERVER_ROUNDS == 0:
                     campaign.server_stops()
                     campaign.server_dies()
-                print(campaign.counts["faults"], "faults", len(campaign.problems), "problems", file=sys.stderr, flush=True)
+                print(
+                    campaign.counts["faults"], "faults", len(campaign.problems), "problems", file=sys.stderr, flush=True
+                )
             server.child("template").send_signal(signal.SIGSTOP)
             began = time.monotonic()
             status = server.stop()

@@ -54,7 +54,7 @@ def main() -> None:
 
     def started(self: bounded.BoundedProcess, module: str, *arguments: object) -> None:
         start(self, module, *arguments)  # type: ignore[arg-type]
-        self._command = [sys.executable, "-P", __file__, *self._command[3:]]
+        self._command = [sys.executable, "-P", __file__, module, self._command[-1]]
 
     bounded.BoundedProcess.__init__ = started  # type: ignore[assignment, method-assign]
     command()

@@ -66,6 +66,7 @@ class BoundedProcess:
         self.watchdog = Watchdog(WATCHDOG_S)
         self.fault = ""
         self.num_faults = 0
+        self._module = module
         self._command = [sys.executable, "-P", "-m", module, str(max_cpu_seconds)]
         self._max_cpu_seconds = max_cpu_seconds
         self._greeting = greeting
@@ -112,7 +113,7 @@ class BoundedProcess:
                     self._stop(at_once=True)
                     if self._num_closed != num_closed:
                         raise ChildFailedError("the server is shutting down") from error
-                    self.fault = f"the process of {self._command[3]} failed: {error}"
+                    self.fault = f"the process of {self._module} failed: {error}"
                     self.num_faults += 1
                     logger.error("%s", self.fault)
                     if not num_left:
