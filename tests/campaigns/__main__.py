@@ -108,6 +108,12 @@ def live_faults(num: int, seed: int) -> Counts:
     return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
+def faults_of_children(num: int, seed: int) -> Counts:
+    from tests.campaigns.children import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def state_machines(size: tuple[int, int], seed: int) -> Counts:
     from tests.campaigns.machines import run_campaign
 
@@ -211,6 +217,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         "faults of a live engine's process under 32 streams",
         {"commit": 40, "nightly": 1000, "release": 20_000},
         live_faults,
+    ),
+    "C-5-children": Campaign(
+        "faults of the processes of templates and grammars, and of the server",
+        {"commit": 40, "nightly": 500, "release": 5000},
+        faults_of_children,
     ),
     "C-6": Campaign("damaged inputs of every other parser", PARSERS, parsers),
     "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),

@@ -223,8 +223,10 @@ class Campaign:
         return found | {"violations": len(self.problems), "examples": self.problems[:5]}
 
 
-def run_campaign(num: int, seed: int, model: str = "builtin", with_server: bool = True) -> dict[str, Any]:
-    """So many faults."""
+def run_campaign(
+    num: int, seed: int, model: str = "builtin", kinds: tuple[str, ...] = KINDS_OF_EIGHT, with_server: bool = True
+) -> dict[str, Any]:
+    """So many faults, those of the server beside them."""
     with tempfile.TemporaryDirectory() as folder:
         server = Server(model, Path(folder))
         try:
@@ -232,7 +234,7 @@ def run_campaign(num: int, seed: int, model: str = "builtin", with_server: bool 
             num_rounds = 0
             while campaign.counts["faults"] < num and len(campaign.problems) < 20:
                 # Standing processes are struck together: the round waits once.
-                kind = KINDS_OF_EIGHT[num_rounds % len(KINDS_OF_EIGHT)]
+                kind = kinds[num_rounds % len(kinds)]
                 other = kind if kind not in STANDING else campaign.noise.choice(STANDING)
                 strikes = {"template": kind, "grammar": other}
                 campaign.round(dict(list(strikes.items())[: max(1, num - campaign.counts["faults"])]))

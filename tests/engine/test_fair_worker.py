@@ -1,4 +1,4 @@
-"""R-29: callers of a shared process take turns, leave the queue when they go, and see its faults in the probes."""
+"""R-31: callers of a shared process take turns, leave the queue when they go, and see its faults in the probes."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def order_of_turns(process: BoundedProcess) -> list[str]:
     return asyncio.run(run())
 
 
-def test_R_29_callers_take_turns(process: BoundedProcess) -> None:
+def test_R_31_callers_take_turns(process: BoundedProcess) -> None:
     assert order_of_turns(process) == ["alice 1", "alice 2", "bob", "alice 3"]
 
 
-def test_R_29_control_without_names_the_queue_is_one(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_R_31_control_without_names_the_queue_is_one(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "current", lambda: Tenant())
     assert order_of_turns(process) == ["alice 1", "alice 2", "alice 3", "bob"]
 
 
-def test_R_29_who_has_gone_is_not_worked_for(process: BoundedProcess) -> None:
+def test_R_31_who_has_gone_is_not_worked_for(process: BoundedProcess) -> None:
     async def run() -> list[int]:
         worker, free, done = FairWorker(process), threading.Event(), []
         calls = [asyncio.create_task(worker.run(lambda i=i: (free.wait(20), done.append(i)))) for i in range(4)]  # type: ignore[misc]
@@ -75,7 +75,7 @@ def test_R_29_who_has_gone_is_not_worked_for(process: BoundedProcess) -> None:
     assert asyncio.run(run()) == [0, 1, 3]
 
 
-def test_R_29_closing_refuses_who_waits(process: BoundedProcess) -> None:
+def test_R_31_closing_refuses_who_waits(process: BoundedProcess) -> None:
     async def run() -> list[BaseException]:
         worker, free = FairWorker(process), threading.Event()
         calls = [asyncio.create_task(worker.run(lambda: free.wait(20))) for _ in range(3)]
@@ -95,7 +95,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_R_29_an_idle_process_that_stands_still_is_seen_and_replaced(
+def test_R_31_an_idle_process_that_stands_still_is_seen_and_replaced(
     process: BoundedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_worker, "PING_S", 0.05)

@@ -1,10 +1,11 @@
-"""R-29: a process that stands still, ends or answers badly is the server's fault: it is replaced after its watchdog's
+"""R-31: a process that stands still, ends or answers badly is the server's fault: it is replaced after its watchdog's
 time, and the job is done by another. A job that burns its time or breaks its process stays the caller's fault."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -72,12 +73,12 @@ def pid_of(process: BoundedProcess) -> int:
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_R_29_a_fault_of_the_process_is_mended(process: BoundedProcess, what: str, tmp_path: Path) -> None:
+def test_R_31_a_fault_of_the_process_is_mended(process: BoundedProcess, what: str, tmp_path: Path) -> None:
     assert process.run(once(what, tmp_path), str) == "done"
     assert (process.num_faults, process.fault) == (1, "")
 
 
-def test_R_29_what_fails_again_is_a_503_in_its_own_words(process: BoundedProcess) -> None:
+def test_R_31_what_fails_again_is_a_503_in_its_own_words(process: BoundedProcess) -> None:
     with pytest.raises(ChildFailedError, match="a process of the server failed") as caught:
         process.run("-KILL", str)
     assert (caught.value.status, caught.value.retry_after) == (503, 1)
@@ -86,13 +87,13 @@ def test_R_29_what_fails_again_is_a_503_in_its_own_words(process: BoundedProcess
     assert process.fault == ""
 
 
-def test_R_29_what_the_job_does_is_the_callers_fault(process: BoundedProcess) -> None:
+def test_R_31_what_the_job_does_is_the_callers_fault(process: BoundedProcess) -> None:
     assert process.run("-burn", str) == "it took more than 0.3 s of processor time"
     assert process.run("-SEGV", str) == "it brought its process to an end"
     assert process.num_faults == 0
 
 
-def test_R_29_a_stopped_process_that_does_not_read_is_replaced(process: BoundedProcess) -> None:
+def test_R_31_a_stopped_process_that_does_not_read_is_replaced(process: BoundedProcess) -> None:
     """Of a large job the pipe takes a part only."""
     process.ping()
     first = pid_of(process)
@@ -102,7 +103,7 @@ def test_R_29_a_stopped_process_that_does_not_read_is_replaced(process: BoundedP
     assert not psutil.pid_exists(first)
 
 
-def test_R_29_control_without_the_watchdog_it_waits(process: BoundedProcess, tmp_path: Path) -> None:
+def test_R_31_control_without_the_watchdog_it_waits(process: BoundedProcess, tmp_path: Path) -> None:
     process.ping()
     process.watchdog.timeout = 0.0
     os.kill(pid_of(process), signal.SIGSTOP)
@@ -116,7 +117,7 @@ def test_R_29_control_without_the_watchdog_it_waits(process: BoundedProcess, tmp
     assert (replies, process.num_faults) == (["done"], 0)
 
 
-def test_R_29_a_process_that_can_not_be_started_is_a_fault(process: BoundedProcess, tmp_path: Path) -> None:
+def test_R_31_a_process_that_can_not_be_started_is_a_fault(process: BoundedProcess, tmp_path: Path) -> None:
     command, process._command = process._command, [str(tmp_path / "nothing there")]
     with pytest.raises(ChildFailedError):
         process.ping()
@@ -144,3 +145,26 @@ def test_R_23_closing_ends_a_job_that_stands_still(process: BoundedProcess) -> N
     process.close()
     thread.join(20)
     assert errors == ["the server is shutting down"]
+
+
+SERVER = """
+import os, signal
+from headrace.text import sandbox
+from headrace.text.bounded import BoundedProcess
+process = BoundedProcess(sandbox.__name__, 1.0)
+process.ping()
+pid = process._process.pid
+os.kill(pid, signal.SIGSTOP)
+print(pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_R_23_a_stopped_process_does_not_outlive_its_server() -> None:
+    """It does not notice the end of its input; the kernel ends it."""
+    told = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, check=False).stdout
+    gone, left = psutil.wait_procs(
+        [psutil.Process(pid) for pid in map(int, told.split()) if psutil.pid_exists(pid)], 10
+    )
+    assert told
+    assert not left, gone
