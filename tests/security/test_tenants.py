@@ -116,7 +116,9 @@ def test_S_24_nothing_that_was_built_for_one_key_is_there_for_another(
     assert work_for(locked, rig.ALICE, "secret", monkeypatch, cache_salt="mine") == everything
     with acting_as(Tenant("alice")):
         form = {"regex": "secret", "cache_salt": tenants.salted("")}
-    assert work_for(locked, rig.ROOT, "secret", monkeypatch, structured_outputs=form) == everything
+    body = FORM | {"structured_outputs": form}
+    reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.BOB), timeout=30)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs.cache_salt")
 
 
 def test_S_24_control_without_a_salt_what_was_built_is_shared(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:

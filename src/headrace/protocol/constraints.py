@@ -114,6 +114,9 @@ def constraint_of(value: StructuredOutputs | Mapping[str, Any]) -> StructuredOut
         return value
     if not isinstance(value, Mapping):
         raise RequestError("structured_outputs", value, "a StructuredOutputs, or an object of its fields")
+    if "cache_salt" in value:
+        bound = "left out: the request's own cache_salt counts"
+        raise RequestError("structured_outputs.cache_salt", value["cache_salt"], bound)
     return bounds.struct_of(StructuredOutputs, value, "structured_outputs")
 
 
