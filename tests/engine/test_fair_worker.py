@@ -109,7 +109,7 @@ def test_R_31_an_idle_process_that_stands_still_is_seen_and_replaced(
             assert process._process is not None
             pids.append(process._process.pid)
             os.kill(pids[-1], signal.SIGSTOP)
-            await until(lambda: worker.status == "stalled")
+            await until(lambda: worker.status != "ready")
             await until(lambda: worker.status == "ready" and process._process is not None)
         # One that can not be started stays red until it can.
         command, process._command = process._command, ["/nothing/there"]
