@@ -14,6 +14,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.serve.gates import calls, connection, limits
+from headrace.serve.gates.connection import Wait
 from headrace.text.tokenizer import Tokenizer
 
 CONNECTION = "Connection: close"
@@ -62,7 +63,7 @@ def test_S_19_framing_that_can_be_read_in_two_ways_is_refused(live: Live, text: 
 @pytest.fixture
 def hasty(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        monkeypatch.setattr(connection, "HEADER_S", 0.3)
+        monkeypatch.setitem(connection.SECONDS, Wait.HEADERS, 0.3)
         monkeypatch.setattr(limits, "BODY_IDLE_S", 0.3)
         yield made
 
@@ -117,7 +118,7 @@ def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
 
 
 def test_S_19_control_without_the_timer_they_stay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_S", 3600.0)
+    monkeypatch.setitem(connection.SECONDS, Wait.HEADERS, 3600.0)
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         assert trickle(live, b"GET / HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 1.5).endswith(b"(still open)")
 
