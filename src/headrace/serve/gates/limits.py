@@ -54,7 +54,7 @@ class _Body:
 class _Bodies:
     """The bodies in memory. Beyond `MAX_BODIES_BYTES` the one that has held most bytes for longest is dropped.
 
-    That is one that comes slowly: whoever sends fast is not held up by those who do not."""
+    That is a body that comes slowly, so that slow clients do not hold up fast ones."""
 
     def __init__(self) -> None:
         self._all: set[_Body] = set()
