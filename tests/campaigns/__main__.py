@@ -171,6 +171,12 @@ def isolation(num: int, seed: int) -> Counts:
     return run_campaign(num, seed)
 
 
+def connections(count: int, seed: int) -> Counts:
+    from tests.campaigns.connections import schedules
+
+    return schedules(count, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -237,6 +243,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
+    "C-13": Campaign(
+        "random clients on a virtual clock",
+        {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000},
+        connections,
+        ("src/headrace/serve/gates",),
+    ),
 }
 
 

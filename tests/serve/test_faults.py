@@ -322,14 +322,16 @@ def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.Mon
 class Served:
     """A server process, and the process of its engine; both are gone when it is left."""
 
-    def __init__(self, directory: Path, delay: float, max_restarts: int = 3, drain: float = 30.0) -> None:
+    def __init__(
+        self, directory: Path, delay: float, max_restarts: int = 3, drain: float = 30.0, leave: float = 0.0
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, str(ROOT / "tests/programs/serve_fake.py"), str(write_tokenizer(directory))]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [*command, str(self.port), str(delay), str(max_restarts), str(drain)],
+            [*command, str(self.port), str(delay), str(max_restarts), str(drain), str(leave)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
