@@ -3,10 +3,10 @@
 An entry is a JSON object of metadata and a body of bytes. It lives in memory, or in a folder, where it outlives the
 server: a change is on the disk before its call returns. If the disk is full or fails, the call fails and no entry is
 lost: the store always agrees with the folder (R-28). Ids are random and looked up among the entries, so no text of a
-client becomes a path (S-21). An entry belongs to the tenant who made it (`engine.tenants`); other tenants can not see
-it, and it takes room from its owner's share only. Calls that change the entries of one owner must not overlap:
-`serve.storage.writers`. Knows no HTTP and no API. Called by `serve.apis.openai.files`, `serve.apis.openai.batches` and
-`serve.apis.openai.responses`.
+client becomes a path (S-21). An entry belongs to the tenant who made it (`engine.tenants`): other tenants can not see
+it, and it takes room from its owner's share only. Calls that read bodies or change entries of one owner must not
+overlap: `serve.storage.writers`. Knows no HTTP and no API. Called by `serve.apis.openai.files`,
+`serve.apis.openai.batches` and `serve.apis.openai.responses`.
 """
 
 from __future__ import annotations
@@ -317,8 +317,8 @@ class Store:
         disk.sync(folder)
 
     def _read_entry(self, folder: Path, entry_id: str) -> None:
-        """Load one entry; log a warning if it is damaged. Metadata without a body are deleted: what an interrupted `put`
-        or `delete` may leave."""
+        """Load one entry; log a warning if it is damaged. Metadata without a body are deleted: an interrupted `put` or
+        `delete` may leave them."""
         try:
             status = os.lstat(folder / f"{entry_id}.bin")
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""`Writers` runs what changes the storage on threads: for each holder one call after the other.
+"""`Writers` runs what reads and changes the storage's files on threads: for each holder one call after the other.
 
-So the event loop never waits for a disk, no holder's calls wait for another holder's, and two calls never change the
-same entry at once. Knows no stores. Made by `serve.apis.openai.storage`.
+So the event loop never waits for a disk, no holder's calls wait for another holder's, and no call meets an entry that
+another one changes. Knows no stores. Made by `serve.apis.openai.storage`.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def add_routes(app: Starlette, files: Files, writers: Writers) -> None:
 
     async def content(file_id: str) -> Response:
         """One file's bytes."""
-        data = await asyncio.to_thread(files.content, file_id)
+        data = await writers.run(files.content, file_id)
         return Response(data, media_type="application/octet-stream", headers={"x-content-type-options": "nosniff"})
 
     routing.post(app, "/v1/files", create, read=read_form, gives=FileObject)

@@ -211,7 +211,8 @@ class Responses:
         if request.background and num_running >= MAX_BACKGROUND:
             raise StoreFullError(f"background: {MAX_BACKGROUND} responses run there; wait for one")
         items = input_items(request, response_id.partition("_")[2])
-        history = [] if request.previous_response_id is None else self._history(request.previous_response_id)
+        previous_id = request.previous_response_id
+        history = [] if previous_id is None else await self.writers.run(self._history, previous_id)
         earlier = [NamedItem("previous_response_id", item) for item in history]
         new = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
         chat = await self._chat(request, chat_call(request, shared), [*earlier, *new])
@@ -252,23 +253,23 @@ class Responses:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*self._keeping.values(), return_exceptions=True)
 
-    def get(self, response_id: str) -> ResponseObject:
-        """Raises `NotFoundError`."""
+    async def get(self, response_id: str) -> ResponseObject:
+        """Raises `NotFoundError`, `StorageError`."""
         # A caller that may not see a stored response may not see it running.
         if response_id in self._background and response_id in self.store:
             return self._background[response_id][0].response
-        return self._entry(response_id).response
+        return (await self.writers.run(self._entry, response_id)).response
 
-    def items(self, response_id: str) -> list[dict[str, Any]]:
+    async def items(self, response_id: str) -> list[dict[str, Any]]:
         """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
-        return self._entry(response_id).input
+        return (await self.writers.run(self._entry, response_id)).input
 
     async def cancel(self, response_id: str) -> ResponseObject:
         """End a response that runs in the background.
 
         Raises `NotFoundError`, `RequestError`.
         """
-        response = self.get(response_id)
+        response = await self.get(response_id)
         if not response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
@@ -277,7 +278,7 @@ class Responses:
             answer.close()
         if response_id in self._keeping:
             await asyncio.wait({self._keeping[response_id]})
-        return self.get(response_id)
+        return await self.get(response_id)
 
     async def delete(self, response_id: str) -> Deleted:
         """Delete a stored response.
@@ -408,15 +409,15 @@ def add_routes(app: Starlette, responses: Responses) -> None:
         answer = await responses.create(body)
         return responses.run_in_background(answer) if answer.request.background else answer
 
-    def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
+    async def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
         """A stored response."""
         if query.get("stream", "false") != "false":
             raise RequestError("stream", query["stream"], "false: a stored response is read whole")
-        return responses.get(response_id)
+        return await responses.get(response_id)
 
-    def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
+    async def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
         """What a stored response was asked."""
-        return page(InputItems, responses.items(response_id), query, DEFAULT_PAGE)
+        return page(InputItems, await responses.items(response_id), query, DEFAULT_PAGE)
 
     one = "/v1/responses/{response_id}"
     stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (Event,)}
