@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.security import rig
-from tests.support.server import HTTP, Live, inproc
+from tests.support.server import HTTP, Live, inproc, logged
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
@@ -47,22 +47,24 @@ def upload(live: Live, key: str, content: bytes) -> Any:
     return HTTP.post(live.url + "/v1/files", files=files, data=data, headers=rig.bearer(key)).json()
 
 
-def start(live: Live, key: str, number: int, num_tokens: int) -> str:
-    """-> the id of a batch."""
+def requests(number: int, num_tokens: int) -> bytes:
     body = {"prompt": "x", "max_tokens": num_tokens, "ignore_eos": True}
     fields = {"method": "POST", "url": "/v1/completions", "body": body}
-    lines = [json.dumps(fields | {"custom_id": f"q{i}"}).encode() for i in range(number)]
-    file_id = upload(live, key, b"\n".join(lines))["id"]
+    return b"\n".join(json.dumps(fields | {"custom_id": f"q{i}"}).encode() for i in range(number))
+
+
+def start(live: Live, key: str, file_id: str) -> str:
+    """-> the id of a batch."""
     wanted = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
     batch_id: str = post(live, key, "/v1/batches", wanted)["id"]
     return batch_id
 
 
-def fill(live: Live, key: str) -> list[str]:
-    """Upload until nothing fits any more. -> the ids of the files."""
+def fill(live: Live, key: str, least: int) -> list[str]:
+    """Upload until not even a file of `least` bytes fits. -> the ids of the files."""
     ids = []
     size = 16_384
-    while size:
+    while size >= least:
         reply = upload(live, key, b"z" * size)
         if "id" in reply:
             ids.append(reply["id"])
@@ -73,29 +75,25 @@ def fill(live: Live, key: str) -> list[str]:
 
 
 def test_S_39_a_full_share_is_nobody_elses_and_a_batch_waits_for_room(shared: Live) -> None:
-    batch_id = start(shared, "bob", 30, 20)
-    fill(shared, "alice")
-    shared.wait(lambda: get(shared, "bob", f"/v1/batches/{batch_id}")["status"] == "completed")
-    for each in get(shared, "alice", "/v1/files")["data"]:
-        HTTP.delete(f"{shared.url}/v1/files/{each['id']}", headers=rig.bearer("alice"))
-    batch_id = start(shared, "alice", 30, 20)
-    ids = fill(shared, "alice")
-
-    def batch() -> Any:
-        return get(shared, "alice", f"/v1/batches/{batch_id}")
-
-    done = -1
-    while done != (done := batch()["request_counts"]["completed"]):
-        shared.wait(lambda: shared.client.num_unfinished == 0)
-    assert batch()["status"] in ("validating", "in_progress")
-    for file_id in ids:
-        assert HTTP.delete(f"{shared.url}/v1/files/{file_id}", headers=rig.bearer("alice")).status_code == 200
-    shared.wait(lambda: batch()["status"] == "completed")
-    assert batch()["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
-    written = HTTP.get(
-        f"{shared.url}/v1/files/{batch()['output_file_id']}/content", headers=rig.bearer("alice")
-    ).text.splitlines()
-    assert sorted(json.loads(line)["custom_id"] for line in written) == sorted(f"q{i}" for i in range(30))
+    num_lines = 30
+    inputs = {key: upload(shared, key, requests(num_lines, 20))["id"] for key in ("alice", "bob")}
+    ids = fill(shared, "alice", 4096)  # no room for all outputs
+    bobs = start(shared, "bob", inputs["bob"])
+    with logged("text") as text:
+        alices = start(shared, "alice", inputs["alice"])
+        shared.wait(lambda: f"batch {alices} waits: storage: it is full" in text.getvalue())
+        shared.wait(lambda: get(shared, "bob", f"/v1/batches/{bobs}")["status"] == "completed")
+        assert get(shared, "alice", f"/v1/batches/{alices}")["status"] in ("validating", "in_progress")
+        for file_id in ids:
+            assert HTTP.delete(f"{shared.url}/v1/files/{file_id}", headers=rig.bearer("alice")).status_code == 200
+        shared.wait(lambda: get(shared, "alice", f"/v1/batches/{alices}")["status"] == "completed")
+    assert text.getvalue().count("waits") <= 2
+    for key, batch_id in (("alice", alices), ("bob", bobs)):
+        batch = get(shared, key, f"/v1/batches/{batch_id}")
+        assert batch["request_counts"] == {"total": num_lines, "completed": num_lines, "failed": 0}
+        path = f"{shared.url}/v1/files/{batch['output_file_id']}/content"
+        lines = HTTP.get(path, headers=rig.bearer(key)).text.splitlines()
+        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"q{i}" for i in range(num_lines))
 
 
 def evicted(live: Live) -> bool:
@@ -131,9 +129,9 @@ def test_S_39_control_one_share_for_all_is_noticed(shared: Live, monkeypatch: py
 
 
 def test_S_39_a_batch_that_waits_for_its_rate_holds_up_no_other(shared: Live) -> None:
-    carols = start(shared, "carol", 8, 60)  # of 40 tokens a minute
+    carols = start(shared, "carol", upload(shared, "carol", requests(8, 60))["id"])  # of 40 tokens a minute
     shared.wait(lambda: get(shared, "carol", f"/v1/batches/{carols}")["request_counts"]["completed"] >= 1)
-    bobs = start(shared, "bob", 8, 5)
+    bobs = start(shared, "bob", upload(shared, "bob", requests(8, 5))["id"])
     shared.wait(lambda: get(shared, "bob", f"/v1/batches/{bobs}")["status"] == "completed", 20)
     assert get(shared, "carol", f"/v1/batches/{carols}")["status"] == "in_progress"
     assert post(shared, "carol", f"/v1/batches/{carols}/cancel", {})["status"] in ("cancelling", "cancelled")
@@ -144,7 +142,7 @@ def test_S_39_control_a_turn_that_is_never_given_back_holds_up_others(
     shared: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Turns, "_give", lambda self: None)
-    bobs = start(shared, "bob", 1, 1)
+    bobs = start(shared, "bob", upload(shared, "bob", requests(1, 1))["id"])
     with pytest.raises(AssertionError, match="not so"):
         shared.wait(lambda: get(shared, "bob", f"/v1/batches/{bobs}")["status"] == "completed", 0.5)
 

@@ -22,7 +22,7 @@ def halves(length: int) -> list[int]:
 def verdicts(scenario: Scenario, folder: Path, most: int) -> list[str]:
     """What is wrong after a crash at each moment, in up to `most` states each, up to the first that is."""
     found = []
-    for num_ops in range(len(scenario.recording.ops) + 1):
+    for num_ops in reversed(range(len(scenario.recording.ops) + 1)):
         for state in scenario.recording.states(num_ops, halves, most):
             found.append(scenario.judge(num_ops, state, folder))
             if found[-1]:

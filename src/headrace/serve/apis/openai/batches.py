@@ -371,7 +371,7 @@ class Batches:
         """Show the files that have something in them, and drop those that have not."""
         card = self._card(batch_id)
         sizes = card.get("_sizes", {})
-        shown = {}
+        file_ids = {}
         for name, field in (("_output", "output_file_id"), ("_errors", "error_file_id")):
             file_id = card.get(name)
             if file_id is None or file_id not in self.files.store:
@@ -380,14 +380,14 @@ class Batches:
             if size:
                 self.files.store.write(file_id, b"", size)
                 self.files.reveal(file_id)
-                shown[field] = file_id
+                file_ids[field] = file_id
             else:
                 self.files.store.delete(file_id)
 
         def end(card: dict[str, Any]) -> None:
             for name in (*OUTPUTS, "_sizes"):
                 card.pop(name, None)
-            card |= shown | {"status": status, f"{status}_at": int(time.time())}
+            card |= file_ids | {"status": status, f"{status}_at": int(time.time())}
 
         self._change(batch_id, end)
 
