@@ -177,6 +177,12 @@ def connections(count: int, seed: int) -> Counts:
     return schedules(count, seed)
 
 
+def crashes(num: int, seed: int) -> Counts:
+    from tests.campaigns.crashes import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -248,6 +254,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000},
         connections,
         ("src/headrace/serve/gates",),
+    ),
+    "C-15": Campaign(
+        "the storage after a crash of the machine (states)",
+        {"commit": 3000, "nightly": 200_000, "release": 2_000_000},
+        crashes,
+        ("src/headrace/serve/storage", "src/headrace/serve/apis/openai"),
     ),
 }
 

@@ -92,7 +92,8 @@ def create_app(
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
-    storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
+    max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
+    storage = Storage(served, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
     lifespan = Lifespan(client, served, server.log_stats_interval, storage, tracer)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
