@@ -7,18 +7,22 @@ event loop stays quick (R-03). Called by `async_llm.AsyncLLM` and `serve.apis.op
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
+from headrace.engine import context
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.errors import HeadraceError
+from headrace.protocol.errors import DeadlineError, HeadraceError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Pooling
 from headrace.text.beams import make_search, parts_of
@@ -55,9 +59,28 @@ class FinishObserver(Protocol):
     def on_finish(self, state: RequestState, reason: str) -> None: ...
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread."""
-    return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
+async def in_time(work: Awaitable[T]) -> T:
+    """Await `work` until the deadline of the call that is being answered. Raises `DeadlineError`."""
+    end = deadline()
+    try:
+        async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())) as timer:
+            return await work
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        context.count_late()
+        raise DeadlineError("the request's time was over before it could be queued", started=False) from None
+
+
+async def off_loop(size: int, work: Callable[[], T], thread: Executor | None = None) -> T:
+    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread, of `thread` if given.
+
+    Raises `DeadlineError` where the call's time is over first; the thread then ends its work for nobody.
+    """
+    if size < LARGE_TEXT:
+        return work()
+    run = functools.partial(contextvars.copy_context().run, work)
+    return await in_time(asyncio.get_running_loop().run_in_executor(thread, run))
 
 
 class TextClient:
@@ -90,7 +113,7 @@ class TextClient:
 
         Raises `RequestError` for a constraint that can not be honoured.
         """
-        return await self.grammars.check_soon(params)
+        return await in_time(self.grammars.check_soon(params))
 
     def check_room(self, num_prompts: int, params: SamplingParams) -> None:
         """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,

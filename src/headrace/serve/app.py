@@ -60,6 +60,7 @@ logger = logging.getLogger("headrace.server")
 
 # Seconds that a client has to read the last event of its stream after draining ends.
 STREAM_END_S = 5.0
+LAG_INTERVAL_S = 0.1
 
 
 def create_app(
@@ -90,7 +91,7 @@ def create_app(
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, tracer)
+    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, metrics.on_lag, tracer)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -222,6 +223,7 @@ class Lifespan:
         log_stats_interval: float,
         warm_up: Callable[[], Awaitable[None]],
         storage: Storage,
+        on_lag: Callable[[float], None],
         tracer: Tracer | None = None,
     ) -> None:
         self.client = client
@@ -231,6 +233,7 @@ class Lifespan:
         self.draining = False
         self.ended = asyncio.Event()
         self._warm_up = warm_up
+        self._on_lag = on_lag
         self._interval = log_stats_interval
 
     def status(self) -> str:
@@ -256,7 +259,7 @@ class Lifespan:
     @contextlib.asynccontextmanager
     async def run(self, app: Starlette) -> AsyncIterator[None]:
         """Load in the background, so that probes are answered meanwhile."""
-        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
+        tasks = [asyncio.create_task(work()) for work in (self._start, self._log_stats, self._watch_loop)]
         try:
             yield
         finally:
@@ -292,6 +295,14 @@ class Lifespan:
         logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
         length = info.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
+
+    async def _watch_loop(self) -> None:
+        """Measure how much later than due the event loop runs: something held it, or the interpreter's lock."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._on_lag(max(0.0, loop.time() - due))
 
     async def _log_stats(self) -> None:
         before = self.client.total

@@ -16,6 +16,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -24,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine import context
-from headrace.engine.generation import off_loop
-from headrace.serve.errors import OPENAI, Api, error_event, error_response, json_response
+from headrace.engine.generation import in_time, off_loop
+from headrace.serve.errors import ENDINGS, OPENAI, Api, error_event, error_response, json_response
 from headrace.serve.gates.limits import ClientGoneError, Receive, Scope, parse_json, read_body
 
 logger = logging.getLogger("headrace.server")
@@ -33,6 +34,9 @@ logger = logging.getLogger("headrace.server")
 # How long a write to a client may block.
 STALL_S = 30.0
 EVENT_STREAM = "text/event-stream"
+
+# One large body is parsed at a time: its values take up to a hundred megabytes.
+_parser = ThreadPoolExecutor(1, thread_name_prefix="headrace-parser")
 
 T = TypeVar("T")
 
@@ -93,8 +97,8 @@ class Readable(ABC):
 
 async def body(request: Request) -> dict[str, Any]:
     """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
-    raw = await read_body(request.scope, request.receive)
-    return await off_loop(len(raw) // 16, lambda: parse_json(raw))
+    raw = await in_time(read_body(request.scope, request.receive))
+    return await off_loop(len(raw) // 16, lambda: parse_json(raw), _parser)
 
 
 def get(app: Starlette, path: str, function: Callable[..., Any], api: Api = OPENAI, **about: Any) -> None:
@@ -142,7 +146,9 @@ def add(
             if isinstance(result, Readable):
                 return await deliver(request, result, api)
             return result if isinstance(result, Response) else json_response(result)
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:
             return error_response(error, api)
 
     app.add_route(path, endpoint, list(methods))
@@ -231,9 +237,9 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await self._send(send, event, more=True)
-            except TimeoutError:
+            except (TimeoutError, *ENDINGS):
                 raise
-            except Exception as error:
+            except BaseException as error:
                 await self._send(send, error_event(error, self._api), more=True)
         await self._send(send, b"", more=False)
 

@@ -9,7 +9,6 @@ nothing here knows a model's format.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -53,7 +52,7 @@ class Call(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}
-    arrival_time: float = msgspec.field(default_factory=time.monotonic)
+    arrival_time: float = msgspec.field(default_factory=context.arrival)
 
     @property
     def logprobs(self) -> int | None:

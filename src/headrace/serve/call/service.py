@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine import context
-from headrace.engine.generation import Generation, TextClient, off_loop
+from headrace.engine.generation import Generation, TextClient, in_time, off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
@@ -82,7 +82,7 @@ class ServedModel:
 
     async def complete(self, call: TextCall) -> Answer:
         """Begin to go on with each prompt. Raises `HeadraceError`s of all kinds."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             special: dict[str, Any] = {}
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
@@ -103,7 +103,7 @@ class ServedModel:
 
     async def chat(self, call: ChatCall) -> Answer:
         """Begin to answer a conversation. Raises `HeadraceError`s of all kinds."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             most = self.front.info.max_logprobs
             if call.logprobs and most != -1 and not 0 <= call.logprobs <= most:
@@ -160,7 +160,7 @@ class ServedModel:
         opening = call.add_generation_prompt
         if opening is None:
             opening = not call.continue_final_message
-        return await asyncio.get_running_loop().run_in_executor(
+        rendering = asyncio.get_running_loop().run_in_executor(
             self._renderer,
             lambda: template.render(
                 call.messages,
@@ -170,6 +170,7 @@ class ServedModel:
                 **variables,
             ),
         )
+        return await in_time(rendering)
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
@@ -211,16 +212,15 @@ class ServedModel:
                 raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
         if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=min(rooms))
-        with context.within(call.timeout, call.arrival_time):
-            return self.front.open(
-                prompts,
-                params,
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                arrival_time=call.arrival_time,
-                draw=self.draw,
-                beam=call.beam,
-            )
+        return self.front.open(
+            prompts,
+            params,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            arrival_time=call.arrival_time,
+            draw=self.draw,
+            beam=call.beam,
+        )
 
     async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str) -> None:
         """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the schema."""
