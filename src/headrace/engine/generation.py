@@ -22,7 +22,7 @@ from headrace.engine.context import deadline
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.errors import DeadlineError, HeadraceError
+from headrace.protocol.errors import DeadlineError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Pooling
 from headrace.text.beams import make_search, parts_of
@@ -115,10 +115,17 @@ class TextClient:
         """
         return await in_time(self.grammars.check_soon(params))
 
-    def check_room(self, num_prompts: int, params: SamplingParams) -> None:
+    def check_room(self, num_prompts: int, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
         `EngineDeadError`). Call this once, before texts are rendered and tokenised."""
-        self.client.check_room(num_prompts * (params.best_of or params.n))
+        if beam is None:
+            self.client.check_room(num_prompts * (params.best_of or params.n))
+            return
+        most = self.client.admission.max_reqs
+        if num_prompts * beam.beam_width > most:
+            bound = f"such that prompts times beams are at most {most} in one call; there are {num_prompts} prompts"
+            raise RequestError("beam_width", beam.beam_width, bound)
+        self.client.check_room(num_prompts)
 
     @property
     def info(self) -> EngineInfo:
@@ -166,6 +173,7 @@ class TextClient:
         meter = self.rates.meter()
         if beam is not None:
             # A search is one request with all answers to its prompt.
+            self.check_room(len(prompts), params, beam)
             num_answers = num_returned = per_request = beam.num_answers
             groups = [[make_search(token_ids, beam, params, self.info, **options)] for token_ids in prompts]
         else:

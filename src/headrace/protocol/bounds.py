@@ -84,6 +84,7 @@ _OTHERS = [
     Bound("messages", "size", 1, 4096, "chat messages in one request"),
     Bound("text", "size", 0, 8 * 2**20, "characters of a prompt or of a message"),
     Bound("cache_salt", "size", 1, 256, "characters of the prefix cache's salt"),
+    Bound("label", "size", 0, 512, "characters of user, safety_identifier and prompt_cache_key"),
     Bound("request_id", "size", 1, 256, "characters of the client's own request id"),
 ]
 BOUNDS = {bound.name: bound for bound in [*_PARAMETERS, *_OTHERS]}

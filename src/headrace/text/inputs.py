@@ -87,6 +87,8 @@ def prompt_ids(
         if tokenizer is None:
             raise RequestError("prompt", content, "token ids, for the engine runs without a tokenizer")
         text = content
+        if truncate_prompt_tokens is None:
+            _check_bytes(content, tokenizer, info.max_model_len)
         token_ids = tokenizer.encode(content, add_special_tokens=add_special_tokens)
     else:
         if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -105,6 +107,17 @@ def prompt_ids(
     if len(token_ids) >= info.max_model_len:
         raise ContextLengthError("prompt", len(token_ids), f"at most {info.max_model_len - 1} tokens long")
     return text, token_ids
+
+
+def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raise `ContextLengthError` for a text of so many bytes that its tokens can not fit, which costs no tokenising."""
+    if tokenizer.max_token_bytes is None:
+        return
+    most = (max_model_len - 1) * tokenizer.max_token_bytes
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes > most:
+        bound = f"at most {max_model_len - 1} tokens long, which is at most {most} bytes"
+        raise ContextLengthError("prompt", f"{num_bytes} bytes", bound)
 
 
 def make_requests(

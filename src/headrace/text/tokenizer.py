@@ -72,6 +72,8 @@ class Tokenizer:
             raise CheckpointError(
                 f"a token has the id {self.vocab_size - 1}; {len(vocab)} tokens leave at most {MAX_GAPS} ids unused"
             )
+        self.max_token_bytes = tokenizer_files.max_token_bytes(self._tokenizer, vocab)
+        """Bytes of a text that one token stands for at most; None where that is not known."""
         decoder = self._tokenizer.decoder
         self._bytes_of = _bytes_of(None if decoder is None else json.loads(decoder.__getstate__()))
         self._inner: list[bytes | None] = [None] * self.vocab_size

@@ -88,7 +88,7 @@ class ServedModel:
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
                 special["prompt_logprobs"] = call.logprobs
             params = self._params(call, None if call.fills_context else DEFAULT_COMPLETION_TOKENS, special)
-            self.front.check_room(len(call.prompts), params)
+            self.front.check_room(len(call.prompts), params, call.beam)
             await self._check_form(call, params)
             prompts = [
                 await self.front.prompt_ids(
@@ -114,7 +114,7 @@ class ServedModel:
             if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
                 special["skip_special_tokens"] = False
             params = self._params(call, None, special)
-            self.front.check_room(1, params)
+            self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
             if not enforced and any(tool["function"].get("strict") for tool in use.tools):
