@@ -60,7 +60,9 @@ class FinishObserver(Protocol):
 
 
 async def in_time(work: Awaitable[T]) -> T:
-    """Await `work` until the deadline of the call that is being answered. Raises `DeadlineError`."""
+    """Await `work` until the deadline of the call that is being answered; a thread then ends it for nobody.
+
+    Raises `DeadlineError`."""
     end = deadline()
     try:
         async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())) as timer:
@@ -73,14 +75,11 @@ async def in_time(work: Awaitable[T]) -> T:
 
 
 async def off_loop(size: int, work: Callable[[], T], thread: Executor | None = None) -> T:
-    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread, of `thread` if given.
-
-    Raises `DeadlineError` where the call's time is over first; the thread then ends its work for nobody.
-    """
+    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread, of `thread` if given."""
     if size < LARGE_TEXT:
         return work()
     run = functools.partial(contextvars.copy_context().run, work)
-    return await in_time(asyncio.get_running_loop().run_in_executor(thread, run))
+    return await asyncio.get_running_loop().run_in_executor(thread, run)
 
 
 class TextClient:
@@ -135,16 +134,17 @@ class TextClient:
         self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
     ) -> tuple[str | None, list[int]]:
         """Return `inputs.prompt_ids`, computed on a thread if the prompt is long."""
-        return await off_loop(
-            prompt_size(prompt),
-            lambda: prompt_ids(
-                prompt,
-                self.tokenizer,
-                self.info,
-                add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-            ),
+        work = functools.partial(
+            prompt_ids,
+            prompt,
+            self.tokenizer,
+            self.info,
+            add_special_tokens=add_special_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
+        # A call may have hundreds of prompts that are short enough to be done here: others run between two of them.
+        await asyncio.sleep(0)
+        return await in_time(off_loop(prompt_size(prompt), work))
 
     def open(
         self,

@@ -6,7 +6,7 @@ it, so a limit is written once. Holds no state; `docs/limits.md` is printed from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -96,6 +96,12 @@ def struct_of(kind: type[T], value: Mapping[str, Any], field: str) -> T:
         if name not in kind.__struct_fields__:
             raise RequestError(f"{field}.{name}", value[name], "a field that headrace knows", "unknown_field")
     return kind(**value)
+
+
+def are_ids(values: Sequence[Any], most: int) -> bool:
+    """Return whether all values are integers from 0 to `most`. Without a loop in Python: a prompt may have a million,
+    and this runs on event loops."""
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= most)
 
 
 def check(name: str, value: object, field: str | None = None) -> None:

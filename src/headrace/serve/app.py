@@ -151,12 +151,14 @@ def _methods(app: Starlette, path: str) -> list[str]:
 
 
 def _add_tokenize(app: Starlette, model: ServedModel) -> None:
-    async def tokenize(body: dict[str, Any]) -> Tokenized:
+    async def tokenize(body: dict[str, Any]) -> Response:
         """Text, or messages, to token ids."""
         # llama-server's body has a content, vLLM's a prompt or messages.
         if body.get("content") is not None:
-            return await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
-        return await openai_completions.tokenize(model, body)
+            reply = await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
+        else:
+            reply = await openai_completions.tokenize(model, body)
+        return await routing.large_response(reply, reply.count)
 
     routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=Tokenized)
 

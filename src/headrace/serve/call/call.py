@@ -191,6 +191,16 @@ class Answer:
             return None
         return "tool_calls" if finish.reason == "stop" and self._messages[place].calls else finish.reason
 
+    @property
+    def size(self) -> int:
+        """About how many tokens and log-probabilities a reply tells of."""
+        num = 0
+        for state in self.generation.states:
+            params = state.request.params
+            num += len(state.request.prompt_token_ids) + len(state.token_ids) * (1 + abs(params.logprobs or 0))
+            num += len(state.prompt_logprobs) * (1 + abs(params.prompt_logprobs or 0))
+        return num
+
     def close(self) -> None:
         """Abort what still runs."""
         self.generation.close()

@@ -7,6 +7,7 @@ engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -176,7 +177,8 @@ class ServedModel:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
         bounds.check("text", text, field)
         tokenizer = self.tokenizer
-        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        work = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await in_time(off_loop(len(text), work))
 
     async def warm_up(self) -> None:
         """Render a first chat, so that the templates' process is there before a request waits for it."""

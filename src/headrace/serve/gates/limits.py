@@ -24,7 +24,7 @@ MAX_VALUES = 2**20
 """Values in one body: numbers, texts, lists, objects, true, false and null."""
 MAX_TEXTS = 2**18
 """Texts in one body, with the keys of objects."""
-MAX_CONTAINERS = 2**16
+MAX_CONTAINERS = 2**15
 """Lists and objects in one body, the body itself too."""
 BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
