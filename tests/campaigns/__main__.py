@@ -165,6 +165,12 @@ def isolation(num: int, seed: int) -> Counts:
     return run_campaign(num, seed)
 
 
+def stalls(num: int, seed: int) -> Counts:
+    from tests.campaigns.stalls import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -226,6 +232,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
+    "C-6-stalls": Campaign(
+        "bodies that hold the interpreter's lock",
+        {"commit": 200, "nightly": 5000, "release": 50_000},
+        stalls,
+        ("src/headrace/serve/gates/limits.py",),
+    ),
 }
 
 

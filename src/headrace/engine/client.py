@@ -257,12 +257,8 @@ class EngineClient:
         Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
         """
         self._check_open()
-        verified = ""
-        for request in requests:
-            if verified and request.group == verified:
-                continue  # answers to one prompt differ in their seeds only
+        for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
             verify(request, self.info)
-            verified = request.group
             if request.params.logits_processors and not self._link.in_process:
                 bound = "left out, unless the engine runs in the caller's own process"
                 raise RequestError("logits_processors", "functions", bound)
