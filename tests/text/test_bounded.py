@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -145,6 +146,22 @@ def test_R_23_closing_ends_a_job_that_stands_still(process: BoundedProcess) -> N
     process.close()
     thread.join(20)
     assert errors == ["the server is shutting down"]
+
+
+def test_R_23_a_job_that_closing_overtakes_starts_no_process(process: BoundedProcess) -> None:
+    process.ping()
+    exchange = process._exchange
+
+    def closed_before(child: Any, body: bytes) -> bytes | None:
+        process._num_closed += 1
+        child.kill()
+        child.wait()
+        return exchange(child, body)
+
+    process._exchange = closed_before  # type: ignore[method-assign]
+    with pytest.raises(ChildFailedError, match="the server is shutting down"):
+        process.run("x", str)
+    assert process._process is None
 
 
 SERVER = """

@@ -106,7 +106,7 @@ class BoundedProcess:
             while True:
                 num_left -= 1
                 try:
-                    result = read(self._answer(body))
+                    result = read(self._answer(body, num_closed))
                     self.fault = ""
                     return result
                 except (ChildFailedError, msgspec.DecodeError) as error:
@@ -119,9 +119,12 @@ class BoundedProcess:
                     if not num_left:
                         raise ChildFailedError("a process of the server failed and is started again") from error
 
-    def _answer(self, body: bytes) -> bytes | str:
+    def _answer(self, body: bytes, num_closed: int) -> bytes | str:
         """Return the reply, or why the job ended the process. Raises `ChildFailedError`."""
         if self._process is None or self._process.poll() is not None:
+            if self._num_closed != num_closed:
+                # `close` has ended the process for good, and is waiting for this job.
+                raise ChildFailedError("it was closed")
             self._stop()
             self._process = self._start()
             self._ending = weakref.finalize(self, _end, self._process)
