@@ -165,6 +165,12 @@ def isolation(num: int, seed: int) -> Counts:
     return run_campaign(num, seed)
 
 
+def interference(num: int, seed: int) -> Counts:
+    from tests.campaigns.interference import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -224,6 +230,12 @@ CAMPAIGNS: dict[str, Campaign] = {
     "C-9": Campaign("drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, drain),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
+    ),
+    "C-16": Campaign(
+        "programs of two holders, with and without one of them",
+        {"commit": 300, "nightly": 10_000, "release": 100_000},
+        interference,
+        ("src/headrace/serve", "src/headrace/engine"),
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
 }
