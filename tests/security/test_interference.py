@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from tests.campaigns.interference import LONG, Call, Rig, flood, random_program, run_programs
+from tests.campaigns.interference import LIMITS, LONG, Call, Rig, flood, random_program, run_programs
 
 from headrace.engine import generation, tenants
 from headrace.serve.storage import store
@@ -67,11 +67,11 @@ def test_S_39_programs_repeat_and_cover_all_manners() -> None:
 
 
 def test_S_39_anothers_responses_evict_none(shared: Rig) -> None:
-    assert differences(shared, respond("bob"), *[respond("alice")] * 8) == []
+    assert differences(shared, respond("bob"), *[respond("alice")] * LIMITS["responses"]) == []
 
 
 def test_S_39_anothers_files_fail_no_batch(shared: Rig) -> None:
-    assert differences(shared, *[upload("alice", "x")] * 8, *batch("bob")) == []
+    assert differences(shared, *[upload("alice", "x")] * LIMITS["files"], *batch("bob")) == []
 
 
 def test_S_39_anothers_long_batch_holds_up_none(shared: Rig) -> None:
@@ -93,7 +93,7 @@ def test_S_39_control_a_shared_eviction_is_noticed(shared: Rig, monkeypatch: pyt
             self.delete(next(iter(self._entries)))
 
     monkeypatch.setattr(Store, "put", evicting)
-    assert differences(shared, respond("bob"), *[respond("alice")] * 8) != []
+    assert differences(shared, respond("bob"), *[respond("alice")] * LIMITS["responses"]) != []
 
 
 def test_S_39_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_S_39_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest
         put(self, entry_id, metadata, body)
 
     monkeypatch.setattr(Store, "put", bounded)
-    assert differences(shared, *[upload("alice", "x")] * 8, *batch("bob")) != []
+    assert differences(shared, *[upload("alice", "x")] * LIMITS["files"], *batch("bob")) != []
 
 
 def test_S_39_control_a_shared_space_of_ids_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
