@@ -47,14 +47,14 @@ def complete(who: str, **more: object) -> Call:
     return Call(who, "POST", "/v1/completions", {"prompt": LONG, "max_tokens": 2, "seed": 1} | more)
 
 
-def test_S_39_random_programs_of_two_holders(shared: Rig) -> None:
+def test_S_40_random_programs_of_two_holders(shared: Rig) -> None:
     counts, bad = asyncio.run(run_programs(shared, 12, 0))
     assert bad == []
     assert counts["calls_of_bob"] > 50
     assert counts["calls_of_alice"] > 50
 
 
-def test_S_39_programs_repeat_and_cover_all_manners() -> None:
+def test_S_40_programs_repeat_and_cover_all_manners() -> None:
     assert random_program(3) == random_program(3)
     calls = [call for number in range(200) for call in random_program(number)]
     paths = Counter(call.path.partition("<")[0] for call in calls)
@@ -66,25 +66,25 @@ def test_S_39_programs_repeat_and_cover_all_manners() -> None:
     assert {call.manner for call in calls if call.who == "bob"} == {"whole", "wait"}
 
 
-def test_S_39_anothers_responses_evict_none(shared: Rig) -> None:
+def test_S_40_anothers_responses_evict_none(shared: Rig) -> None:
     assert differences(shared, respond("bob"), *[respond("alice")] * LIMITS["responses"]) == []
 
 
-def test_S_39_anothers_files_fail_no_batch(shared: Rig) -> None:
+def test_S_40_anothers_files_fail_no_batch(shared: Rig) -> None:
     assert differences(shared, *[upload("alice", "x")] * LIMITS["files"], *batch("bob")) == []
 
 
-def test_S_39_anothers_long_batch_holds_up_none(shared: Rig) -> None:
+def test_S_40_anothers_long_batch_holds_up_none(shared: Rig) -> None:
     assert differences(shared, *flood(), *batch("bob")) == []
 
 
 @pytest.mark.parametrize("who", ["alice", "twin"])
-def test_S_39_an_id_in_use_overwrites_nothing(shared: Rig, who: str) -> None:
+def test_S_40_an_id_in_use_overwrites_nothing(shared: Rig, who: str) -> None:
     taken = {"request_id": "<bob resp_0 bare>", "store": False, "cache_salt": "another"}
     assert differences(shared, respond("bob"), respond(who, **taken), respond("bob")) == []
 
 
-def test_S_39_control_a_shared_eviction_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_40_control_a_shared_eviction_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     put = Store.put
 
     def evicting(self: Store, entry_id: str, metadata: dict[str, object], body: bytes = b"") -> None:
@@ -96,7 +96,7 @@ def test_S_39_control_a_shared_eviction_is_noticed(shared: Rig, monkeypatch: pyt
     assert differences(shared, respond("bob"), *[respond("alice")] * LIMITS["responses"]) != []
 
 
-def test_S_39_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_40_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     put = Store.put
 
     def bounded(self: Store, entry_id: str, metadata: dict[str, object], body: bytes = b"") -> None:
@@ -108,7 +108,7 @@ def test_S_39_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest
     assert differences(shared, *[upload("alice", "x")] * LIMITS["files"], *batch("bob")) != []
 
 
-def test_S_39_control_a_shared_space_of_ids_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_40_control_a_shared_space_of_ids_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(self: Store) -> str:
         name = tenants.current().name
         return f"{self.prefix}{1 + sum(entry.owner == name for entry in self._entries.values()):032x}"
@@ -117,13 +117,13 @@ def test_S_39_control_a_shared_space_of_ids_is_noticed(shared: Rig, monkeypatch:
     assert differences(shared, respond("alice"), respond("bob", input="another")) != []
 
 
-def test_S_39_control_storage_that_all_can_read_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_40_control_storage_that_all_can_read_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.tenants, "may_see", lambda owner: True)
     steal = Call("alice", "DELETE", "/v1/responses/<bob resp_0>")
     assert differences(shared, respond("bob"), steal) != []
 
 
-def test_S_39_control_a_cache_without_a_salt_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_40_control_a_cache_without_a_salt_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     program = complete("alice"), complete("bob")
     assert differences(shared, *program) == []
     monkeypatch.setattr(generation, "salted", lambda salt: salt)
