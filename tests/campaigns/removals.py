@@ -193,8 +193,8 @@ SECURITY = [
     Removal(
         "S-25",
         SRC + "text/inputs.py",
-        "            request_id=new_request_id(),\n            prompt_token_ids=token_ids,\n            params=msgspec",
-        '            request_id="same",\n            prompt_token_ids=token_ids,\n            params=msgspec',
+        "            request_id=new_request_id(),\n",
+        '            request_id="same",\n',
         "security/test_tenants.py::test_S_25_two_callers_with_one_id_are_two",
     ),
     Removal(
