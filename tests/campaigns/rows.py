@@ -1,7 +1,8 @@
 """`python -m tests.campaigns.rows`: each control of docs/security.md and docs/reliability.md is removed, and the row's
 own test must fail.
 
-The repository is copied to a temporary folder. There, one after the other, the snippets of `removals` are replaced, and
+The repository is copied to a temporary folder. There, one after the other, the snippets of `removals_security` and
+`removals_reliability` are replaced, and
 the named test runs. With all controls it must pass. Counts go to bench/results/rows.json.
 `--only S-01,R-05` runs some rows. The exit status is 1 if a test does not notice.
 """
@@ -23,8 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.record import commit
-from tests.campaigns.removals import REMOVALS, Removal
+from tests.campaigns.removal import Removal
+from tests.campaigns.removals_reliability import RELIABILITY
+from tests.campaigns.removals_security import SECURITY
 
+REMOVALS = [*SECURITY, *RELIABILITY]
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "rows.json"
 PAGES = ("docs/security.md", "docs/reliability.md")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.campaigns.removals import REMOVALS, Removal
-from tests.campaigns.rows import PAGES, ROOT, Copy, Row, faults, rows, verdict
+from tests.campaigns.removal import Removal
+from tests.campaigns.rows import PAGES, REMOVALS, ROOT, Copy, Row, faults, rows, verdict
 
 ALL = [row for page in PAGES for row in rows((ROOT / page).read_text(encoding="utf-8"))]
 

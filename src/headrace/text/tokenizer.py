@@ -42,6 +42,9 @@ class Tokenizer:
     def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
         """`config` is the contents of tokenizer_config.json, which override the tokenizer's own file."""
         self._tokenizer = file.tokenizer
+        if hasattr(model := self._tokenizer.model, "_resize_cache"):
+            # Its cache of words is shared by all callers, who could time it (S-24); it saves nothing on plain text.
+            model._resize_cache(0)
         self.chat_templates = chat_templates
         texts = {role: _content(config.get(role)) for role in _ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token

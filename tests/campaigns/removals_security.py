@@ -1,23 +1,8 @@
-"""The control of each row of docs/security.md and docs/reliability.md, as a snippet of the code, and what is there
-without it: `tests.campaigns.rows` replaces the one by the other, and the row's own test must fail.
-"""
+"""The control of each row of docs/security.md as a snippet of the code, and what is there without it; see `rows`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Removal(NamedTuple):
-    """`original` stands once in `file`; `test` is one that the row names, as path::name below tests/."""
-
-    row: str
-    file: str
-    original: str
-    replacement: str
-    test: str
-
-
-SRC = "src/headrace/"
+from tests.campaigns.removal import SRC, Removal
 
 SECURITY = [
     Removal(
@@ -156,6 +141,13 @@ SECURITY = [
         "security/test_http.py::test_S_19_headers_are_bounded_on_every_route",
     ),
     Removal(
+        "S-19",
+        SRC + "serve/gates/connection.py",
+        "        self._timer = self.loop.call_later(SECONDS[wait], self._on_time)\n",
+        "        self._timer = None\n",
+        "serve/gates/test_connection.py::test_S_19_a_silent_client_is_given_up_in_every_state",
+    ),
+    Removal(
         "S-20",
         SRC + "serve/gates/limits.py",
         "    if len(value) != len(pairs):\n",
@@ -177,6 +169,13 @@ SECURITY = [
         "security/test_logs.py::test_S_22_no_line_is_forged",
     ),
     Removal(
+        "S-22",
+        SRC + "serve/gates/connection.py",
+        "_LOGGER.setLevel(logging.ERROR)\n",
+        "",
+        "serve/gates/test_connection.py::test_S_22_what_comes_before_a_key_is_not_logged",
+    ),
+    Removal(
         "S-23",
         SRC + "core/prefix.py",
         'return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)',
@@ -189,6 +188,13 @@ SECURITY = [
         ".hexdigest()[:32] + salt if name else salt\n",
         ".hexdigest()[:0] + salt if name else salt\n",
         "security/test_tenants.py::test_S_24_probing_anothers_prefix_finds_nothing",
+    ),
+    Removal(
+        "S-24",
+        SRC + "grammar/salted.py",
+        "HOLDER_LENGTH = 32\n",
+        "HOLDER_LENGTH = 0\n",
+        "grammar/test_salted.py::test_S_24_a_flood_evicts_nothing_of_another_holder",
     ),
     Removal(
         "S-25",
@@ -301,191 +307,3 @@ SECURITY = [
         "security/test_interference.py::test_S_40_control_a_cache_without_a_salt_is_noticed",
     ),
 ]
-
-RELIABILITY = [
-    Removal(
-        "R-01",
-        SRC + "engine/resumption.py",
-        "resume_token_ids=list(self.delivered), resume_state",
-        "resume_token_ids=[], resume_state",
-        "serve/test_faults.py::test_a_killed_engine_is_a_pause_in_the_streams",
-    ),
-    Removal(
-        "R-02",
-        SRC + "engine/watchdog.py",
-        "return bool(self.timeout) and (self.frozen >= self.timeout or self.silent >= PATIENCE * self.timeout)",
-        "return False",
-        "engine/test_watchdog.py::test_R_02_one_that_does_nothing_is_ended_in_time",
-    ),
-    Removal(
-        "R-03",
-        SRC + "engine/watchdog.py",
-        "        passed = min(passed, 2 * self.interval)\n",
-        "",
-        "engine/test_watchdog.py::test_R_03_a_watcher_that_stood_still_itself_blames_nobody",
-    ),
-    Removal(
-        "R-04",
-        SRC + "serve/routing.py",
-        '        raise ClientGoneError("the client hung up")\n',
-        "        return await task\n",
-        "serve/test_faults.py::test_R_04_a_client_that_leaves_frees_its_blocks",
-    ),
-    Removal(
-        "R-05",
-        SRC + "core/scheduler.py",
-        "        if seq is None or seq.status is Status.FINISHED:\n            return False\n",
-        "        if seq is None and self.running:\n            seq = self.running[0]\n"
-        "        if seq is None or seq.status is Status.FINISHED:\n            return False\n",
-        "engine/test_client.py::test_R_05_aborts_that_hit_nothing_harm_nobody",
-    ),
-    Removal(
-        "R-06",
-        SRC + "core/scheduler.py",
-        "            if not self.steps.hold(member):\n                self.tables.release(member)\n",
-        "            self.tables.release(member)\n",
-        "core/test_simulation.py",
-    ),
-    Removal(
-        "R-07",
-        SRC + "core/tables.py",
-        "        if blocks is None:\n            pool.release(shared)\n            return False\n",
-        "        if blocks is None:\n            return False\n",
-        "core/test_simulation.py",
-    ),
-    Removal(
-        "R-08",
-        SRC + "core/scheduler.py",
-        "candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS and not self.steps]",
-        "candidates = [s for s in self.running if not self.steps]",
-        "core/test_simulation.py",
-    ),
-    Removal(
-        "R-09",
-        SRC + "engine/load.py",
-        "    if num_blocks >= least:\n",
-        "    if num_blocks:\n",
-        "engine/test_compose.py::test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine",
-    ),
-    Removal(
-        "R-10",
-        SRC + "engine/admission.py",
-        "        if num and len(self._names) > 1 and (",
-        "        if num < 0 and (",
-        "engine/test_admission.py::test_R_10_each_callers_share_is_at_least_what_is_left",
-    ),
-    Removal(
-        "R-11",
-        SRC + "core/scheduler.py",
-        "        budget = self.max_num_batched_tokens - len(ready)\n",
-        "        budget = self.max_num_batched_tokens\n",
-        "core/test_scheduler.py::test_R_11_gaps_of_one_come_before_long_prompts",
-    ),
-    Removal(
-        "R-12",
-        SRC + "engine/admission.py",
-        "        if len(works) > room or sum(works) > room_tokens:\n",
-        "        if len(works) > room:\n",
-        "engine/test_admission.py::test_R_12_both_bounds_hold",
-    ),
-    Removal(
-        "R-13",
-        SRC + "engine/client.py",
-        "            stream.arm(asyncio.get_running_loop().call_later(deadline - now, self._expire, stream))\n",
-        "            pass\n",
-        "serve/gates/test_deadlines.py::test_R_13_time_that_runs_out_while_tokens_come_is_an_error",
-    ),
-    Removal(
-        "R-14",
-        SRC + "engine/request_stream.py",
-        "            self._pending[index].merge(delta)\n",
-        "            self._pending[index] = delta\n",
-        "engine/test_client.py::test_R_14_deltas_of_a_slow_reader_are_merged",
-    ),
-    Removal(
-        "R-15",
-        SRC + "serve/routing.py",
-        "                await self._send(send, error_event(error, self._api), more=True)\n",
-        "                pass\n",
-        "serve/test_faults.py::test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done",
-    ),
-    Removal(
-        "R-16",
-        SRC + "text/tokenizer.py",
-        '        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")\n',
-        '        self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")\n',
-        "serve/test_refusals.py::test_R_16_every_chunk_is_strict_json",
-    ),
-    Removal(
-        "R-17",
-        SRC + "runner/faults.py",
-        '        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":\n',
-        "        if error is not None:\n",
-        "e2e/test_engine_faults.py::test_R_17_an_exception_ends_whose_it_is_and_nobody_else",
-    ),
-    Removal(
-        "R-18",
-        SRC + "core/tables.py",
-        "        seq.num_computed = num_shared\n",
-        "        seq.num_computed = min(num_shared + num_shared % 2, len(seq.tokens) - 1)\n",
-        "e2e/test_law.py::test_I_13_cold_and_warm_prefix_cache",
-    ),
-    Removal(
-        "R-20",
-        SRC + "runner/verification.py",
-        '                    result.errors[i] = f"structured_output_error: {error}"\n        return masks\n',
-        "                    masks.pop(i, None)\n        return masks\n",
-        "e2e/test_engine_faults.py::test_R_20_a_grammar_that_fails_ends_its_own_request",
-    ),
-    Removal(
-        "R-21",
-        SRC + "engine/links.py",
-        "        transport.max_size = READ_BYTES\n",
-        "        pass\n",
-        "engine/test_memory.py::test_R_21_a_read_takes_no_more_than_it_may",
-    ),
-    Removal(
-        "R-22",
-        SRC + "core/scheduler.py",
-        "        return stats_of(self.counters, self.pool, self.searches, len(self.waiting))\n",
-        "        return stats_of(self.counters, self.pool, self.searches, self.num_added)\n",
-        "core/test_scheduler.py::test_R_22_gauges_are_the_state_and_return_to_zero",
-    ),
-    Removal(
-        "R-23",
-        SRC + "serve/app.py",
-        "        self._lifespan.drain(self._drain_seconds)\n",
-        "",
-        "serve/test_faults.py::test_R_23_streams_that_outlast_the_drain_end_with_an_error",
-    ),
-    Removal(
-        "R-25",
-        SRC + "runner/faults.py",
-        '            if num_rows == 1:\n                return ""\n',
-        "",
-        "e2e/test_engine_faults.py::test_R_25_a_shortage_that_leaves_no_room_for_one_row_is_nobodys_fault",
-    ),
-    Removal(
-        "R-26",
-        SRC + "sampling/sampler.py",
-        "        positions = [open_rows[i].row.position for i in few]\n",
-        "        positions = [open_rows[i].row.position + i for i in few]\n",
-        "e2e/test_law.py::test_I_13_in_a_batch_of_32_with_strangers",
-    ),
-    Removal(
-        "R-27",
-        SRC + "engine/client.py",
-        "        return self._alive and self._proven\n",
-        "        return self._alive\n",
-        "serve/test_operations.py::test_R_27_not_ready_before_a_token_was_made",
-    ),
-    Removal(
-        "R-28",
-        SRC + "engine/logs.py",
-        "            except OSError:\n                self._drop()\n",
-        "            except OSError:\n                pass\n",
-        "serve/storage/test_disk.py::test_R_28_a_log_on_a_full_disk_is_dropped_and_counted",
-    ),
-]
-
-REMOVALS = [*SECURITY, *RELIABILITY]
