@@ -1,5 +1,6 @@
-"""`Removal`: the control of a row of docs/security.md or docs/reliability.md, as a snippet of the code, and what is there
-without it. `tests.campaigns.rows` replaces the one by the other, and the row's own test must fail.
+"""`Removal`: the control of a row of docs/security.md or docs/reliability.md, as a snippet of the code.
+
+`tests.campaigns.rows` replaces it by what is there without the control, and the row's own test must fail.
 """
 
 from __future__ import annotations

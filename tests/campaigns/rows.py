@@ -1,10 +1,9 @@
 """`python -m tests.campaigns.rows`: each control of docs/security.md and docs/reliability.md is removed, and the row's
 own test must fail.
 
-The repository is copied to a temporary folder. There, one after the other, the snippets of `removals_security` and
-`removals_reliability` are replaced, and
-the named test runs. With all controls it must pass. Counts go to bench/results/rows.json.
-`--only S-01,R-05` runs some rows. The exit status is 1 if a test does not notice.
+The repository is copied to a temporary folder. There the snippets of `removals_security` and `removals_reliability` are
+replaced, one after the other, and the named test runs. With all controls it must pass. Counts go to
+bench/results/rows.json. `--only S-01,R-05` runs some rows. The exit status is 1 if a test does not notice.
 """
 
 from __future__ import annotations
