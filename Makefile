@@ -21,7 +21,7 @@ WHEEL    := build/wheel
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release rows native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -97,9 +97,6 @@ campaign-nightly: $(STAMP)  ## the same with the counts of a night; in pieces wi
 
 campaign-release: $(STAMP)  ## the same with the counts of a release (days)
 	$(BIN)/python -m tests.campaigns release $(ARGS)
-
-rows: $(STAMP)  ## remove the control of each row of docs/security.md and docs/reliability.md: its test must fail (15 minutes)
-	$(BIN)/python -m tests.campaigns.rows $(ARGS)
 
 # The build folder is the one of `make setup`. Where there is none (no compiler then), the install is made again.
 native: $(STAMP)  ## compile what was edited in csrc/ and put the extension into .venv
