@@ -183,6 +183,18 @@ def connections(count: int, seed: int) -> Counts:
     return schedules(count, seed)
 
 
+def stalls(num: int, seed: int) -> Counts:
+    from tests.campaigns.stalls import run_campaign
+
+    return run_campaign(num, seed)
+
+
+def crashes(num: int, seed: int) -> Counts:
+    from tests.campaigns.crashes import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -249,11 +261,23 @@ CAMPAIGNS: dict[str, Campaign] = {
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
+    "C-6-stalls": Campaign(
+        "bodies that hold the interpreter's lock",
+        {"commit": 200, "nightly": 5000, "release": 50_000},
+        stalls,
+        ("src/headrace/serve/gates/limits.py",),
+    ),
     "C-13": Campaign(
         "random clients on a virtual clock",
         {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000},
         connections,
         ("src/headrace/serve/gates",),
+    ),
+    "C-15": Campaign(
+        "the storage after a crash of the machine (states)",
+        {"commit": 3000, "nightly": 200_000, "release": 2_000_000},
+        crashes,
+        ("src/headrace/serve/storage", "src/headrace/serve/apis/openai"),
     ),
     "C-16": Campaign(
         "programs of two holders, with and without one of them",

@@ -196,6 +196,13 @@ RELIABILITY = [
         "serve/storage/test_disk.py::test_R_28_a_log_on_a_full_disk_is_dropped_and_counted",
     ),
     Removal(
+        "R-29",
+        SRC + "serve/storage/disk.py",
+        "        os.ftruncate(descriptor, begin + len(data))\n        os.fsync(descriptor)\n",
+        "        os.ftruncate(descriptor, begin + len(data))\n",
+        "serve/storage/test_crash.py::test_R_29_a_crash_loses_and_doubles_nothing_that_was_seen",
+    ),
+    Removal(
         "R-31",
         SRC + "text/bounded.py",
         "NUM_TRIES = 2\n",

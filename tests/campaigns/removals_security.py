@@ -155,6 +155,13 @@ SECURITY = [
         "security/test_http.py::test_S_20_a_body_that_is_right_but_for_its_json_is_refused_on_every_route",
     ),
     Removal(
+        "S-20",
+        SRC + "serve/gates/limits.py",
+        "    check_size(body)\n",
+        "",
+        "serve/gates/test_parsing.py::test_S_20_bombs_are_refused_before_they_are_parsed",
+    ),
+    Removal(
         "S-21",
         SRC + "serve/storage/store.py",
         "return entry if entry is not None and tenants.may_see(entry.owner) else None\n",
@@ -202,6 +209,13 @@ SECURITY = [
         "            request_id=new_request_id(),\n",
         '            request_id="same",\n',
         "security/test_tenants.py::test_S_25_two_callers_with_one_id_are_two",
+    ),
+    Removal(
+        "S-25",
+        SRC + "serve/storage/store.py",
+        "if entry_id in self._entries or not entry_id.startswith(self.prefix) or not _ID.fullmatch(entry_id):",
+        "if not entry_id:",
+        "security/test_shares.py::test_S_25_a_store_takes_new_ids_of_its_own_only",
     ),
     Removal(
         "S-26",
@@ -300,10 +314,31 @@ SECURITY = [
         "backends/test_matrix.py::test_what_would_overrun_the_kernels_is_refused",
     ),
     Removal(
+        "S-39",
+        SRC + "serve/storage/store.py",
+        "        while (growth > 0 and self._num_bytes[owner] + growth > share) or (\n",
+        "        while (growth > 0 and self._num_bytes.total() + growth > share) or (\n",
+        "security/test_shares.py::test_S_39_a_full_share_is_nobody_elses_and_a_batch_waits_for_room",
+    ),
+    Removal(
+        "S-39",
+        SRC + "serve/storage/turns.py",
+        "        return self._open[owner], self._last_given.get(owner, 0)\n",
+        "        return bool(not owner), place\n",
+        "serve/storage/test_turns.py::test_S_39_a_free_turn_goes_to_the_holder_with_the_fewest",
+    ),
+    Removal(
         "S-40",
         SRC + "engine/tenants.py",
         "    name = current().name\n    return hashlib",
         '    name = "all"\n    return hashlib',
         "security/test_interference.py::test_S_40_control_a_cache_without_a_salt_is_noticed",
+    ),
+    Removal(
+        "S-40",
+        SRC + "serve/storage/store.py",
+        "            num_items and self._num_items[owner] + num_items > self.max_items\n",
+        "            num_items and self._num_items.total() + num_items > self.max_items\n",
+        "security/test_interference.py::test_S_40_anothers_responses_evict_none",
     ),
 ]

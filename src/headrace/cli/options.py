@@ -86,7 +86,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_queued_reqs": "Requests that may wait; further ones get 429.",
         "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
         "storage_dir": "Folder for uploaded files, batches and stored responses; without it they are kept in memory.",
-        "max_storage_bytes": "Most bytes of stored files; the same bound holds for stored responses.",
+        "max_storage_bytes": "Most bytes of stored files, and of stored responses; the holders of keys share them.",
         "max_batch_concurrency": "Requests of batches that are open at once; none starts while other requests wait.",
         "max_restarts": "Restarts of the engine in ten minutes before the server gives up.",
         "watchdog_timeout": "Seconds without a step or processor time after which an engine with open requests "

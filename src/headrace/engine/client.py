@@ -257,7 +257,7 @@ class EngineClient:
         Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
         """
         self._check_open()
-        for request in requests:
+        for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
             verify(request, self.info)
             if request.params.logits_processors and not self._link.in_process:
                 bound = "left out, unless the engine runs in the caller's own process"

@@ -7,21 +7,25 @@ event loop stays quick (R-03). Called by `async_llm.AsyncLLM` and `serve.apis.op
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from headrace.engine import context
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.errors import DeadlineError, HeadraceError
+from headrace.protocol.errors import DeadlineError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Pooling
 from headrace.text.beams import make_search, parts_of
@@ -58,9 +62,27 @@ class FinishObserver(Protocol):
     def on_finish(self, state: RequestState, reason: str) -> None: ...
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread."""
-    return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
+async def in_time(work: Awaitable[T], what: str) -> T:
+    """Await `work` until the deadline of the call that is being answered; `what` is done meanwhile, for the error.
+
+    Raises `DeadlineError`."""
+    end = deadline()
+    try:
+        async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())) as timer:
+            return await work
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        context.count_late()
+        raise DeadlineError(f"the request's time was over while {what}", started=False) from None
+
+
+async def off_loop(size: int, work: Callable[[], T], thread: Executor | None = None) -> T:
+    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread, of `thread` if given."""
+    if size < LARGE_TEXT:
+        return work()
+    run = functools.partial(contextvars.copy_context().run, work)
+    return await asyncio.get_running_loop().run_in_executor(thread, run)
 
 
 def with_salt(params: SamplingParams, cache_salt: str) -> SamplingParams:
@@ -108,29 +130,24 @@ class TextClient:
         grammars, worker = self.grammars, self.worker
         if worker is None or grammars.is_known(params):
             return grammars.check(params)
-        return await self.in_time(worker.run(lambda: grammars.check(params)), "its grammar was built")
-
-    async def in_time(self, work: Awaitable[T], what: str) -> T:
-        """Await `work` until the call's deadline; `what` is done meanwhile, for the error. Raises `DeadlineError`."""
-        end = deadline()
-        try:
-            async with asyncio.timeout(None if end is None else end - time.monotonic()) as timer:
-                return await work
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            self.client.num_expired += 1
-            raise DeadlineError(f"the request's time was over while {what}", started=False) from None
+        return await in_time(worker.run(lambda: grammars.check(params)), "its grammar was built")
 
     def close(self) -> None:
         """End the work on grammars."""
         if self.worker is not None:
             self.worker.close()
 
-    def check_room(self, num_prompts: int, params: SamplingParams) -> None:
+    def check_room(self, num_prompts: int, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
         `EngineDeadError`). Call this once, before texts are rendered and tokenised."""
-        self.client.check_room(num_prompts * (params.best_of or params.n))
+        if beam is None:
+            self.client.check_room(num_prompts * (params.best_of or params.n))
+            return
+        most = self.client.admission.max_reqs
+        if num_prompts * beam.beam_width > most:
+            bound = f"such that prompts times beams are at most {most} in one call; there are {num_prompts} prompts"
+            raise RequestError("beam_width", beam.beam_width, bound)
+        self.client.check_room(num_prompts)
 
     @property
     def info(self) -> EngineInfo:
@@ -140,17 +157,17 @@ class TextClient:
         self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
     ) -> tuple[str | None, list[int]]:
         """Return `inputs.prompt_ids`, computed on a thread if the prompt is long. Raises `DeadlineError` too."""
-        work = off_loop(
-            prompt_size(prompt),
-            lambda: prompt_ids(
-                prompt,
-                self.tokenizer,
-                self.info,
-                add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-            ),
+        work = functools.partial(
+            prompt_ids,
+            prompt,
+            self.tokenizer,
+            self.info,
+            add_special_tokens=add_special_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
-        return await self.in_time(work, "its prompt was tokenised")
+        # A call may have hundreds of prompts that are short enough to be done here: others run between two of them.
+        await asyncio.sleep(0)
+        return await in_time(off_loop(prompt_size(prompt), work), "its prompt was tokenised")
 
     def open(
         self,
@@ -180,6 +197,7 @@ class TextClient:
         meter = self.rates.meter()
         if beam is not None:
             # A search is one request with all answers to its prompt.
+            self.check_room(len(prompts), params, beam)
             num_answers = num_returned = per_request = beam.num_answers
             groups = [[make_search(token_ids, beam, params, self.info, **options)] for token_ids in prompts]
         else:

@@ -269,6 +269,8 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromEn
         while data := await reader.read(frames.READ_BYTES):
             for payload in buffer.feed(data):
                 yield frames.decode_from_engine(payload)
+            # A read of what has come already does not let others run.
+            await asyncio.sleep(0)
 
 
 class InprocLink:

@@ -7,6 +7,7 @@ whether it can be compiled. Knows no tokens and no tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -147,10 +148,14 @@ def check_json(text: str, field: str) -> None:
 def _check_plain(value: Any, field: str) -> None:
     """Check level by level, so that no depth is too great for the check itself."""
     level = [value]
+    most = int(bounds.BOUNDS["structured_text"].high)
     for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level for inner in _inner(outer, field)]
+        inners = (inner for outer in level for inner in _inner(outer, field))
+        level = list(itertools.islice(inners, most + 1))
         if not level:
             return
+        # Every value takes a character of the text at least.
+        bounds.check("structured_text", level, f"structured_outputs.{field}")
     raise RequestError(f"structured_outputs.{field}", "an object", f"at most {MAX_DEPTH} levels deep")
 
 

@@ -75,6 +75,10 @@ class CheckpointError(HeadraceError):
     code = "bad_checkpoint"
 
 
+class NativeCallError(HeadraceError):
+    """A library in native code broke down over one input (HTTP 500). The caller's next input may work."""
+
+
 class QueueFullError(HeadraceError):
     """Admission refused: too many requests or tokens wait already (HTTP 429, with `retry_after` seconds)."""
 

@@ -15,7 +15,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,6 +60,7 @@ logger = logging.getLogger("headrace.server")
 
 # Seconds that a client has to read the last event of its stream after draining ends.
 STREAM_END_S = 5.0
+LAG_INTERVAL_S = 0.1
 
 
 def create_app(
@@ -92,8 +93,9 @@ def create_app(
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
-    storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    lifespan = Lifespan(client, served, server.log_stats_interval, storage, tracer)
+    max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
+    storage = Storage(served, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
+    lifespan = Lifespan(client, served, server.log_stats_interval, storage, metrics.on_lag, tracer)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -157,12 +159,14 @@ def _methods(app: Starlette, path: str) -> list[str]:
 
 
 def _add_tokenize(app: Starlette, model: ServedModel) -> None:
-    async def tokenize(body: dict[str, Any]) -> Tokenized:
+    async def tokenize(body: dict[str, Any]) -> Response:
         """Text, or messages, to token ids."""
         # llama-server's body has a content, vLLM's a prompt or messages.
         if body.get("content") is not None:
-            return await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
-        return await openai_completions.tokenize(model, body)
+            reply = await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
+        else:
+            reply = await openai_completions.tokenize(model, body)
+        return await routing.large_response(reply, reply.count)
 
     routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=Tokenized)
 
@@ -229,6 +233,7 @@ class Lifespan:
         model: ServedModel,
         log_stats_interval: float,
         storage: Storage,
+        on_lag: Callable[[float], None],
         tracer: Tracer | None = None,
     ) -> None:
         self.client = client
@@ -238,6 +243,7 @@ class Lifespan:
         self.draining = False
         self.ended = asyncio.Event()
         self._model = model
+        self._on_lag = on_lag
         self._interval = log_stats_interval
 
     def status(self) -> str:
@@ -268,7 +274,7 @@ class Lifespan:
     @contextlib.asynccontextmanager
     async def run(self, app: Starlette) -> AsyncIterator[None]:
         """Load in the background, so that probes are answered meanwhile."""
-        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
+        tasks = [asyncio.create_task(work()) for work in (self._start, self._log_stats, self._watch_loop)]
         try:
             yield
         finally:
@@ -305,6 +311,14 @@ class Lifespan:
         logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
         length = info.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
+
+    async def _watch_loop(self) -> None:
+        """Measure how much later than due the event loop runs: something held it, or the interpreter's lock."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._on_lag(max(0.0, loop.time() - due))
 
     async def _log_stats(self) -> None:
         before = self.client.total

@@ -7,6 +7,7 @@ routes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from headrace.engine import context
 from headrace.protocol.errors import HeadraceError, RequestError
 
 logger = logging.getLogger("headrace.server")
+
+ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Exceptions that end a task or the process, and that no reply is made of."""
 
 
 class Status(NamedTuple):

@@ -7,6 +7,7 @@ same call means the same request everywhere. Knows the tokenizer, `EngineInfo`, 
 
 from __future__ import annotations
 
+import copy
 import random
 import secrets
 import uuid
@@ -19,6 +20,7 @@ import msgspec
 from headrace.grammar.salted import SaltedCache
 from headrace.protocol import bounds
 from headrace.protocol.errors import ContextLengthError, RequestError
+from headrace.protocol.parameters import MAX_INT32
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Pooling, Request
 from headrace.text.reasoning import THINK
@@ -104,13 +106,16 @@ def prompt_ids(
         if tokenizer is None:
             raise RequestError("prompt", content, "token ids, for the engine runs without a tokenizer")
         text = content
+        if truncate_prompt_tokens is None:
+            _check_bytes(content, tokenizer, info.max_model_len)
         token_ids = tokenizer.encode(content, add_special_tokens=add_special_tokens)
     else:
         if not isinstance(content, Sequence) or isinstance(content, bytes):
             raise RequestError("prompt", content, "a text or a list of token ids")
         token_ids = list(content)
-        for token_id in token_ids:
-            bounds.check("token_id", token_id, "prompt")
+        if not bounds.are_ids(token_ids, MAX_INT32):
+            for token_id in token_ids:
+                bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
         keep = info.max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if not keep:
@@ -122,6 +127,17 @@ def prompt_ids(
     if len(token_ids) >= info.max_model_len:
         raise ContextLengthError("prompt", len(token_ids), f"at most {info.max_model_len - 1} tokens long")
     return text, token_ids
+
+
+def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raise `ContextLengthError` for a text of so many bytes that its tokens can not fit, which costs no tokenising."""
+    if tokenizer.max_token_bytes is None:
+        return
+    most = (max_model_len - 1) * tokenizer.max_token_bytes
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes > most:
+        bound = f"at most {max_model_len - 1} tokens long, which is at most {most} bytes"
+        raise ContextLengthError("prompt", f"{num_bytes} bytes", bound)
 
 
 def make_requests(
@@ -156,19 +172,14 @@ def make_requests(
     group = new_request_id() if count > 1 else ""
     logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
     params = with_token_ids(params, tokenizer, info.vocab_size, marks, cache_salt)
+    params = msgspec.structs.replace(
+        params, n=1, best_of=None, max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs
+    )
     return [
         Request(
             request_id=new_request_id(),
             prompt_token_ids=token_ids,
-            params=msgspec.structs.replace(
-                params,
-                n=1,
-                best_of=None,
-                seed=(seed + index) % 2**63,
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                logprobs=logprobs,
-            ),
+            params=_with_seed(params, (seed + index) % 2**63),
             priority=priority,
             cache_salt=cache_salt,
             group=group,
@@ -176,6 +187,13 @@ def make_requests(
         )
         for index in range(count)
     ]
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """Return a copy with another seed, whose other fields are not checked once more: lists of ids may be long."""
+    copied = copy.copy(params)
+    msgspec.structs.force_setattr(copied, "seed", seed)
+    return copied
 
 
 def with_token_ids(

@@ -6,6 +6,7 @@ engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import msgspec
 
 from headrace.engine import context
 from headrace.engine.fair_worker import FairWorker
-from headrace.engine.generation import Generation, TextClient, off_loop
+from headrace.engine.generation import Generation, TextClient, in_time, off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
@@ -101,7 +102,7 @@ class ServedModel:
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
                 special["prompt_logprobs"] = call.logprobs
             params = self._params(call, None if call.fills_context else DEFAULT_COMPLETION_TOKENS, special)
-            self.front.check_room(len(call.prompts), params)
+            self.front.check_room(len(call.prompts), params, call.beam)
             await self._check_form(call, params)
             prompts = [
                 await self.front.prompt_ids(
@@ -127,7 +128,7 @@ class ServedModel:
             if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
                 special["skip_special_tokens"] = False
             params = self._params(call, None, special)
-            self.front.check_room(1, params)
+            self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
             if not enforced and any(tool["function"].get("strict") for tool in use.tools):
@@ -182,14 +183,14 @@ class ServedModel:
                 **variables,
             )
         )
-        return await self.front.in_time(work, "its prompt was rendered")
+        return await in_time(work, "its prompt was rendered")
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
         bounds.check("text", text, field)
         tokenizer = self.tokenizer
-        work = off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        return await self.front.in_time(work, "it was tokenised")
+        work = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await in_time(off_loop(len(text), work), "it was tokenised")
 
     async def warm_up(self) -> None:
         """Render a first chat, so that the templates' process is there before a request waits for it."""

@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from headrace.engine.context import REQUEST_ID, CallContext, answering, within
+from headrace.engine.context import REQUEST_ID, CallContext, answering, arrived, within
 from headrace.engine.tenants import acting_as
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.serve.errors import Api, CallError, api_of, error_response
+from headrace.serve.errors import ENDINGS, Api, CallError, api_of, error_response
 from headrace.serve.gates.auth import ApiKeyGate
 from headrace.serve.gates.limits import UNSUPPORTED_MEDIA, Scope
 
@@ -212,9 +212,13 @@ class CallGate:
         headers = by_name(scope)
         context = context_of(headers, scope["path"])
         added = self._headers.reply_headers(headers)
+        api = api_of(self._apis, scope["path"])
+        has_begun = False
 
         async def sending(message: dict[str, Any]) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 message["headers"] = [*message.get("headers", ()), *added]
                 if all(name != ID for name, _ in message["headers"]):
                     message["headers"].append((ID, context.call_id.encode()))
@@ -222,7 +226,7 @@ class CallGate:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        with answering(context), contextlib.ExitStack() as call:
+        with answering(context), arrived(arrival_time), contextlib.ExitStack() as call:
             reply: Any = self._app
             try:
                 preflight = self._headers.check(scope, headers)
@@ -232,8 +236,16 @@ class CallGate:
                 else:
                     reply = preflight
             except HeadraceError as error:
-                reply = error_response(error, api_of(self._apis, scope["path"]))
-            await reply(scope, receive, sending)
+                reply = error_response(error, api)
+            try:
+                await reply(scope, receive, sending)
+            except ENDINGS:
+                raise
+            except BaseException as error:
+                if has_begun:
+                    raise
+                reply = error_response(error, api)
+                await reply(scope, receive, sending)
 
 
 def by_name(scope: Scope) -> Headers:

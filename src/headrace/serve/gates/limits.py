@@ -21,12 +21,21 @@ from headrace.serve.errors import CallError
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DEPTH = 64
 MAX_KEYS = 10_000
+MAX_VALUES = 2**20
+"""Values in one body: numbers, texts, lists, objects, true, false and null."""
+MAX_TEXTS = 2**18
+"""Texts in one body, with the keys of objects."""
+MAX_CONTAINERS = 2**15
+"""Lists and objects in one body, the body itself too."""
 BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
 """Bytes a second of a body over each `BODY_IDLE_S` seconds, but for its end."""
 MAX_BODIES_BYTES = 2**28
 """Bytes of all bodies in memory together; the first `FREE_BODY_BYTES` of each do not count."""
 FREE_BODY_BYTES = 2**16
+
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 UNSUPPORTED_MEDIA = "unsupported_media_type"
 
@@ -137,22 +146,55 @@ async def _read(scope: Scope, receive: Receive, most: int, counted: _Body, bodie
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, parsed strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded nesting.
+    """Return the JSON object in `body`, parsed strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded size.
 
     Raises `RequestError`.
     """
     if not body:
         raise RequestError("body", "", "a JSON object")
+    check_size(body)
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_float)
-    except RecursionError as error:
-        raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep") from error
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_pairs,
+            parse_constant=_constant,
+            parse_float=_float,
+            parse_int=lambda text: int(text),
+        )
     except ValueError as error:  # also of wrong UTF-8, and of integers with thousands of digits
         raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise RequestError("body", type(value).__name__, "a JSON object")
-    _check_shape(value, surrogates=b"\\u" in body)
+    if b"\\ud" in body or b"\\uD" in body:
+        _check_texts(value)
     return value
+
+
+def check_size(body: bytes) -> None:
+    """Raise `RequestError` for JSON with too many values or levels, before anything is parsed.
+
+    The parser holds the interpreter's lock while it makes texts and lists, for a time that their number bounds. Each
+    call here is one pass over bytes, of some milliseconds. What is no JSON is left to the parser, which stops there.
+    """
+    if b"\\" in body:
+        # Without escaped quotes, every second piece between quotes is outside of texts.
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    _check_count(body.count(b'"') // 2, MAX_TEXTS, "texts and keys")
+    outside = b"".join(body.split(b'"')[::2])
+    num_containers = outside.count(b"[") + outside.count(b"{")
+    _check_count(num_containers, MAX_CONTAINERS, "lists and objects")
+    _check_count(outside.count(b",") + num_containers, MAX_VALUES, "values")
+    brackets = outside.translate(_BRACKETS, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        # Each pass takes the innermost level of every branch away.
+        brackets = brackets.replace(b"[]", b"")
+    if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH:
+        raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep")
+
+
+def _check_count(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise RequestError("body", f"{number} {what}", f"JSON with at most {most} {what}")
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -177,27 +219,17 @@ def _float(text: str) -> float:
     return value
 
 
-def _check_shape(value: Any, surrogates: bool) -> None:
-    """Check the depth, and all text: half a surrogate pair can not be encoded, and tokenizers fail on it."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        following: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                following += item.values()
-                if surrogates:
-                    following += item
-            elif isinstance(item, list):
-                following += item
-            elif surrogates and isinstance(item, str):
-                _check_text(item)
-        level = [item for item in following if isinstance(item, (dict, list, str))]
-        if not level:
-            return
-    for item in level:
-        if not isinstance(item, str):
-            raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep")
-        if surrogates:
+def _check_texts(value: Any) -> None:
+    """Check all texts and keys: half a surrogate pair can not be encoded, and tokenizers fail on it."""
+    items = [value]
+    while items:
+        item = items.pop()
+        if isinstance(item, dict):
+            items += item
+            items += item.values()
+        elif isinstance(item, list):
+            items += item
+        elif isinstance(item, str):
             _check_text(item)
 
 
