@@ -171,6 +171,12 @@ def isolation(num: int, seed: int) -> Counts:
     return run_campaign(num, seed)
 
 
+def interference(num: int, seed: int) -> Counts:
+    from tests.campaigns.interference import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def connections(count: int, seed: int) -> Counts:
     from tests.campaigns.connections import schedules
 
@@ -272,6 +278,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 3000, "nightly": 200_000, "release": 2_000_000},
         crashes,
         ("src/headrace/serve/storage", "src/headrace/serve/apis/openai"),
+    ),
+    "C-16": Campaign(
+        "programs of two holders, with and without one of them",
+        {"commit": 300, "nightly": 10_000, "release": 100_000},
+        interference,
+        ("src/headrace/serve", "src/headrace/engine"),
     ),
 }
 

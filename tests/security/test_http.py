@@ -219,6 +219,27 @@ def test_S_20_hostile_json_on_every_route(live: Live, text: bytes) -> None:
     assert live.client.is_alive
 
 
+MEMBERS = [
+    b'"x": 1, "x": 2',
+    b'"x": NaN',
+    b'"x": -Infinity',
+    b'"x": 1e999',
+    b'"x": "\\ud800"',
+    b'"x": ' + b"[" * limits.MAX_DEPTH + b"]" * limits.MAX_DEPTH,
+    b'"x": {' + b",".join(b'"k%d":1' % index for index in range(limits.MAX_KEYS + 1)) + b"}",
+]
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: repr(member[:16]))
+def test_S_20_a_body_that_is_right_but_for_its_json_is_refused_on_every_route(live: Live, member: bytes) -> None:
+    """Unknown fields are ignored, so nothing else refuses these bodies."""
+    headers = {"content-type": "application/json"}
+    for path in rig.BODIES:
+        start = json.dumps(rig.body_of(path)).encode()[:-1] + b", "
+        assert rig.call(live, "POST", path, content=start + b'"x": 1}', headers=headers).status_code < 300, path
+        assert rig.call(live, "POST", path, content=start + member + b"}", headers=headers).status_code == 400, path
+
+
 def test_S_17_compressed_bodies_are_refused_unread_on_every_route(live: Live) -> None:
     for coding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
         for path in [*rig.posts(), "/v1/files"]:

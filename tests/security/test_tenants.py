@@ -145,9 +145,16 @@ def test_S_24_a_salt_changes_no_output(locked: Live) -> None:
 
 
 def test_S_25_two_callers_with_one_id_are_two(locked: Live) -> None:
-    body = {"prompt": LONG, "max_tokens": 8, "request_id": "same", "ignore_eos": True}
-    one = ask(locked, rig.ALICE, "/v1/completions", body | {"seed": 1})
-    two = ask(locked, rig.BOB, "/v1/completions", body | {"seed": 2})
+    body = {"prompt": LONG, "max_tokens": 200, "request_id": "same", "ignore_eos": True}
+    # Both are open at once. A call whose request is taken for the other's would never end.
+    headers = {"x-request-timeout": "10"}
+    calls = [
+        rig.begin(locked, "POST", "/v1/completions", json=body | {"seed": seed}, headers=headers | rig.bearer(key))
+        for seed, key in ((1, rig.ALICE), (2, rig.BOB))
+    ]
+    replies = [call() for call in calls]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    one, two = (reply.json() for reply in replies)
     assert one["id"] == two["id"]
     assert one["choices"][0]["text"] != two["choices"][0]["text"]
 

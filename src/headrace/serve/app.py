@@ -346,7 +346,10 @@ class Lifespan:
 
 
 def advised_params(engine: EngineConfig) -> dict[str, Any]:
-    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them."""
+    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them.
+
+    Raises `CheckpointError` for a value that no request may have.
+    """
     path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
     if not path.is_file():
         return {}
@@ -354,6 +357,9 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
     names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
     names |= {"max_new_tokens": "max_tokens", "no_repeat_ngram_size": "no_repeat_ngram_size"}
     params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    for theirs, ours in names.items():
+        if ours in params:
+            hub.check_field(path, ours, params[ours], theirs)
     if params:
         logger.info("sampling defaults from the model's generation_config.json: %s", params)
     return params

@@ -452,6 +452,11 @@ def _json(path: Path) -> dict[str, Any]:
     return hub.read_json(path) if path.is_file() else {}
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether `text` has no lone surrogate, which JSON can spell."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the templates by name, from all places of transformers' history; chat_template.jinja overrides."""
     templates: dict[str, str] = {}
@@ -460,6 +465,11 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
             templates["default"] = source
         elif isinstance(source, list):
             templates.update((entry["name"], entry["template"]) for entry in source)
+        elif source is not None:
+            raise CheckpointError(f"chat_template is {source!r:.80}, expected a text or a list of named texts")
+    for name, template in templates.items():
+        if not isinstance(name, str) or not isinstance(template, str) or not _is_unicode(template):
+            raise CheckpointError(f"chat_template {name!r:.80} is {template!r:.80}, expected Unicode text under a name")
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     single = directory / "chat_template.jinja"
