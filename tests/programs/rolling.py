@@ -3,7 +3,7 @@
 Two servers over the fake engine stand behind the proxy with the configuration of `deploy/`. Clients send completions
 without a pause, every second one as a stream, while the servers end with SIGTERM and start again in turn. A request is
 refused if it gets another status than 200, and truncated if its answer lacks tokens or its end. Prints the counts as
-JSON; the exit status is 1 if a request was refused or truncated, 2 if the proxy is not installed. `--kill` ends the
+JSON, also when Ctrl-C ends it before; the exit status is 1 if a request was refused or truncated, 2 if the proxy is not installed. `--kill` ends the
 servers with SIGKILL, for the control: requests must then be lost.
 """
 
@@ -212,6 +212,8 @@ def run(name: str, num_restarts: int, num_clients: int = 8, kill: bool = False) 
                 statuses[backend.end(signal.SIGKILL if kill else signal.SIGTERM)] += 1
                 backend.start()
                 wait_until(proxy.uses_all, f"{name} does not use both servers")
+        except KeyboardInterrupt:
+            num_restarts = statuses.total()  # the counts up to here
         finally:
             load.end()
     counts = {"refused": 0, "truncated": 0} | dict(load.counts)
