@@ -108,6 +108,12 @@ def live_faults(num: int, seed: int) -> Counts:
     return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
+def faults_of_children(num: int, seed: int) -> Counts:
+    from tests.campaigns.children import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def state_machines(size: tuple[int, int], seed: int) -> Counts:
     from tests.campaigns.machines import run_campaign
 
@@ -165,6 +171,12 @@ def isolation(num: int, seed: int) -> Counts:
     return run_campaign(num, seed)
 
 
+def connections(count: int, seed: int) -> Counts:
+    from tests.campaigns.connections import schedules
+
+    return schedules(count, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -212,6 +224,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 40, "nightly": 1000, "release": 20_000},
         live_faults,
     ),
+    "C-5-children": Campaign(
+        "faults of the processes of templates and grammars, and of the server",
+        {"commit": 40, "nightly": 500, "release": 5000},
+        faults_of_children,
+    ),
     "C-6": Campaign("damaged inputs of every other parser", PARSERS, parsers),
     "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),
     "C-7": Campaign("ten times the load (seconds)", {"commit": 15.0, "nightly": 1200.0, "release": 7200.0}, overload),
@@ -226,6 +243,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
+    "C-13": Campaign(
+        "random clients on a virtual clock",
+        {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000},
+        connections,
+        ("src/headrace/serve/gates",),
+    ),
 }
 
 

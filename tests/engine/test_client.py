@@ -20,7 +20,6 @@ from headrace.core.requests import verify_model
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.engine.request_stream import RequestStream
-from headrace.engine.watchdog import Watchdog
 from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import (
@@ -33,6 +32,7 @@ from headrace.protocol.errors import (
 )
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Request
+from headrace.protocol.watchdog import Watchdog
 from headrace.text.inputs import new_request_id
 from headrace.text.outputs import Delta
 

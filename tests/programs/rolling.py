@@ -3,8 +3,8 @@
 Two servers over the fake engine stand behind the proxy with the configuration of `deploy/`. Clients send completions
 without a pause, every second one as a stream, while the servers end with SIGTERM and start again in turn. A request is
 refused if it gets another status than 200, and truncated if its answer lacks tokens or its end. Prints the counts as
-JSON, also when Ctrl-C ends it before; the exit status is 1 if a request was refused or truncated, 2 if the proxy is not installed. `--kill` ends the
-servers with SIGKILL, for the control: requests must then be lost.
+JSON, also when Ctrl-C ends it before. The exit status is 1 if a request was refused or truncated, 2 if the proxy is not
+installed. `--kill` ends the servers with SIGKILL, for the control: requests must then be lost.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ from typing import Any
 from tests.support.server import write_tokenizer
 from tests.support.serving import free_port
 
-from headrace.protocol.config import ServerConfig
-
 ROOT = Path(__file__).resolve().parents[2]
 FRONT, BACKS = "127.0.0.1:8080", ("127.0.0.1:8001", "127.0.0.1:8002")
 NUM_TOKENS = 40
 DELAY_S = 0.02
 SHUTDOWN_DELAY_S = 2.0
-HAS_DELAY = "shutdown_delay" in ServerConfig.__struct_fields__
 
 
 def get(port: int, path: str) -> int:
@@ -68,8 +65,7 @@ class Backend:
         self.start()
 
     def start(self) -> None:
-        words = [str(self.folder), str(self.port), str(DELAY_S), "5", "30"]
-        words += [str(SHUTDOWN_DELAY_S)] if HAS_DELAY else []
+        words = [str(self.folder), str(self.port), str(DELAY_S), "5", "30", str(SHUTDOWN_DELAY_S)]
         with (self.folder / f"{self.port}.log").open("a") as log:
             command = [sys.executable, "-m", "tests.programs.serve_fake", *words]
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -218,7 +214,7 @@ def run(name: str, num_restarts: int, num_clients: int = 8, kill: bool = False) 
             load.end()
     counts = {"refused": 0, "truncated": 0} | dict(load.counts)
     about = {"proxy": name, "restarts": num_restarts, "exit_statuses": dict(statuses), "clients": num_clients}
-    about |= {"shutdown_delay_s": SHUTDOWN_DELAY_S if HAS_DELAY else None}
+    about |= {"shutdown_delay_s": SHUTDOWN_DELAY_S}
     return about | counts | {"examples": load.examples[:5]}
 
 

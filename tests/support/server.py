@@ -74,7 +74,13 @@ class Live:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.app, http=Connection, log_level="error", ws="none", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            self.app,
+            http=Connection.protocol(server.max_connections_per_peer),
+            log_level="error",
+            ws="none",
+            timeout_graceful_shutdown=2,
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
 
@@ -166,7 +172,8 @@ def child(delay: float = 0.0, max_restarts: int = 3, **config: Any) -> EngineCli
 @pytest.fixture(scope="module")
 def live(tokenizer: Tokenizer) -> Iterator[Live]:
     """One server for tests that do not harm it. A step takes a millisecond."""
-    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, ServerConfig(log_stats_interval=0)) as made:
+    config = ServerConfig(log_stats_interval=0, any_model_name=False)
+    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, config) as made:
         yield made
 
 

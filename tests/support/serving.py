@@ -53,7 +53,7 @@ def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
     port = free_port()
     reports = tempfile.TemporaryDirectory()
     command = [str(Path(sys.executable).parent / "headrace"), "serve", *arguments, "--port", str(port)]
-    command += ["--crash-report-dir", reports.name]
+    command += ["--crash-report-dir", reports.name, "--shutdown-delay", "0"]
     # On a machine with other work, torch's second thread costs more than it gives.
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     url = f"http://127.0.0.1:{port}"

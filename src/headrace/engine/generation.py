@@ -10,15 +10,18 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.errors import HeadraceError
+from headrace.protocol.errors import DeadlineError, HeadraceError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Pooling
 from headrace.text.beams import make_search, parts_of
@@ -60,6 +63,14 @@ async def off_loop(size: int, work: Callable[[], T]) -> T:
     return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
 
 
+def with_salt(params: SamplingParams, cache_salt: str) -> SamplingParams:
+    """Return the parameters with their constraint under the caller's salt (S-24)."""
+    if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+        return params
+    constraint = msgspec.structs.replace(params.structured_outputs, cache_salt=salted(cache_salt))
+    return msgspec.structs.replace(params, structured_outputs=constraint)
+
+
 class TextClient:
     """Opens generations of text for prompts."""
 
@@ -77,20 +88,44 @@ class TextClient:
         # The texts that begin and end the model's reasoning.
         self.marks = THINK
         self._grammars: GrammarChecker | None = None
+        self.worker: FairWorker | None = None
 
     @property
     def grammars(self) -> GrammarChecker:
-        """The checker of constraints, made when it is first needed."""
+        """The checker of constraints, made with the worker of its process when it is first needed."""
         if self._grammars is None:
             self._grammars = GrammarChecker(self.tokenizer, self.info.vocab_size, self.info.eos_token_ids)
+            self.worker = FairWorker(self._grammars.process)
         return self._grammars
 
-    async def check(self, params: SamplingParams) -> list[str]:
-        """Check the constraint of `params` and return warnings of what it leaves open. Call this before `open`.
+    async def check(self, params: SamplingParams, cache_salt: str = "") -> list[str]:
+        """Check the constraint of `params` and return warnings of what it leaves open. Call this before `open`, with
+        the same salt.
 
-        Raises `RequestError` for a constraint that can not be honoured.
+        Raises `RequestError` for a constraint that can not be honoured, `DeadlineError`, or `ChildFailedError`.
         """
-        return await self.grammars.check_soon(params)
+        params = with_salt(params, cache_salt)
+        grammars, worker = self.grammars, self.worker
+        if worker is None or grammars.is_known(params):
+            return grammars.check(params)
+        return await self.in_time(worker.run(lambda: grammars.check(params)), "its grammar was built")
+
+    async def in_time(self, work: Awaitable[T], what: str) -> T:
+        """Await `work` until the call's deadline; `what` is done meanwhile, for the error. Raises `DeadlineError`."""
+        end = deadline()
+        try:
+            async with asyncio.timeout(None if end is None else end - time.monotonic()) as timer:
+                return await work
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            self.client.num_expired += 1
+            raise DeadlineError(f"the request's time was over while {what}", started=False) from None
+
+    def close(self) -> None:
+        """End the work on grammars."""
+        if self.worker is not None:
+            self.worker.close()
 
     def check_room(self, num_prompts: int, params: SamplingParams) -> None:
         """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
@@ -104,8 +139,8 @@ class TextClient:
     async def prompt_ids(
         self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
     ) -> tuple[str | None, list[int]]:
-        """Return `inputs.prompt_ids`, computed on a thread if the prompt is long."""
-        return await off_loop(
+        """Return `inputs.prompt_ids`, computed on a thread if the prompt is long. Raises `DeadlineError` too."""
+        work = off_loop(
             prompt_size(prompt),
             lambda: prompt_ids(
                 prompt,
@@ -115,6 +150,7 @@ class TextClient:
                 truncate_prompt_tokens=truncate_prompt_tokens,
             ),
         )
+        return await self.in_time(work, "its prompt was tokenised")
 
     def open(
         self,
@@ -135,6 +171,7 @@ class TextClient:
         caller must close the generation.
         """
         if params.structured_outputs is not None:
+            params = with_salt(params, cache_salt)
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         options: dict[str, Any] = {"priority": priority, "cache_salt": salted(cache_salt), "tokenizer": self.tokenizer}

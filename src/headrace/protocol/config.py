@@ -29,6 +29,12 @@ QUANTIZATIONS = (
 DEQUANTIZE = "none"
 """The quantization that computes with plain floats whatever the checkpoint has."""
 
+STORED_METHODS = {
+    "awq": "awq", "awq_marlin": "awq", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8", "gguf": "gguf", "gptq": "gptq", "gptq_marlin": "gptq", "modelopt": "modelopt", "mxfp4": "mxfp4",
+}  # fmt: skip
+"""vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What to load and how to run it. `None` means: take it from the model or measure it."""
@@ -65,7 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
-            _member("quantization", self.quantization, (*QUANTIZATIONS, DEQUANTIZE))
+            _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least("num_threads", self.num_threads, 0)
         if self.num_threads > MAX_NUM_THREADS:
@@ -99,7 +105,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     allowed_hosts: list[str] | None = None
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
-    served_model_name: str | None = None
+    served_model_name: list[str] | None = None
+    any_model_name: bool | None = None
     chat_template: str | None = None
     enable_auto_tool_choice: bool = True
     tool_call_parser: str | None = None
@@ -109,6 +116,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_restarts: int = 5
     watchdog_timeout: float = 60.0
     max_request_timeout: float = 0.0
+    max_connections_per_peer: int | None = None
+    shutdown_delay: float = 5.0
     shutdown_timeout: float = 30.0
     storage_dir: str | None = None
     max_storage_bytes: int = 2**28
@@ -125,11 +134,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("port", self.port, "an integer from 0 to 65535")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_requests_per_minute", "max_tokens_per_minute"):
+        for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_connections_per_peer"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("max_restarts", self.max_restarts, 0)
-        for name in ("max_request_timeout", "shutdown_timeout", "watchdog_timeout"):
+        for name in ("max_request_timeout", "shutdown_delay", "shutdown_timeout", "watchdog_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")
         _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """Root of all deliberate errors. `status` is the HTTP status, `code` the machine-readable name."""
+    """Root of all deliberate errors. `status` is the HTTP status, `code` the machine-readable name, `retry_after` the
+    seconds after which the same call may succeed (None: unknown)."""
 
     status = 500
     code = "internal_error"
+    retry_after: int | None = None
 
 
 class RequestError(HeadraceError):
@@ -36,11 +38,22 @@ class RequestError(HeadraceError):
             quoted = "a number of thousands of digits"
         if len(quoted) > 80:
             quoted = quoted[:77] + "..."
-        super().__init__(f"{field}: {quoted} is not allowed; it must be {bound}")
+        super().__init__(self.sentence(quoted))
+
+    def sentence(self, quoted: str) -> str:
+        """Return the message; `quoted` is the value, shortened."""
+        return f"{self.field}: {quoted} is not allowed; it must be {self.bound}"
 
     def renamed(self, field: str) -> RequestError:
         """Return the same error with `field` as the name of the parameter."""
         return type(self)(field, self.value, self.bound, self.code)
+
+
+class UnsupportedError(RequestError):
+    """A field that other servers have and that is not supported here (HTTP 400). `bound` says why, or what to use."""
+
+    def sentence(self, quoted: str) -> str:
+        return f"{self.field} is not supported: {self.bound}"
 
 
 class ContextLengthError(RequestError):
@@ -88,6 +101,14 @@ class EngineDeadError(HeadraceError):
 
     status = 503
     code = "engine_dead"
+
+
+class ChildFailedError(HeadraceError):
+    """A process that works for the server failed through no fault of the request, more than once (HTTP 503)."""
+
+    status = 503
+    code = "process_failed"
+    retry_after = 1
 
 
 class InvariantError(HeadraceError):

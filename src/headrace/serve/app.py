@@ -15,7 +15,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -76,21 +76,24 @@ def create_app(
     """Return the application, which starts `client` at startup and closes it at shutdown.
 
     Args:
-        model: the served model's name.
+        model: the served model's name, if `server` has none.
         defaults: sampling parameters for fields that a request leaves out.
         seed: seeds the generator of seeds for requests without one, which get them in order of arrival.
         audits: the reports of `insight.audit.find` on the weights.
         exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
     """
+    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    if server.any_model_name is None:
+        server = msgspec.structs.replace(server, any_model_name=not ring)
+    model = (server.served_model_name or [model])[0]
     metrics = ServerMetrics(client, model)
     tracer = None if exporter is None else Tracer(exporter, model, metrics)
     client.observer = metrics
-    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
     storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, tracer)
+    lifespan = Lifespan(client, served, server.log_stats_interval, storage, tracer)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -121,7 +124,9 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_error)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
     gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
-    app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=apis)
+    app.add_middleware(
+        CallGate, *gates, most=server.max_request_timeout, apis=apis, is_ending=lambda: lifespan.draining
+    )
     if not ring and not is_loopback(server.host):
         logger.warning(
             "no API key is set: every client that reaches %s port %d may use the server", server.host, server.port
@@ -140,7 +145,9 @@ def served_model(
     """Return the model that answers calls; for the arguments see `create_app`."""
     parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
     dialect = Dialect.of(template, front.tokenizer, *parsers)
-    return ServedModel(front, model, template, defaults, seed_source(seed), dialect)
+    names = server.served_model_name or [model]
+    any_name = bool(server.any_model_name)
+    return ServedModel(front, names[0], template, defaults, seed_source(seed), dialect, names, any_name)
 
 
 def _methods(app: Starlette, path: str) -> list[str]:
@@ -214,13 +221,13 @@ def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics
 
 
 class Lifespan:
-    """The application's lifespan and its state: loading, ready, restarting, stalled, dead or draining."""
+    """The application's lifespan and its state: loading, ready, restarting, stalled, impaired, dead or draining."""
 
     def __init__(
         self,
         client: EngineClient,
+        model: ServedModel,
         log_stats_interval: float,
-        warm_up: Callable[[], Awaitable[None]],
         storage: Storage,
         tracer: Tracer | None = None,
     ) -> None:
@@ -230,7 +237,7 @@ class Lifespan:
         self.failure: BaseException | None = None
         self.draining = False
         self.ended = asyncio.Event()
-        self._warm_up = warm_up
+        self._model = model
         self._interval = log_stats_interval
 
     def status(self) -> str:
@@ -244,10 +251,15 @@ class Lifespan:
             return "loading"
         if not client.is_alive:
             return "restarting" if client.num_restarts or client.is_proven_once else "loading"
-        return "stalled" if client.watchdog.is_stalled else "ready"
+        if client.watchdog.is_stalled:
+            return "stalled"
+        return next((worker.status for worker in self._model.workers if worker.status != "ready"), "ready")
 
     def drain(self, seconds: float) -> None:
-        """Refuse new requests, and end the open ones with an error after `seconds`."""
+        """Refuse new requests, and end the open ones with an error after `seconds`.
+
+        `draining` may be set earlier: then the probes fail and connections end with their replies, and all calls are
+        answered."""
         self.draining = True
         self.client.is_draining = True
         error = EngineDeadError("the server is shutting down and could wait no longer")
@@ -263,6 +275,7 @@ class Lifespan:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._model.close()
             await self.storage.close()
             await self.client.close()
             if self.tracer is not None:
@@ -270,7 +283,7 @@ class Lifespan:
 
     async def _start(self) -> None:
         try:
-            await self._warm_up()
+            await self._model.warm_up()
             await self.client.start()
             self._log_start()
             self.storage.start()
@@ -333,25 +346,39 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain."""
+    """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain.
 
-    def __init__(self, config: uvicorn.Config, lifespan: Lifespan, drain_seconds: float) -> None:
+    After SIGTERM it serves on for `delay` seconds, while its probes fail: a load balancer needs that time to notice.
+    """
+
+    def __init__(self, config: uvicorn.Config, lifespan: Lifespan, delay: float, drain_seconds: float) -> None:
         super().__init__(config)
         self._lifespan = lifespan
+        self._delay = delay
         self._drain_seconds = drain_seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, self._on_signal)
+            loop.add_signal_handler(name, self._on_signal, name)
         yield
 
-    def _on_signal(self) -> None:
-        # A second signal ends the server without a drain.
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self._lifespan.drain(self._drain_seconds)
+    def _on_signal(self, name: signal.Signals) -> None:
+        if self.should_exit:
+            # A signal in the drain ends the server without it.
+            self.force_exit = True
+        elif self._delay and name == signal.SIGTERM and not self._lifespan.draining:
+            self._lifespan.draining = True
+            logger.info("draining: the probes fail, and calls are accepted for %g s", self._delay)
+            asyncio.get_running_loop().call_later(self._delay, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if not self.should_exit:
+            self.should_exit = True
+            self._lifespan.drain(self._drain_seconds)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -377,12 +404,16 @@ def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
         return []
 
 
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, notes: Sequence[str] = ()) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
+
+    `notes` are warnings about the command line; they are logged first.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     logs.set_up(server.uvicorn_log_level, server.log_format)
+    for note in notes:
+        logger.warning("%s", note)
     try:
         _serve(engine, server)
     except HeadraceError as error:
@@ -397,10 +428,9 @@ def _serve(engine: EngineConfig, server: ServerConfig) -> None:
     exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
-    model = server.served_model_name or engine.model
     client = ProcessClient(engine, server)
     audits = load_audits(engine)
-    app = create_app(client, tokenizer, template, server, model, defaults, engine.seed, audits, exporter)
+    app = create_app(client, tokenizer, template, server, engine.model, defaults, engine.seed, audits, exporter)
     status = run(app, server)
     if status:
         sys.exit(status)
@@ -412,7 +442,7 @@ def run(app: Starlette, server: ServerConfig) -> int:
         app,
         host=server.host,
         port=server.port,
-        http=Connection,
+        http=Connection.protocol(server.max_connections_per_peer),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,
@@ -425,7 +455,7 @@ def run(app: Starlette, server: ServerConfig) -> int:
     # delay every call by a tenth of a second.
     gc.collect()
     gc.freeze()
-    return asyncio.run(_run(_Uvicorn(config, lifespan, server.shutdown_timeout), lifespan))
+    return asyncio.run(_run(_Uvicorn(config, lifespan, server.shutdown_delay, server.shutdown_timeout), lifespan))
 
 
 async def _run(server: uvicorn.Server, lifespan: Lifespan) -> int:

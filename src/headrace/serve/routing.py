@@ -93,8 +93,8 @@ class Readable(ABC):
 
 async def body(request: Request) -> dict[str, Any]:
     """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
-    raw = await read_body(request.scope, request.receive)
-    return await off_loop(len(raw) // 16, lambda: parse_json(raw))
+    async with read_body(request.scope, request.receive) as raw:
+        return await off_loop(len(raw) // 16, lambda: parse_json(raw))
 
 
 def get(app: Starlette, path: str, function: Callable[..., Any], api: Api = OPENAI, **about: Any) -> None:

@@ -12,10 +12,11 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from headrace.grammar.salted import SaltedCache
 from headrace.protocol import bounds
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -28,8 +29,23 @@ SEED_LIMIT = 2**53 - 2**16
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama-server's, for requests that name none."""
+_BREAKERS: SaltedCache[list[int]] = SaltedCache(64)
 
-Prompt = str | Sequence[int] | dict[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and its text if there is one."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 
 def draw_seed() -> int:
@@ -72,12 +88,13 @@ def prompt_ids(
     text: str | None = None
     content: Any
     if isinstance(prompt, dict):
-        names = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
+        fields: dict[str, Any] = {**prompt}
+        names = [name for name in ("prompt_token_ids", "prompt") if name in fields]
         if not names:
-            raise RequestError("prompt", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
-        content = prompt[names[0]]
+            raise RequestError("prompt", sorted(fields), "a dict with 'prompt' or 'prompt_token_ids'")
+        content = fields[names[0]]
         if names[0] == "prompt_token_ids":
-            text = prompt.get("prompt")
+            text = fields.get("prompt")
             if isinstance(content, str):
                 raise RequestError("prompt_token_ids", content, "a list of token ids")
     else:
@@ -138,7 +155,7 @@ def make_requests(
     count = params.best_of or params.n
     group = new_request_id() if count > 1 else ""
     logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
-    params = with_token_ids(params, tokenizer, info.vocab_size, marks)
+    params = with_token_ids(params, tokenizer, info.vocab_size, marks, cache_salt)
     return [
         Request(
             request_id=new_request_id(),
@@ -162,7 +179,11 @@ def make_requests(
 
 
 def with_token_ids(
-    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, marks: tuple[str, str] = THINK
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    marks: tuple[str, str] = THINK,
+    cache_salt: str = "",
 ) -> SamplingParams:
     """Return the parameters with token ids for every text in them that has none yet. `marks` begin and end reasoning.
 
@@ -177,7 +198,7 @@ def with_token_ids(
         if texts:
             _required(tokenizer, "dry_sequence_breakers", texts)
         if tokenizer is not None:
-            breaker_ids = breakers(tokenizer, DRY_BREAKERS if texts is None else tuple(texts))
+            breaker_ids = breakers(tokenizer, DRY_BREAKERS if texts is None else tuple(texts), cache_salt)
             changes["dry_sequence_breaker_ids"] = [i for i in breaker_ids if i < vocab_size]
     if params.thinking_token_budget is not None and params.thinking_token_ids is None:
         known = _required(tokenizer, "thinking_token_budget", params.thinking_token_budget)
@@ -201,15 +222,18 @@ def mark_ids(tokenizer: Tokenizer, mark: str) -> list[int]:
     return tokenizer.encode(mark, add_special_tokens=False) if token_id is None else [token_id]
 
 
-@lru_cache(maxsize=64)
-def breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[int]:
+def breakers(tokenizer: Tokenizer, texts: tuple[str, ...], cache_salt: str = "") -> list[int]:
     """Return the ids, ascending, of the tokens that contain one of `texts`; for a text in none, of its last token."""
+    known = _BREAKERS.get(cache_salt, (tokenizer, texts))
+    if known is not None:
+        return known
     spelled = _all_token_bytes(tokenizer)
     ids: set[int] = set()
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         containing = [token_id for token_id, token in enumerate(spelled) if data in token]
         ids.update(containing or tokenizer.encode(text, add_special_tokens=False)[-1:])
+    _BREAKERS.put(cache_salt, (tokenizer, texts), sorted(ids))
     return sorted(ids)
 
 

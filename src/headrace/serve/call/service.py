@@ -6,16 +6,15 @@ engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.engine import context
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Generation, TextClient, off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
@@ -38,7 +37,9 @@ class ServedModel:
     """The model behind the routes.
 
     Args:
-        name: the name that is served; a request may name it or none.
+        name: the name that replies have; a request may name it, another of `names`, or none.
+        names: all names of the model, with `name` first; `name` alone by default.
+        takes_any_name: whether a request may have any other name too.
         template: None if the model has no chat template.
         defaults: sampling parameters that the model's makers advise, for what a request does not give.
         draw: where requests without a seed get theirs; the reply tells it.
@@ -53,9 +54,13 @@ class ServedModel:
         defaults: Mapping[str, Any] | None = None,
         draw: Callable[[], int] = draw_seed,
         dialect: Dialect | None = None,
+        names: Sequence[str] = (),
+        takes_any_name: bool = False,
     ) -> None:
         self.front = front
         self.name = name
+        self.names = tuple(names) or (name,)
+        self._takes_any_name = takes_any_name
         self.template = template
         self.defaults = dict(defaults or {})
         self.draw = draw
@@ -64,9 +69,7 @@ class ServedModel:
             style = STYLES[self.dialect.reasoning]
             front.marks = (style.openings[0], style.closings[0])
         self.created = int(time.time())
-        # Templates run one at a time in a process of their own; what waits for it must not fill up the threads that
-        # tokenise.
-        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="headrace-template")
+        self._renderer = None if template is None else FairWorker(template.process)
 
     @property
     def max_context(self) -> int:
@@ -80,9 +83,19 @@ class ServedModel:
             raise RequestError("prompt", "text", "token ids, for the engine runs without a tokenizer")
         return self.front.tokenizer
 
+    @property
+    def workers(self) -> list[FairWorker]:
+        """The workers of the processes that render templates and build grammars, as far as they were needed."""
+        return [worker for worker in (self._renderer, self.front.worker) if worker is not None]
+
+    def close(self) -> None:
+        """End the work of these processes."""
+        for worker in self.workers:
+            worker.close()
+
     async def complete(self, call: TextCall) -> Answer:
         """Begin to go on with each prompt. Raises `HeadraceError`s of all kinds."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             special: dict[str, Any] = {}
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
@@ -103,7 +116,7 @@ class ServedModel:
 
     async def chat(self, call: ChatCall) -> Answer:
         """Begin to answer a conversation. Raises `HeadraceError`s of all kinds."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             most = self.front.info.max_logprobs
             if call.logprobs and most != -1 and not 0 <= call.logprobs <= most:
@@ -134,7 +147,7 @@ class ServedModel:
 
     async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
         """Return what `chat` would give the model: the text and its token ids. Raises `RequestError`."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             text = await self.render(call)
             return text, await self.encode(text, bool(call.add_special_tokens))
@@ -142,11 +155,11 @@ class ServedModel:
     async def render(self, call: ChatCall) -> str:
         """Return the messages, and the tools that the model may call, as one text.
 
-        Raises `RequestError` if they do not fit the model's template.
+        Raises `RequestError` if they do not fit the model's template, `DeadlineError`, or `ChildFailedError`.
         """
         bounds.check("messages", call.messages)
-        template = self.template
-        if template is None:
+        template, renderer = self.template, self._renderer
+        if template is None or renderer is None:
             raise RequestError(
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
             )
@@ -160,22 +173,23 @@ class ServedModel:
         opening = call.add_generation_prompt
         if opening is None:
             opening = not call.continue_final_message
-        return await asyncio.get_running_loop().run_in_executor(
-            self._renderer,
+        work = renderer.run(
             lambda: template.render(
                 call.messages,
                 call.tools.tools,
                 add_generation_prompt=opening,
                 continue_final_message=call.continue_final_message,
                 **variables,
-            ),
+            )
         )
+        return await self.front.in_time(work, "its prompt was rendered")
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
         bounds.check("text", text, field)
         tokenizer = self.tokenizer
-        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        work = off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return await self.front.in_time(work, "it was tokenised")
 
     async def warm_up(self) -> None:
         """Render a first chat, so that the templates' process is there before a request waits for it."""
@@ -187,11 +201,17 @@ class ServedModel:
             # Not fatal: there are templates that need more than one plain message.
             logger.warning("the chat template does not take a plain message: %s", error)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError` unless `name` is what is served, or None."""
-        if name is not None and name != self.name:
-            label = name if len(name) <= 80 else name[:77] + "..."
-            raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {self.name!r}")
+    def check_model(self, name: str | None, is_request: bool = True) -> None:
+        """Raises `ModelNotFoundError` unless `name` is None, the model's, or any in a request that may have any."""
+        if name is None or name in self.names or (is_request and self._takes_any_name):
+            return
+        label = name if len(name) <= 80 else name[:77] + "..."
+        names = " or ".join(repr(each) for each in self.names)
+        raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {names}")
+
+    def true_name(self, name: str) -> str:
+        """Return the name that a reply has for a request with `name`: the same if it is the model's."""
+        return name if name in self.names else self.name
 
     def _params(self, call: Call, max_tokens: int | None, special: Mapping[str, Any]) -> SamplingParams:
         """The parameters, with the model's own for what is not given; of these, a search takes the ends only.
@@ -211,21 +231,20 @@ class ServedModel:
                 raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
         if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=min(rooms))
-        with context.within(call.timeout, call.arrival_time):
-            return self.front.open(
-                prompts,
-                params,
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                arrival_time=call.arrival_time,
-                draw=self.draw,
-                beam=call.beam,
-            )
+        return self.front.open(
+            prompts,
+            params,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            arrival_time=call.arrival_time,
+            draw=self.draw,
+            beam=call.beam,
+        )
 
     async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str) -> None:
         """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the schema."""
         try:
-            for warning in await self.front.check(params):
+            for warning in await self.front.check(params, call.cache_salt):
                 call.warn("tools", warning)
         except RequestError:
             use = call.tools
@@ -236,7 +255,9 @@ class ServedModel:
                 one = use._replace(schemas={name: use.schemas[name]}, mode="required")
                 constraint, _ = self.dialect.constraint(one, prompt, None)
                 try:
-                    await self.front.check(msgspec.structs.replace(params, structured_outputs=constraint))
+                    await self.front.check(
+                        msgspec.structs.replace(params, structured_outputs=constraint), call.cache_salt
+                    )
                 except RequestError as of_tool:
                     raise RequestError(use.names[name], name, of_tool.bound, of_tool.code) from None
             with spelled({"structured_outputs": "tools"}):
@@ -246,5 +267,5 @@ class ServedModel:
         """Find out whether the answer can be held to its form. Raises `RequestError`."""
         if params.structured_outputs is None:
             return
-        for warning in await self.front.check(params):
+        for warning in await self.front.check(params, call.cache_salt):
             call.warn("structured_outputs", warning)

@@ -18,7 +18,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -185,11 +185,21 @@ class CallGate:
     Args:
         most: seconds that any call may take; 0 for no bound.
         apis: the APIs other than OpenAI's, whose errors have another shape.
+        is_ending: whether each connection is to end with its reply, because the server will.
     """
 
-    def __init__(self, app: Any, headers: HeaderGate, keys: ApiKeyGate, most: float, apis: Sequence[Api]) -> None:
+    def __init__(
+        self,
+        app: Any,
+        headers: HeaderGate,
+        keys: ApiKeyGate,
+        most: float,
+        apis: Sequence[Api],
+        is_ending: Callable[[], bool],
+    ) -> None:
         self._app = app
         self._headers, self._keys, self._most, self._apis = headers, keys, most, apis
+        self._is_ending = is_ending
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -208,6 +218,8 @@ class CallGate:
                 message["headers"] = [*message.get("headers", ()), *added]
                 if all(name != ID for name, _ in message["headers"]):
                     message["headers"].append((ID, context.call_id.encode()))
+                if self._is_ending():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         with answering(context), contextlib.ExitStack() as call:

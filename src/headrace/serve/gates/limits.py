@@ -7,12 +7,13 @@ read through this module. Knows no routes and no fields. Called by `serve.routin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import CallError
@@ -22,7 +23,10 @@ MAX_DEPTH = 64
 MAX_KEYS = 10_000
 BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
-"""Bytes a second that a body must reach on average after the first `BODY_IDLE_S` seconds."""
+"""Bytes a second of a body over each `BODY_IDLE_S` seconds, but for its end."""
+MAX_BODIES_BYTES = 2**28
+"""Bytes of all bodies in memory together; the first `FREE_BODY_BYTES` of each do not count."""
+FREE_BODY_BYTES = 2**16
 
 UNSUPPORTED_MEDIA = "unsupported_media_type"
 
@@ -37,13 +41,72 @@ class ClientGoneError(HeadraceError):
     code = "client_closed_request"
 
 
-async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return the whole body, of at most `most` bytes.
+class _Body:
+    """One body in memory. `timeout` is that of its next bytes, None once it is whole."""
+
+    def __init__(self, now: float) -> None:
+        self.began = now
+        self.num_bytes = 0
+        self.timeout: asyncio.Timeout | None = None
+        self.is_dropped = False
+
+
+class _Bodies:
+    """The bodies in memory. Beyond `MAX_BODIES_BYTES` the one that has held most bytes for longest is dropped.
+
+    That is a body that comes slowly, so that slow clients do not hold up fast ones."""
+
+    def __init__(self) -> None:
+        self._all: set[_Body] = set()
+        self._num_bytes = 0
+
+    def grow(self, body: _Body, num_bytes: int, now: float) -> None:
+        """Count a body's bytes so far, and drop a body if they are too many; it may be this one."""
+        self._all.add(body)
+        num_bytes = max(0, num_bytes - FREE_BODY_BYTES)
+        self._num_bytes += num_bytes - body.num_bytes
+        body.num_bytes = num_bytes
+        if self._num_bytes <= MAX_BODIES_BYTES:
+            return
+        costliest = max(
+            (each for each in self._all if each.timeout is not None),
+            key=lambda each: each.num_bytes * (now - each.began),
+        )
+        self.remove(costliest)
+        costliest.is_dropped = True
+        costliest.timeout.reschedule(now)  # type: ignore[union-attr]
+
+    def remove(self, body: _Body) -> None:
+        self._all.discard(body)
+        self._num_bytes -= body.num_bytes
+        body.num_bytes = 0
+
+
+_BODIES: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bodies] = WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
+    """Yield the whole body, of at most `most` bytes, which counts as one in memory until the block ends.
 
     Raises `CallError` before reading if the declared length is too large, or as soon as too many bytes have come; also
-    for slow bodies and compressed ones. Raises `ClientGoneError`."""
+    for slow bodies, for compressed ones, and for too many at a time. Raises `ClientGoneError`."""
+    loop = asyncio.get_running_loop()
+    bodies = _BODIES.setdefault(loop, _Bodies())
+    body = _Body(loop.time())
+    try:
+        yield await _read(scope, receive, most, body, bodies)
+    finally:
+        bodies.remove(body)
+
+
+async def _read(scope: Scope, receive: Receive, most: int, counted: _Body, bodies: _Bodies) -> bytes:
     too_large = CallError(413, "body_too_large", f"body: too large; it must be at most {most} bytes")
-    too_slow = CallError(408, "body_timeout", f"body: it comes too slowly, or nothing came for {BODY_IDLE_S:g} seconds")
+    pace = f"each {BODY_IDLE_S:g} seconds must bring {MIN_BODY_RATE * BODY_IDLE_S:g} bytes or its end"
+    too_slow = CallError(408, "body_timeout", f"body: it comes too slowly; {pace}")
+    too_many = CallError(
+        503, "bodies_too_large", f"body: all that come now exceed {MAX_BODIES_BYTES} bytes", {"retry-after": "5"}
+    )
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         why = "content-encoding: compressed bodies are not accepted; send it plain"
@@ -52,22 +115,25 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
     if declared.isdigit() and int(declared[:20]) > most:
         raise too_large
     body = bytearray()
-    started = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    end, num_due = clock() + BODY_IDLE_S, MIN_BODY_RATE * BODY_IDLE_S
     while True:
         try:
-            async with asyncio.timeout(BODY_IDLE_S):
+            async with asyncio.timeout_at(end) as counted.timeout:
+                bodies.grow(counted, len(body), clock())
                 message = await receive()
         except TimeoutError as error:
-            raise too_slow from error
+            raise (too_many if counted.is_dropped else too_slow) from error
         if message["type"] == "http.disconnect":
             raise ClientGoneError("the client hung up while it sent the body")
         body += message.get("body", b"")
         if len(body) > most:
             raise too_large
         if not message.get("more_body", False):
+            counted.timeout = None
             return bytes(body)
-        if time.monotonic() - started > BODY_IDLE_S + len(body) / MIN_BODY_RATE:
-            raise too_slow
+        if len(body) >= num_due:
+            end, num_due = clock() + BODY_IDLE_S, len(body) + MIN_BODY_RATE * BODY_IDLE_S
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -157,8 +157,8 @@ def _id(item: Any) -> str:
 
 async def read_form(request: Request) -> Form:
     """Return the parts of an upload's body. Raises `RequestError` and the errors of `limits`."""
-    body = await read_body(request.scope, request.receive, MAX_FILE_BYTES)
-    return await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
+    async with read_body(request.scope, request.receive, MAX_FILE_BYTES) as body:
+        return await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
 
 
 def add_routes(app: Starlette, files: Files) -> None:
