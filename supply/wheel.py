@@ -87,7 +87,7 @@ def main() -> int:
         wheel = build(inside, place / "a")
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if args.twice:
-            other = build(inside, place / "another folder")
+            other = build(inside, place / "another-folder")
             if other.name != wheel.name or other.read_bytes() != wheel.read_bytes():
                 print(f"{wheel} and {other} differ", file=sys.stderr)
                 return 1
