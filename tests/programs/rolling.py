@@ -68,7 +68,7 @@ class Backend:
         words = [str(self.folder), str(self.port), str(DELAY_S), "5", "30", str(SHUTDOWN_DELAY_S)]
         with (self.folder / f"{self.port}.log").open("a") as log:
             command = [sys.executable, "-m", "tests.programs.serve_fake", *words]
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         wait_until(lambda: get(self.port, "/health/ready") == 200, f"port {self.port} is not ready")
 
     def end(self, number: signal.Signals) -> int:
@@ -96,7 +96,9 @@ class Proxy:
         config.write_text(text)
         foreground = {"nginx": ["-p", str(folder), "-g", "daemon off;", "-c"], "haproxy": ["-f"]}[name]
         with (folder / f"{name}.log").open("w") as log:
-            self.process = subprocess.Popen([name, *foreground, str(config)], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [name, *foreground, str(config)], stdout=log, stderr=log, start_new_session=True
+            )
         wait_until(lambda: get(self.port, "/health/ready") == 200, f"{name} passes nothing on")
 
     def uses_all(self) -> bool:
@@ -209,7 +211,7 @@ def run(name: str, num_restarts: int, num_clients: int = 8, kill: bool = False) 
                 backend.start()
                 wait_until(proxy.uses_all, f"{name} does not use both servers")
         except KeyboardInterrupt:
-            num_restarts = statuses.total()  # the counts up to here
+            num_restarts = statuses.total()
         finally:
             load.end()
     counts = {"refused": 0, "truncated": 0} | dict(load.counts)
