@@ -47,7 +47,7 @@ def product(
     bucket = bucket or num_rows
     config = config or linear.default(w, bucket)
     out = torch.full((bucket, w.shape[0]), torch.nan, device=x.device)
-    needed = linear.scratch_numbers(w, bucket, False, config)
+    needed = linear.scratch_numbers(w, bucket, config)
     device.run([
         linear.linear(
             x, w, out, sizes(num_rows).to(x.device), 0, bucket, num_programs=device.num_programs,

@@ -102,7 +102,7 @@ def linear_problem(
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
         chosen = config or linear.default(t["w"], num_rows + 1, is_gated)
-        needed = linear.scratch_numbers(t["w"], num_rows + 1, is_gated, chosen)
+        needed = linear.scratch_numbers(t["w"], num_rows + 1, chosen)
         options: dict[str, Any] = {"gated": is_gated, "activation": "silu" if is_gated else None}
         options |= {name: t.get(name) for name in ("scale", "bias", "residual")}
         shared = scratch(needed, t["x"].device) if any(needed) else None
@@ -142,7 +142,7 @@ def codes_problem(num_rows: int, num_out: int, num_in: int, scheme: Scheme, dtyp
             space = torch.full((num_out * num_in,), torch.nan, dtype=dtype, device=t["x"].device)
             plain = space.view(num_out, num_in)
             chosen = config or linear.default(plain, num_rows + 1)
-            needed = linear.scratch_numbers(plain, num_rows + 1, False, chosen)
+            needed = linear.scratch_numbers(plain, num_rows + 1, chosen)
         else:
             chosen = config or linear_codes.default(here, num_rows + 1, False)
             needed = linear_codes.scratch_numbers(here, num_rows + 1, chosen)
@@ -157,15 +157,14 @@ def codes_problem(num_rows: int, num_out: int, num_in: int, scheme: Scheme, dtyp
     return Problem(tensors, ("out",), make, {"out": exact}, configs)
 
 
-def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, grouped: bool) -> Problem:
+def eight_problem(num_rows: int, num_out: int, num_in: int, grouped: bool) -> Problem:
+    kind = torch.float8_e4m3fn
     x, weight = normal(num_rows, num_in, dtype=torch.bfloat16), normal(num_out, num_in, seed=1)
     pieces = -(-num_in // linear_8bit.PIECE)
-    most = linear_8bit.MOST[kind]
     shape = (num_out, pieces if grouped else 1, -1)
     padded = F.pad(weight, (0, -num_in % linear_8bit.PIECE)).view(shape)
-    w_scales = padded.abs().amax(2) / most
-    codes = (padded / w_scales[:, :, None]).flatten(1)[:, :num_in]
-    codes = (codes.round() if kind == torch.int8 else codes).to(kind)
+    w_scales = padded.abs().amax(2) / linear_8bit.MOST
+    codes = (padded / w_scales[:, :, None]).flatten(1)[:, :num_in].to(kind)
     tensors = {
         "x": x, "weight": codes, "w_scales": w_scales, "sizes": sizes(num_rows),
         "rounded": torch.zeros(num_rows + 1, num_in, dtype=kind),
@@ -175,7 +174,7 @@ def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, g
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
         chosen = config or linear_8bit.default(t["weight"], num_rows + 1, False, grouped)
-        needed = linear.scratch_numbers(t["weight"], num_rows + 1, False, chosen)
+        needed = linear.scratch_numbers(t["weight"], num_rows + 1, chosen)
         shared = scratch(needed, t["x"].device) if any(needed) else None
         return [
             linear_8bit.round_rows(
@@ -190,7 +189,7 @@ def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, g
     group = linear_8bit.PIECE if grouped else num_in
     wide = codes.double() * w_scales.double().repeat_interleave(group, 1)[:, :num_in]
     configs = tuple(c for c in linear_8bit.KERNEL.configs if linear_8bit.suits(c, codes, False, grouped))
-    # Rows are rounded to 8 bits: 1/254 of the largest number of a row, or 1/16 of each.
+    # Rows are rounded to fp8: each number by at most 1/16.
     return Problem(tensors, ("out",), make, {"out": x.double() @ wide.t()}, configs, 0.05)
 
 
@@ -465,11 +464,10 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
         for wide in (False, True):
             yield case(codes_problem, *shape, scheme, torch.bfloat16, wide)
         yield case(codes_problem, *shape, scheme, torch.float16, False)
-    for kind in (torch.float8_e4m3fn, torch.int8):
-        for grouped in (False, True):
-            yield case(eight_problem, 5, 130, 400, kind, grouped)
-            if not toy:
-                yield case(eight_problem, 150, 384, 4096, kind, grouped)
+    for grouped in (False, True):
+        yield case(eight_problem, 5, 130, 400, grouped)
+        if not toy:
+            yield case(eight_problem, 150, 384, 4096, grouped)
     for dtype in (torch.bfloat16, torch.float32):
         for width in (72, 1000) if toy else (72, 4096, 5376):
             yield case(norm_problem, 5, width, dtype, False, False)

@@ -57,7 +57,7 @@ def scratch_for(weight: PackedCodes, num_rows: int, gated: bool) -> Scratch:
     """Enough for every configuration, and for `linear`."""
     plain = meta(weight.num_out, weight.num_in)
     needed = [module.scratch_numbers(weight, num_rows, config) for config in KERNEL.configs]
-    needed += [dense.scratch_numbers(plain, num_rows, gated, config) for config in dense.KERNEL.configs]
+    needed += [dense.scratch_numbers(plain, num_rows, config) for config in dense.KERNEL.configs]
     numbers, tiles = (max(column) for column in zip(*needed, strict=True))
     return Scratch(torch.full((numbers,), torch.nan), torch.zeros(tiles, dtype=torch.int32))
 
