@@ -464,7 +464,7 @@ def linear_codes(
 ) -> list[Launch]:
     """`linear.linear` with a weight of codes.
 
-    wide: scratch for N * K numbers of x's dtype. If values, the weights are first written there and `config` is one of
+    wide: scratch for N * K numbers of x's dtype. If given, the weights are first written there and `config` is one of
     `linear`: for many rows. The bits are the same.
     """
     num_out, num_in = weight.num_out, weight.num_in
