@@ -425,17 +425,25 @@ KERNEL = Kernel(
 WIDEN = Kernel(_widen, _widen_twin, (Config({"COLS": 32, "ASM": 1}, 4, 1),), fuse=False)
 
 
-def suits(config: Config, gated: bool) -> bool:
-    """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90."""
-    return config.tiles["BN"] >= 64 * (1 + gated)
+def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
+    """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90, and no register
+    spills on sm_100, which is known from compiling all."""
+    rows, columns = config.tiles["BR"], config.tiles["BN"]
+    if weight.eight:
+        spills = (rows, columns) == (32 if gated else 64, 128)
+    elif weight.book and weight.step == WIDEST:
+        spills = not gated and rows < 64 and columns == 128
+    else:
+        spills = weight.mins is not None and weight.each == 1 and (rows, columns) == (16, 64)
+    return columns >= 64 * (1 + gated) and not spills
 
 
 def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
-    # Less to do for each weight where scales are many or have minima (and one register spills on sm_100 with 64).
+    # Less to do for each weight where scales are many or have minima.
     columns = 128 if rows < 64 and (weight.step < WIDEST or weight.mins is not None) else 64
-    suited = [config for config in KERNEL.configs if config.tiles["BR"] == rows and suits(config, gated)]
+    suited = [config for config in KERNEL.configs if config.tiles["BR"] >= rows and suits(config, weight, gated)]
     return next(config for config in suited if config.tiles["BN"] >= columns)
 
 
