@@ -14,6 +14,7 @@ from headrace import hub
 from headrace.engine.build import build_engine
 from headrace.engine.client import EngineClient, InprocClient, ProcessClient
 from headrace.engine.generation import TextClient
+from headrace.other_engines import translate_keywords
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -45,11 +46,10 @@ class AsyncLLM:
         tokenizer: Tokenizer | None = None,
         **fields: Any,
     ) -> None:
-        unknown = sorted(set(fields) - set(EngineConfig.__struct_fields__))
-        if unknown or (config is not None and fields):
-            name = unknown[0] if unknown else sorted(fields)[0]
-            raise RequestError(name, fields[name], "a field of EngineConfig, and no config be given beside it")
-        config = self.config = config or EngineConfig(**fields)
+        if config is not None and fields:
+            name = min(fields)
+            raise RequestError(name, fields[name], "a field of the config that is given beside it")
+        config = self.config = config or EngineConfig(**translate_keywords(fields, EngineConfig.__struct_fields__))
         if client is None:
             client = InprocClient(lambda: build_engine(config)) if in_process else ProcessClient(config, ServerConfig())
         if tokenizer is None and not config.skip_tokenizer_init:

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace import hub
 from headrace.engine import build
+from headrace.other_engines import translate_keywords
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -40,10 +41,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
-        unknown = sorted(set(fields) - set(EngineConfig.__struct_fields__))
-        if unknown:
-            raise RequestError(unknown[0], fields[unknown[0]], "a field of EngineConfig")
-        self.config = EngineConfig(model=model, **fields)
+        self.config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
         self.core = build.build_engine(self.config)
         self._closed = False
         self._open: dict[str, RequestState] = {}

@@ -159,6 +159,7 @@ def test_serve_hands_over_what_the_flags_say(run: Run, monkeypatch: pytest.Monke
     assert seen == [
         EngineConfig(model="some/model", max_model_len=32_000, enable_prefix_caching=False, max_logprobs=-1),
         ServerConfig(port=0),
+        [],
     ]
 
 
@@ -166,7 +167,7 @@ def test_defaults_are_the_structs(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[Any] = []
     monkeypatch.setattr("headrace.serve.app.serve", lambda *configs: seen.extend(configs))
     assert run("serve").code == 0
-    assert seen == [EngineConfig(), ServerConfig()]
+    assert seen == [EngineConfig(), ServerConfig(), []]
 
 
 class Plan(msgspec.Struct):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.backends import native
+from headrace.engine import load
 from headrace.engine.build import build_engine
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -63,3 +64,20 @@ def test_without_the_native_library_auto_is_the_slow_path_and_says_so(
 def test_the_native_backend_is_for_cpus() -> None:
     with pytest.raises(RequestError, match="device: 'cuda'"):
         build_engine(EngineConfig(backend="cpu", device="cuda"))
+
+
+def test_the_checkpoints_own_method_may_be_named_and_no_other() -> None:
+    config = EngineConfig(quantization="awq_marlin")
+    assert load._as_stored(config, "awq").quantization is None
+    assert load._as_stored(EngineConfig(quantization="int4"), "none").quantization == "int4"
+    assert load._as_stored(EngineConfig(quantization="mxfp4"), "none").quantization == "mxfp4", "to quantise by"
+    assert load._as_stored(EngineConfig(quantization="mxfp4"), "mxfp4").quantization is None
+    with pytest.raises(RequestError, match="quantization: 'awq' .* left out: the checkpoint's own method is none"):
+        build_engine(EngineConfig(quantization="awq"))
+
+
+def test_a_share_of_a_gpu_has_no_effect_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    for share, warned in ((0.9, 0), (0.5, 1)):
+        caplog.clear()
+        build_engine(EngineConfig(gpu_memory_utilization=share, max_num_seqs=1, max_model_len=64)).close()
+        assert len([r for r in caplog.records if "gpu_memory_utilization" in r.getMessage()]) == warned

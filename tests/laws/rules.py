@@ -63,7 +63,11 @@ APIS = "protocol engine text serve.errors serve.gates serve.routing serve.call s
 # floor do not import each other. The longest name that a module lies under is its room.
 FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("protocol", "", PURE), Room("env", "", PURE)),
-    (Room("builtin", "protocol", PURE), Room("gguf", "protocol", PURE | {"msgspec"})),
+    (
+        Room("builtin", "protocol", PURE),
+        Room("gguf", "protocol", PURE | {"msgspec"}),
+        Room("other_engines", "protocol", PURE),
+    ),
     (Room("hub", "protocol builtin gguf", HEAVY | SERVING),),
     (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
     (

@@ -31,7 +31,7 @@ def locked(tokenizer: Tokenizer, key_file: str) -> Iterator[Live]:
 
 @pytest.fixture(scope="session")
 def live(tokenizer: Tokenizer) -> Iterator[Live]:
-    with Live(inproc(max_model_len=512), tokenizer, ServerConfig(log_stats_interval=0)) as made:
+    with Live(inproc(max_model_len=512), tokenizer, ServerConfig(log_stats_interval=0, any_model_name=False)) as made:
         yield made
 
 

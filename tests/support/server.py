@@ -166,7 +166,8 @@ def child(delay: float = 0.0, max_restarts: int = 3, **config: Any) -> EngineCli
 @pytest.fixture(scope="module")
 def live(tokenizer: Tokenizer) -> Iterator[Live]:
     """One server for tests that do not harm it. A step takes a millisecond."""
-    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, ServerConfig(log_stats_interval=0)) as made:
+    config = ServerConfig(log_stats_interval=0, any_model_name=False)
+    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, config) as made:
         yield made
 
 

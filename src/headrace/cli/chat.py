@@ -1,32 +1,27 @@
 """`headrace chat`: a conversation in the terminal, with a model in this process or with a running server.
 
-Reads lines: from a terminal with a prompt sign and editing, from a pipe without. /reset forgets the conversation,
-/quit or the end of input ends it. Either side is one function, from messages to pieces of text.
+Reads lines: from a terminal with a prompt sign and editing, from a pipe without. `cli.conversation` holds the messages
+and runs the commands that begin with a slash. The two sources of answers are here.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Generator
+from contextlib import closing
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from headrace.cli.conversation import SETTINGS, Conversation, Message
 from headrace.cli.options import build, options
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 
-Message = dict[str, Any]
-Answer = Callable[[list[Message]], Iterator[str]]
-
-
-@options(SamplingParams, EngineConfig, only=SAMPLING, skip=("skip_tokenizer_init",), max_tokens=512)
+@options(SamplingParams, EngineConfig, only=SETTINGS, skip=("skip_tokenizer_init",), max_tokens=512)
 def chat(
     model: Annotated[str | None, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = None,
     *,
@@ -42,112 +37,107 @@ def chat(
     """Talk with a model, here or on a server."""
     params = build(SamplingParams, fields)
     if url is not None:
-        converse(remote(url.rstrip("/"), model, api_key, params), system)
+        Conversation(Remote(url.rstrip("/"), model, api_key), params, system).run()
         return
     config = build(
         EngineConfig, {name: value for name, value in fields.items() if name != "seed"} | {"model": model or "builtin"}
     )
-    from headrace.llm import LLM
-
-    with closing(LLM(**msgspec.structs.asdict(config))) as llm:
-        converse(local(llm, params), system)
+    with closing(Local(config)) as source:
+        Conversation(source, params, system).run()
 
 
-def local(llm: Any, params: SamplingParams) -> Answer:
-    """Return the function that answers by an `LLM` in this process."""
-    from headrace.text.templates import ChatTemplate
+class Local:
+    """Answers by a model in this process. An interrupt waits for the step that runs."""
 
-    tokenizer = llm.get_tokenizer()
-    template = ChatTemplate.of(tokenizer, None)
+    is_interruptible = False
 
-    def answer(messages: list[Message]) -> Iterator[str]:
-        text = template.render(messages, add_generation_prompt=True)
-        prompt = {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-        num_printed = 0
-        for output in llm.stream(prompt, params):
-            yield output.outputs[0].text[num_printed:]
-            num_printed = len(output.outputs[0].text)
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._open(config.model)
 
-    return answer
+    @property
+    def model(self) -> str:
+        return self._config.model
+
+    def switch(self, model: str) -> None:
+        """Load another model in place of this one. Where that fails, load this one again and raise the error."""
+        before = self.model
+        self.close()
+        try:
+            self._open(model)
+        except HeadraceError:
+            self._open(before)
+            raise
+
+    def answer(self, messages: list[Message], params: SamplingParams) -> Generator[str]:
+        """Return the answer's text in pieces; a piece is empty where a step added no text."""
+        text = self._template.render(messages, add_generation_prompt=True)
+        prompt = {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+        length = 0
+        with closing(self._llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]
+            for output in outputs:
+                yield output.outputs[0].text[length:]
+                length = len(output.outputs[0].text)
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _open(self, model: str) -> None:
+        from headrace.llm import LLM
+        from headrace.text.templates import ChatTemplate
+
+        self._config = msgspec.structs.replace(self._config, model=model)
+        self._llm = LLM(**msgspec.structs.asdict(self._config))
+        self._tokenizer = self._llm.get_tokenizer()
+        self._template = ChatTemplate.of(self._tokenizer, None)
 
 
-def remote(url: str, model: str | None, api_key: str | None, params: SamplingParams) -> Answer:
-    """Return the function that answers by an OpenAI-style server. Raises `HeadraceError` if there is none at `url`."""
-    import httpx
+class Remote:
+    """Answers by an OpenAI-style server. Raises `HeadraceError` if there is none at `url`."""
 
-    from headrace.cli.bench.serve import authorization, first_model
+    is_interruptible = True
 
-    headers = authorization(api_key)
-    body = {name: getattr(params, name) for name in SAMPLING if getattr(params, name) is not None}
-    body |= {"model": model or first_model(url, headers)["id"], "stream": True}
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        from headrace.cli.bench.serve import authorization, first_model
 
-    def answer(messages: list[Message]) -> Iterator[str]:
+        self._url = url
+        self._headers = authorization(api_key)
+        self.model = model or first_model(url, self._headers)["id"]
+
+    def switch(self, model: str) -> None:
+        """Name another model in the requests from now on."""
+        self.model = model
+
+    def answer(self, messages: list[Message], params: SamplingParams) -> Generator[str]:
+        """Return the answer's text in the pieces that the server sends."""
+        import httpx
+
+        body = {name: getattr(params, name) for name in SETTINGS if getattr(params, name) is not None}
+        body |= {"model": self.model, "messages": messages, "stream": True}
         try:
             with (
                 httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False) as client,
-                client.stream(
-                    "POST", f"{url}/v1/chat/completions", json=body | {"messages": messages}, headers=headers
-                ) as reply,
+                client.stream("POST", f"{self._url}/v1/chat/completions", json=body, headers=self._headers) as reply,
             ):
                 if reply.status_code != 200:
-                    raise HeadraceError(f"{url} answered {reply.status_code}: {reply.read().decode(errors='replace')}")
+                    reply.read()
+                    raise HeadraceError(f"{self._url} answered {reply.status_code}: {_reason(reply)}")
                 for line in reply.iter_lines():
                     data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
                     if not data or data == "[DONE]":
                         continue
                     event = json.loads(data)
                     if "error" in event:
-                        raise HeadraceError(f"{url}: {event['error'].get('message', event['error'])}")
+                        raise HeadraceError(f"{self._url}: {event['error'].get('message', event['error'])}")
                     for choice in event.get("choices") or []:
                         yield choice.get("delta", {}).get("content") or ""
         except httpx.HTTPError as error:
-            raise HeadraceError(f"{url}: {type(error).__name__}: {error}") from error
-
-    return answer
+            raise HeadraceError(f"{self._url}: {type(error).__name__}: {error}") from error
 
 
-def converse(answer: Answer, system: str | None) -> None:
-    """Hold the conversation until /quit or the end of input. On a terminal an error ends the turn only."""
-    opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    interactive = sys.stdin.isatty()
-    if interactive:
-        print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)
-    for line in lines(interactive):
-        text = line.strip()
-        if text == "/quit":
-            return
-        if text == "/reset":
-            messages = list(opening)
-            continue
-        if not text:
-            continue
-        messages.append({"role": "user", "content": text})
-        pieces: list[str] = []
-        try:
-            for piece in answer(messages):
-                pieces.append(piece)
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-            print()
-        except HeadraceError as error:
-            if not interactive:
-                raise
-            messages.pop()
-            print(f"headrace: {error}", file=sys.stderr)
-            continue
-        messages.append({"role": "assistant", "content": "".join(pieces)})
-
-
-def lines(interactive: bool) -> Iterator[str]:
-    if not interactive:
-        yield from sys.stdin
-        return
-    with suppress(ImportError):  # editing and history, where Python was built with them
-        import readline  # noqa: F401
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
+def _reason(reply: Any) -> str:
+    """Return the message of an error reply, or its text if it has none."""
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(reply.text)

@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve.serve)
+app.command(cls=serve.ServeCommand)(serve.serve)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(run_batch.run_batch)

@@ -32,7 +32,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "revision": "Branch, tag or commit of a hub model.",
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
-        "or none: dequantise a GGUF file's blocks into dtype.",
+        "none: dequantise a GGUF file's blocks into dtype; or the checkpoint's own method, such as awq.",
         "save_packed": "Keep the weights in the kernels' layout, beside the model or else in ~/.cache/headrace; "
         "the next start reads that file.",
         "backend": "Operators to run on: auto, cpu (native kernels), cuda (Triton kernels for NVIDIA GPUs; needs the "
@@ -75,7 +75,10 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "loopback address, localhost and the machine's own name; on others, any name.",
         "max_requests_per_minute": "Most requests of one key in a minute; further ones get 429. None by default.",
         "max_tokens_per_minute": "Most prompt and answer tokens of one key in a minute; beyond, 429. None by default.",
-        "served_model_name": "Name of the model in the API, if not MODEL.",
+        "served_model_name": "Name of the model in the API, if not MODEL; several may follow MODEL, and replies have "
+        "the first.",
+        "any_model_name": "Answer requests for any model by the one that is served; replies have its true name. By "
+        "default while no key is set.",
         "enable_auto_tool_choice": "Let the model choose whether to call tools; without it a chat must name the tool.",
         "tool_call_parser": "Format of the model's tool calls; read from its chat template by default; none: off.",
         "reasoning_parser": "Format of the model's reasoning; read from its chat template by default; none: off.",

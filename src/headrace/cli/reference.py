@@ -1,5 +1,7 @@
-"""`python -m headrace.cli.reference DIRECTORY` writes flags.md and limits.md, from the command line itself and from the
-tables of parameters and of bounds. A test fails when the files in docs/ are not what this writes."""
+"""Writes the pages of docs/ that come from code: `python -m headrace.cli.reference DIRECTORY`.
+
+flags.md comes from the command line itself, limits.md from the tables of parameters and of bounds, from-*.md from the
+table of other engines' settings. A test fails when a page is not what this writes."""
 
 from __future__ import annotations
 
@@ -15,6 +17,14 @@ import typer.main
 
 from headrace import env
 from headrace.cli.main import app
+from headrace.other_engines import (
+    LLAMA_SERVER,
+    LLAMA_SERVER_SETTINGS,
+    OLLAMA_VARIABLES,
+    VLLM,
+    VLLM_SETTINGS,
+    Setting,
+)
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.bounds import BOUNDS, Bound
 from headrace.protocol.parameters import APIS, MAX_INT, MAX_INT32, PARAMETERS, Parameter
@@ -154,7 +164,53 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
 
 
-PAGES = {"flags.md": flags_page, "limits.md": limits_page}
+FROM_HEAD = """# From {source}
+
+{text}
+
+Written by `make docs` from `headrace/other_engines.py`; a test fails when this page is stale.
+"""
+FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODEL`, and `headrace.LLM` the keywords of
+vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
+accepted, and the log says why it has none. Routes, request fields, metrics (with the prefix `headrace:`) and
+`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md)."""
+FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
+(`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
+[clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`
+is a [file of holders](security.md#keys), `--chat-template` names a file, and the default port is 8000.
+Variables `LLAMA_ARG_...` are not read."""
+FROM_OLLAMA = """Ollama's routes (`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` ...) are served on the port of
+the others: point `OLLAMA_HOST` of the client at headrace. `headrace serve PATH.gguf` serves a model, `headrace chat
+PATH.gguf` talks with it. Fields of a request that have no effect give a warning in the reply: see
+[clients](howto-clients.md#ollama). The server reads none of Ollama's variables; this table has what replaces them."""
+
+
+def settings_page(source: str, text: str, settings: tuple[Setting, ...]) -> str:
+    def becomes(setting: Setting) -> str:
+        if setting.ours == "model":
+            return "MODEL"
+        if setting.ours:
+            return f"`--{setting.ours.replace('_', '-')}{' ' + setting.fixed if setting.fixed else ''}`"
+        if not setting.has_no_effect:
+            return f"refused: {setting.why}"
+        return f"{'with ' + ' or '.join(setting.neutral) + ', ' if setting.neutral else ''}no effect: {setting.why}"
+
+    rows = [[", ".join(f"`{name}`" for name in setting.names), becomes(setting)] for setting in settings]
+    return "\n".join([FROM_HEAD.format(source=source, text=text), *table(["flag", "here"], rows), ""])
+
+
+def ollama_page() -> str:
+    rows = [[f"`{name}`", text] for name, text in OLLAMA_VARIABLES]
+    return "\n".join([FROM_HEAD.format(source="Ollama", text=FROM_OLLAMA), *table(["variable", "here"], rows), ""])
+
+
+PAGES = {
+    "flags.md": flags_page,
+    "limits.md": limits_page,
+    "from-vllm.md": lambda: settings_page(VLLM, FROM_VLLM, VLLM_SETTINGS),
+    "from-llama-server.md": lambda: settings_page(LLAMA_SERVER, FROM_LLAMA_SERVER, LLAMA_SERVER_SETTINGS),
+    "from-ollama.md": ollama_page,
+}
 
 
 if __name__ == "__main__":

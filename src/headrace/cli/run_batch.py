@@ -85,8 +85,7 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
-    name = server.served_model_name or engine.model
-    model = served_model(TextClient(client, tokenizer), template, server, name, defaults, engine.seed)
+    model = served_model(TextClient(client, tokenizer), template, server, engine.model, defaults, engine.seed)
     await client.start()
     try:
         with progress_bar("Requests") as show:

@@ -5,13 +5,30 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from headrace.cli.options import build, options
+from headrace.other_engines import translate
 from headrace.protocol.config import EngineConfig, ServerConfig
+
+
+class ServeCommand(TyperCommand):
+    """A command that takes the flags of vLLM and llama-server too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ours = {
+            name: not option.is_flag
+            for option in self.params
+            if isinstance(option, TyperOption)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        words, ctx.meta["notes"] = translate(args, ours)
+        return super().parse_args(ctx, words)
 
 
 @options(EngineConfig, ServerConfig)
 def serve(
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = "builtin",
     **fields: Any,
 ) -> None:
@@ -21,4 +38,4 @@ def serve(
     # Bad values are refused above, before the server's libraries are loaded.
     from headrace.serve.app import serve as run
 
-    run(engine_config, server_config)
+    run(engine_config, server_config, ctx.meta["notes"])

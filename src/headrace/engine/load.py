@@ -28,10 +28,10 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
-from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, EngineConfig
+from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
-from headrace.quant.schemes import parse
+from headrace.quant.schemes import find_method, parse
 from headrace.runner.choosing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
@@ -162,6 +162,7 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     if directory.is_file():
         return _load_gguf(config, directory, progress)
     values = read_config(directory, models.names())
+    config = _as_stored(config, find_method(values.get("quantization_config")))
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module = models.find(values["model_type"])
@@ -185,7 +186,20 @@ def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tup
     return backend, model, model_config
 
 
+def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
+    """Return the config without a quantization that names the checkpoint's own `method`.
+
+    Raises `RequestError` if it names another one."""
+    named = STORED_METHODS.get(config.quantization or "")
+    if named is None or (named != method and config.quantization in QUANTIZATIONS):
+        return config
+    if named != method:
+        raise RequestError("quantization", config.quantization, f"left out: the checkpoint's own method is {method}")
+    return msgspec.structs.replace(config, quantization=None)
+
+
 def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
+    config = _as_stored(config, "gguf")
     exact = config.quantization == DEQUANTIZE
     schemes = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)
@@ -258,6 +272,10 @@ def choose_num_blocks(
     elif config.kv_cache_memory_bytes is not None:
         field, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
     else:
+        if backend.device == "cpu" and config.gpu_memory_utilization != EngineConfig().gpu_memory_utilization:
+            logger.warning(
+                "gpu_memory_utilization has no effect on a CPU: kv_cache_memory_bytes sets the KV cache's size"
+            )
         sizes = max_pieces, config.max_num_batched_tokens, max_model_len
         budget = backend.kv_budget(model, *sizes, config.gpu_memory_utilization)
         field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)

@@ -29,6 +29,12 @@ QUANTIZATIONS = (
 DEQUANTIZE = "none"
 """The quantization that computes with plain floats whatever the checkpoint has."""
 
+STORED_METHODS = {
+    "awq": "awq", "awq_marlin": "awq", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8", "gguf": "gguf", "gptq": "gptq", "gptq_marlin": "gptq", "modelopt": "modelopt", "mxfp4": "mxfp4",
+}  # fmt: skip
+"""vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What to load and how to run it. `None` means: take it from the model or measure it."""
@@ -65,7 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
-            _member("quantization", self.quantization, (*QUANTIZATIONS, DEQUANTIZE))
+            _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least("num_threads", self.num_threads, 0)
         if self.num_threads > MAX_NUM_THREADS:
@@ -99,7 +105,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     allowed_hosts: list[str] | None = None
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
-    served_model_name: str | None = None
+    served_model_name: list[str] | None = None
+    any_model_name: bool | None = None
     chat_template: str | None = None
     enable_auto_tool_choice: bool = True
     tool_call_parser: str | None = None

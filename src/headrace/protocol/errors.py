@@ -36,11 +36,22 @@ class RequestError(HeadraceError):
             quoted = "a number of thousands of digits"
         if len(quoted) > 80:
             quoted = quoted[:77] + "..."
-        super().__init__(f"{field}: {quoted} is not allowed; it must be {bound}")
+        super().__init__(self.sentence(quoted))
+
+    def sentence(self, quoted: str) -> str:
+        """Return the message; `quoted` is the value, shortened."""
+        return f"{self.field}: {quoted} is not allowed; it must be {self.bound}"
 
     def renamed(self, field: str) -> RequestError:
         """Return the same error with `field` as the name of the parameter."""
         return type(self)(field, self.value, self.bound, self.code)
+
+
+class UnsupportedError(RequestError):
+    """A field that other servers have and that is not supported here (HTTP 400). `bound` says why, or what to use."""
+
+    def sentence(self, quoted: str) -> str:
+        return f"{self.field} is not supported: {self.bound}"
 
 
 class ContextLengthError(RequestError):

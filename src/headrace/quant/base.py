@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.schemes import BOOKS, Kind, Scheme
+from headrace.quant.schemes import BOOKS, Kind, Scheme, find_method
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes whose numbers are the weights themselves."""
@@ -268,9 +268,7 @@ def find_format(config: Any) -> Format:
 
     Raises `CheckpointError` naming a method that headrace does not read.
     """
-    if config is not None and not isinstance(config, dict):
-        raise CheckpointError(f"quantization_config is {config!r}, expected an object")
-    method = "none" if config is None else str(config.get("quant_method"))
+    method = find_method(config)
     module = f"headrace.quant.formats.{method.replace('-', '_')}"
     if re.fullmatch(r"[a-z][a-z0-9_-]*", method) and importlib.util.find_spec(module) is not None:
         layout: Format = importlib.import_module(module)

@@ -6,9 +6,9 @@ Called by `runner` and the readers of checkpoints (the names), and by the backen
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
@@ -179,3 +179,10 @@ def parse(name: str) -> Quantization:
     bits, group = (int(number) for number in re.findall(r"\d+", name))
     scheme = Scheme("i4" if bits == 4 else "i8", group, name.endswith("-asym"))
     return Quantization(name, scheme, scheme)
+
+
+def find_method(config: Any) -> str:
+    """Return the `quant_method` of config.json's `quantization_config`, or "none". Raises `CheckpointError`."""
+    if config is not None and not isinstance(config, dict):
+        raise CheckpointError(f"quantization_config is {config!r}, expected an object")
+    return "none" if config is None else str(config.get("quant_method"))

@@ -76,16 +76,19 @@ def create_app(
     """Return the application, which starts `client` at startup and closes it at shutdown.
 
     Args:
-        model: the served model's name.
+        model: the served model's name, if `server` has none.
         defaults: sampling parameters for fields that a request leaves out.
         seed: seeds the generator of seeds for requests without one, which get them in order of arrival.
         audits: the reports of `insight.audit.find` on the weights.
         exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
     """
+    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    if server.any_model_name is None:
+        server = msgspec.structs.replace(server, any_model_name=not ring)
+    model = (server.served_model_name or [model])[0]
     metrics = ServerMetrics(client, model)
     tracer = None if exporter is None else Tracer(exporter, model, metrics)
     client.observer = metrics
-    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
@@ -140,7 +143,9 @@ def served_model(
     """Return the model that answers calls; for the arguments see `create_app`."""
     parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
     dialect = Dialect.of(template, front.tokenizer, *parsers)
-    return ServedModel(front, model, template, defaults, seed_source(seed), dialect)
+    names = server.served_model_name or [model]
+    any_name = bool(server.any_model_name)
+    return ServedModel(front, names[0], template, defaults, seed_source(seed), dialect, names, any_name)
 
 
 def _methods(app: Starlette, path: str) -> list[str]:
@@ -377,12 +382,16 @@ def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
         return []
 
 
-def serve(engine: EngineConfig, server: ServerConfig) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, notes: Sequence[str] = ()) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
+
+    `notes` are warnings about the command line; they are logged first.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     logs.set_up(server.uvicorn_log_level, server.log_format)
+    for note in notes:
+        logger.warning("%s", note)
     try:
         _serve(engine, server)
     except HeadraceError as error:
@@ -397,10 +406,9 @@ def _serve(engine: EngineConfig, server: ServerConfig) -> None:
     exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
-    model = server.served_model_name or engine.model
     client = ProcessClient(engine, server)
     audits = load_audits(engine)
-    app = create_app(client, tokenizer, template, server, model, defaults, engine.seed, audits, exporter)
+    app = create_app(client, tokenizer, template, server, engine.model, defaults, engine.seed, audits, exporter)
     status = run(app, server)
     if status:
         sys.exit(status)

@@ -83,6 +83,9 @@ def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) ->
             if reply.status_code == 200:
                 model = reply.json()["data"][0]
                 return {"id": str(model["id"]), "root": str(model.get("root") or model["id"])}
+            if reply.status_code in (401, 403):
+                key = "its key was not accepted" if headers else "it needs a key"
+                raise HeadraceError(f"{base_url}: {key}; give it in HEADRACE_API_KEY or by --api-key")
             problem = f"it answered {reply.status_code}: {reply.text[:200]}"
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"

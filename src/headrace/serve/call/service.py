@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,7 +38,9 @@ class ServedModel:
     """The model behind the routes.
 
     Args:
-        name: the name that is served; a request may name it or none.
+        name: the name that replies have; a request may name it, another of `names`, or none.
+        names: all names of the model, with `name` first; `name` alone by default.
+        takes_any_name: whether a request may have any other name too.
         template: None if the model has no chat template.
         defaults: sampling parameters that the model's makers advise, for what a request does not give.
         draw: where requests without a seed get theirs; the reply tells it.
@@ -53,9 +55,13 @@ class ServedModel:
         defaults: Mapping[str, Any] | None = None,
         draw: Callable[[], int] = draw_seed,
         dialect: Dialect | None = None,
+        names: Sequence[str] = (),
+        takes_any_name: bool = False,
     ) -> None:
         self.front = front
         self.name = name
+        self.names = tuple(names) or (name,)
+        self._takes_any_name = takes_any_name
         self.template = template
         self.defaults = dict(defaults or {})
         self.draw = draw
@@ -187,11 +193,17 @@ class ServedModel:
             # Not fatal: there are templates that need more than one plain message.
             logger.warning("the chat template does not take a plain message: %s", error)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError` unless `name` is what is served, or None."""
-        if name is not None and name != self.name:
-            label = name if len(name) <= 80 else name[:77] + "..."
-            raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {self.name!r}")
+    def check_model(self, name: str | None, is_request: bool = True) -> None:
+        """Raises `ModelNotFoundError` unless `name` is None, the model's, or any in a request that may have any."""
+        if name is None or name in self.names or (is_request and self._takes_any_name):
+            return
+        label = name if len(name) <= 80 else name[:77] + "..."
+        names = " or ".join(repr(each) for each in self.names)
+        raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {names}")
+
+    def true_name(self, name: str) -> str:
+        """Return the name that a reply has for a request with `name`: the same if it is the model's."""
+        return name if name in self.names else self.name
 
     def _params(self, call: Call, max_tokens: int | None, special: Mapping[str, Any]) -> SamplingParams:
         """The parameters, with the model's own for what is not given; of these, a search takes the ends only.

@@ -19,7 +19,9 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
     async def messages(body: dict[str, Any]) -> MessagesAnswer:
         """Anthropic's Messages."""
         request = convert(MessagesRequest, body, IGNORED)
-        return MessagesAnswer(await model.chat(chat_call(request)), request, model.front.info.block_size)
+        answer = await model.chat(chat_call(request))
+        request.model = model.true_name(request.model)
+        return MessagesAnswer(answer, request, model.front.info.block_size)
 
     async def count_tokens(body: dict[str, Any]) -> TokenCount:
         """How many tokens a message's prompt has."""

@@ -127,7 +127,7 @@ class Ollama:
         """
         start_time = time.monotonic()
         request = convert(EmbedRequest, body, {"keep_alive": STAYS})
-        self.model.check_model(self._name(request.model))
+        self._take_name(request)
         if request.options:
             request.warn("options", "ignored: none of them changes a vector")
         field = "prompt" if older else "input"
@@ -157,7 +157,7 @@ class Ollama:
 
     def tags(self) -> reply.OllamaModels:
         """The models that are there."""
-        return reply.OllamaModels(models=[self._card()])
+        return reply.OllamaModels(models=[self._card(name) for name in self.model.names])
 
     def ps(self) -> reply.OllamaModels:
         """The models that are loaded.
@@ -208,9 +208,9 @@ class Ollama:
         name = request.model or request.name
         if not name:
             raise RequestError("model", name, "the name of a model")
-        self.model.check_model(self._name(name))
+        self.model.check_model(self._name(name), is_request=False)
 
-    def _card(self) -> reply.OllamaModel:
+    def _card(self, name: str | None = None) -> reply.OllamaModel:
         model, info = self.model, self.model.front.info
         family = info.model.rstrip("/").rpartition("/")[2] or info.model
         details = reply.ModelDetails(
@@ -222,8 +222,8 @@ class Ollama:
             quantization_level=info.quantization or info.dtype,
         )
         return reply.OllamaModel(
-            name=model.name,
-            model=model.name,
+            name=name or model.name,
+            model=name or model.name,
             modified_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
             size=0,
             # Of the name: what it stands for is fixed while the server runs.
@@ -231,10 +231,17 @@ class Ollama:
             details=details,
         )
 
+    def _take_name(self, request: EmbedRequest | GenerationRequest) -> None:
+        """Give the request the model's true name, where any is taken. Raises `ModelNotFoundError` elsewhere."""
+        name = self._name(request.model)
+        self.model.check_model(name)
+        if name not in self.model.names:
+            request.model = self.model.name
+
     def _name(self, name: str) -> str:
         """Ollama's clients add the tag that Ollama takes for granted."""
         bare = name.removesuffix(":latest")
-        return bare if name != self.model.name and bare == self.model.name else name
+        return bare if name not in self.model.names and bare in self.model.names else name
 
     def _read(self, kind: type[T], body: dict[str, Any]) -> T:
         """The body of a generation, its options checked. Raises `RequestError`, `ModelNotFoundError`."""
@@ -251,7 +258,7 @@ class Ollama:
             SamplingParams(**llama_sampling_of(request.options or Options(), OLLAMA, "options."))
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
-        self.model.check_model(self._name(request.model))
+        self._take_name(request)
         return request
 
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:

@@ -150,8 +150,8 @@ async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
 
 def models(model: ServedModel, quality: Quality) -> ModelList:
     """The models that are served."""
-    card = model_card(model, quality, model.name)
-    return ModelList(data=[card], has_more=False, first_id=model.name, last_id=model.name)
+    cards = [model_card(model, quality, name) for name in model.names]
+    return ModelList(data=cards, has_more=False, first_id=cards[0].id, last_id=cards[-1].id)
 
 
 def model_card(model: ServedModel, quality: Quality, name: str) -> ModelCard:
@@ -159,14 +159,14 @@ def model_card(model: ServedModel, quality: Quality, name: str) -> ModelCard:
 
     Raises `ModelNotFoundError`.
     """
-    model.check_model(name)
+    model.check_model(name, is_request=False)
     measured = quality(model.front.info)
     return ModelCard(
-        id=model.name,
+        id=name,
         created=model.created,
         root=model.front.info.model,
         max_model_len=model.max_context,
-        display_name=model.name,
+        display_name=name,
         created_at=datetime.fromtimestamp(model.created, UTC).isoformat(),
         quality=UNSET if measured is None else measured,
     )

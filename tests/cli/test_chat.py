@@ -1,0 +1,187 @@
+"""`headrace chat`: commands, interrupts and errors of a conversation, and Markdown on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import conversation
+from headrace.cli.chat import Remote
+from headrace.cli.conversation import Conversation, Message
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.params import SamplingParams
+
+
+class Echo:
+    """A source that answers with the last message, a word a piece, and notes what it was sent."""
+
+    is_interruptible = True
+
+    def __init__(self) -> None:
+        self.model = "echo"
+        self.sent: list[tuple[list[Message], SamplingParams]] = []
+        self.is_closed = False
+
+    def switch(self, model: str) -> None:
+        self.model = model
+
+    def answer(self, messages: list[Message], params: SamplingParams) -> Generator[str]:
+        self.sent.append(([*messages], params))
+        try:
+            for word in str(messages[-1]["content"]).split():
+                if word == "^C":
+                    os.kill(os.getpid(), signal.SIGINT)
+                elif word == "fail":
+                    raise HeadraceError("the source failed")
+                else:
+                    yield f"{word} "
+        finally:
+            self.is_closed = True
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conversation]:
+    """Hold a conversation of these lines with an `Echo`, as if they were typed."""
+
+    def call(*lines: str, system: str | None = None, terminal: bool = True) -> Conversation:
+        typed = iter(lines)
+
+        def read(_: str) -> str:
+            for line in typed:
+                if line == "^C":
+                    raise KeyboardInterrupt
+                return line
+            raise EOFError
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys, "stdin", Terminal() if terminal else io.StringIO("".join(f"{x}\n" for x in lines)))
+        held = Conversation(Echo(), SamplingParams(max_tokens=8), system)
+        held.run()
+        return held
+
+    return call
+
+
+def contents(held: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in held.messages]
+
+
+@pytest.mark.parametrize("interruptible", [True, False])
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    talk: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, interruptible: bool
+) -> None:
+    monkeypatch.setattr(Echo, "is_interruptible", interruptible)
+    before = signal.getsignal(signal.SIGINT)
+    held = talk("one two ^C three four", "^C", "five")
+    stopped = "one two "
+    expected = [("user", "one two ^C three four"), ("assistant", stopped), ("user", "five"), ("assistant", "five ")]
+    assert contents(held) == expected
+    assert isinstance(held.source, Echo)
+    assert held.source.is_closed, "the source ends what was stopped"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_ends_its_turn_only(talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]) -> None:
+    held = talk("well fail", "again")
+    assert contents(held) == [("user", "again"), ("assistant", "again ")]
+    assert "headrace: the source failed" in capsys.readouterr().err
+    with pytest.raises(HeadraceError, match="the source failed"):
+        talk("well fail", "again", terminal=False)
+
+
+def test_commands_do_not_reach_the_model(talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]) -> None:
+    held = talk(
+        "/help", "/reboot", "//home", "/set top_k 5", "/set stop END", "/set", "/set top_k -7", "/set nope 1", "x"
+    )
+    assert isinstance(held.source, Echo)
+    assert [sent[-1]["content"] for sent, _ in held.source.sent] == ["/home", "x"]
+    assert held.source.sent[-1][1] == SamplingParams(max_tokens=8, top_k=5, stop=["END"])
+    printed = capsys.readouterr().err
+    for usage, _ in conversation.COMMANDS.values():
+        assert usage in printed
+    for words in ("no command /reboot", "top_k 5", "top_k: -7 is not allowed", "no setting nope"):
+        assert words in printed
+
+
+def test_system_reset_and_model(talk: Callable[..., Conversation]) -> None:
+    held = talk("a", "/system Be brief.", "b", "/reset", "c", "/model other", system="Be long.")
+    assert isinstance(held.source, Echo)
+    assert [[m["content"] for m in sent] for sent, _ in held.source.sent] == [
+        ["Be long.", "a"],
+        ["Be brief.", "a", "a ", "b"],
+        ["Be brief.", "c"],
+    ]
+    assert held.source.model == "other"
+    assert contents(talk("a", "/system", system="Be long.")) == [("user", "a"), ("assistant", "a ")]
+
+
+def test_a_saved_conversation_goes_on(
+    talk: Callable[..., Conversation], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kept.json"
+    first = talk("a", f"/save {file}", system="Be long.")
+    assert talk(f"/load {file}").messages == first.messages
+    (tmp_path / "other.json").write_text(json.dumps({"messages": [{"role": 1}]}))
+    talk(f"/load {tmp_path / 'other.json'}", f"/load {tmp_path}", f"/save {tmp_path}", "/save")
+    printed = capsys.readouterr().err
+    assert "not a saved conversation" in printed
+    assert printed.count("Is a directory") + printed.count("No such file") == 3
+
+
+def test_a_terminal_shows_markdown_wrapped_by_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")  # 80 columns, and nothing is drawn twice
+    with conversation._Page() as page:
+        for piece in (
+            "Some **bold** wor",
+            "ds, " + "and more words " * 5 + ".\n",
+            "\n```\n",
+            "a = 1\n\nb = 2\n```\n\nend",
+        ):
+            page.write(piece)
+    shown = [line.strip() for line in screen.getvalue().splitlines() if line.strip()]
+    assert shown == ["Some bold words, " + "and more words " * 4 + "and", "more words .", "a = 1", "b = 2", "end"]
+
+
+def test_elsewhere_text_is_written_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    with conversation._Page() as page:
+        page.write("**bold**\n\n")
+        page.write("more")
+    assert capsys.readouterr().out == "**bold**\n\nmore\n"
+
+
+@pytest.mark.parametrize(("key", "words"), [(None, "it needs a key"), ("wrong", "its key was not accepted")])
+def test_a_server_that_wants_a_key_is_there(monkeypatch: pytest.MonkeyPatch, key: str | None, words: str) -> None:
+    import httpx
+
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(401, json={}))
+    with pytest.raises(HeadraceError, match=f"{words}; give it in HEADRACE_API_KEY"):
+        Remote("http://127.0.0.1:9", None, key)
+
+
+def test_an_error_reply_is_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(400, json={"error": {"message": "top_k: too small"}})
+
+    client: Any = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(refuse)))
+    with pytest.raises(HeadraceError, match="answered 400: top_k: too small$"):
+        list(Remote("http://server", "m", None).answer([], SamplingParams()))
