@@ -14,11 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+from bench.gpu import goals
 from bench.gpu.report import Report, read
 
 STAGES = ("prove", "tune", "bench")
-SECONDS = 530
-"""A stage's time."""
+SECONDS = 510
+"""A stage's time: nine minutes less what it takes to end a process that does not end by itself."""
+GRACE = 15
+"""Seconds that an item may go on after the stage's time."""
 SILENCE = 240
 """Seconds without a new item after which a process hangs."""
 MODULES = {"prove": "bench.gpu.prove", "tune": "bench.gpu.tune", "bench": "bench.gpu.speed"}
@@ -67,7 +70,10 @@ def supervise(stage: str, args: argparse.Namespace) -> int:
         if len(read(path)["items"]) == items:
             print(f"{stage}: the process ended before it reached an item", flush=True)
             return 1
-    return Report(path, end).close()
+    report = Report(path, end, args.only)
+    if stage == "bench":
+        goals.judge(report)
+    return report.close()
 
 
 def watch(process: subprocess.Popen[bytes], path: Path, end: float) -> int:
@@ -78,7 +84,7 @@ def watch(process: subprocess.Popen[bytes], path: Path, end: float) -> int:
             return process.wait(1)
         except subprocess.TimeoutExpired:
             last = max(began, path.stat().st_mtime if path.exists() else 0)
-            if time.time() > end + 15 or time.time() - last > SILENCE:
+            if time.time() > end + GRACE or time.time() - last > SILENCE:
                 process.kill()
                 process.wait()
                 return -1

@@ -5,17 +5,29 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
+from bench.gpu.device import Device
 from headrace.backends.cuda.launch import Launch
 
 Recipe = dict[str, Any]
 MOST_PROCESSES = 16
+
+
+class Recorder(Device):
+    """A device that runs nothing and keeps recipes: what its callers compute is void."""
+
+    def __init__(self, toy: bool) -> None:
+        super().__init__(toy)
+        self.recipes: list[Recipe] = []
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        self.recipes += map(recipe, launches)
 
 
 class Pointer:
@@ -77,9 +89,14 @@ def compile_one(made: Recipe) -> str:
 
 
 def compile_all(launches: Iterable[Launch]) -> dict[str, Any]:
-    """Compile what the launches need, each kind once. Returns counts and errors: what failed is compiled later, by its
-    first run, or fails there. Launches are forgotten one after the other, with their tensors."""
-    made = {signature(each): each for each in map(recipe, launches)}
+    """Compile what the launches need. They are forgotten one after the other, with their tensors."""
+    return compile_recipes(map(recipe, launches))
+
+
+def compile_recipes(recipes: Iterable[Recipe]) -> dict[str, Any]:
+    """Compile recipes, each kind once. Returns counts and errors: what failed is compiled later, by its first run, or
+    fails there."""
+    made = {signature(each): each for each in recipes}
     workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(made))
     if workers == 0:
         return {"kernels": 0}

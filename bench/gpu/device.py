@@ -105,7 +105,7 @@ def elapsed(call: Call, turns: int) -> float:
 
 
 def ceilings(device: Device) -> dict[str, Any]:
-    """Return bytes per second read and copied, and flops per second of torch's bf16 product, of random numbers."""
+    """Return bytes per second read and copied, and flops per second of torch's products, of random numbers."""
     size = 2**16 if device.toy else 2**31
     source = device.random(size // 2)
     target = torch.empty_like(source)
@@ -114,9 +114,16 @@ def ceilings(device: Device) -> dict[str, Any]:
     width = 128 if device.toy else 8192
     a, b = device.random(width, width), device.random(width, width)
     product = device.seconds([lambda: torch.mm(a, b.t())])
-    return {
+    result: dict[str, Any] = {
         "read": size / read,
         "copy": 2 * size / copy,
         "bandwidth": max(size / read, 2 * size / copy),
         "bf16": 2 * width**3 / product,
     }
+    if device.capability >= 90:
+        c, d, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device.name)
+        eight = device.seconds([
+            lambda: torch._scaled_mm(c, d.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        ])  # fmt: skip
+        result["fp8"] = 2 * width**3 / eight
+    return result

@@ -15,7 +15,7 @@ from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
-from headrace.protocol.step import Request, TokenLogprob
+from headrace.protocol.step import Request, ScheduledBatch, TokenLogprob
 
 Result = dict[str, Any]
 Bits = tuple[list[int], bytes]
@@ -29,6 +29,8 @@ OPENINGS = (
 """Token ids of the built-in model's vocabulary: beginnings of stories."""
 ROUNDING = 0.06
 """Two logits may change places by rounding to bfloat16 if they lie this close."""
+REF_TOLERANCES = {"float32": 1e-3, "bfloat16": ROUNDING}
+"""Of a log-probability of torch_ref on the device from torch_ref's on the CPU."""
 
 
 class Answers:
@@ -54,18 +56,33 @@ def make_core(place: Device, **options: Any) -> EngineCore:
     return build_engine(EngineConfig(**(fields | options)))
 
 
-def make_requests(device: Device, num: int) -> list[Request]:
-    """Requests of many lengths, of which every other one is greedy; the longest pass a span of attention."""
+def make_requests(device: Device, num: int, logprobs: int | None = 2) -> list[Request]:
+    """Requests of many lengths, of which every other one is greedy; the longest pass a span of attention. With log-
+    probabilities the host draws their tokens, without them the device does, and steps overlap."""
     repeats = (1,) if device.toy else (1, 3, 9, 36)
     made = []
     for i in range(num):
         ids = list(OPENINGS[i % len(OPENINGS)]) * repeats[i // len(OPENINGS) % len(repeats)]
         params = SamplingParams(
-            temperature=(0.0, 0.8)[i % 2], seed=1000 + i, max_tokens=4 if device.toy else 16, ignore_eos=True,
-            logprobs=2, top_k=40 if i % 3 == 1 else 0, top_p=0.9 if i % 3 == 2 else 1.0,
+            temperature=(0.0, 0.8)[i % 2], seed=1000 + i, max_tokens=8 if device.toy else 16, ignore_eos=True,
+            logprobs=logprobs, top_k=40 if i % 3 == 1 else 0, top_p=0.9 if i % 3 == 2 else 1.0,
         )  # fmt: skip
         made.append(Request(request_id=str(i), prompt_token_ids=ids, params=params))
     return made
+
+
+def count_overlaps(core: EngineCore) -> list[bool]:
+    """Return a list that gets an entry for each step: whether another one was started beside it."""
+    overlaps: list[bool] = []
+    schedule_ahead = core.scheduler.schedule_ahead
+
+    def counted() -> ScheduledBatch | None:
+        batch = schedule_ahead()
+        overlaps.append(batch is not None)
+        return batch
+
+    core.scheduler.schedule_ahead = counted  # type: ignore[method-assign]
+    return overlaps
 
 
 def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> Answers:
@@ -109,11 +126,15 @@ class Law:
             "preempted": {"preempt_every": 2, "strangers": 2 if toy else 60},
             "with n-gram drafts": {"speculative_config": ngram},
         }
+        for dtype in REF_TOLERANCES:
+            yield f"torch_ref on the device, {dtype}", lambda dtype=dtype: self.reference_backend(dtype)  # type: ignore[misc]
         if self.device.is_gpu:
             yield "compile the built-in model", self.compile
         yield "greedy ids of torch_ref", self.greedy
         for name, way in ways.items():
             yield f"law: {name}", lambda way=way: self.compare(**way)  # type: ignore[misc]
+        yield "law: drawn on the device", lambda: self.drawn(2 if toy else 224)
+        yield "law: drawn on the device, no overlap", lambda: self.drawn(2 if toy else 224, async_scheduling=False)
 
     def compile(self) -> Result:
         with mock.patch.object(Replay, "prepare"):
@@ -151,22 +172,56 @@ class Law:
         names = [request.request_id for request in self.requests]
         wrong = [name for name in names if answers.bits(name) != reference.bits(name)]
         fault = f"other bits: {wrong[:5]}" if wrong else ""
-        if (preempt_every and not stats.num_preemptions) or (twice and not stats.prefix_cache_hits):
-            fault = fault or "nothing was preempted, or nothing found in the cache: this shows nothing"
+        happened = {
+            "preempted": (preempt_every, stats.num_preemptions),
+            "found in the cache": (twice, stats.prefix_cache_hits),
+            "guessed": ("speculative_config" in options, stats.num_draft_tokens),
+        }
+        for what, (wanted, count) in happened.items():
+            if wanted and not count:
+                fault = fault or f"nothing was {what}: this shows nothing"
         return {
             "requests": len(mixed), "preemptions": stats.num_preemptions, "cache_hits": stats.prefix_cache_hits,
-            "wrong": len(wrong), "fault": fault,
+            "guesses": stats.num_draft_tokens, "wrong": len(wrong), "fault": fault,
         }  # fmt: skip
+
+    def drawn(self, strangers: int, **options: Any) -> Result:
+        """The same requests and others, without log-probabilities: the device draws, and step N + 1 starts before the
+        end of step N. Their ids must be those that the host drew from the logits of requests alone."""
+        reference = self.alone()
+        core = make_core(self.device, **options)
+        overlaps = count_overlaps(core)
+        requests = make_requests(self.device, len(self.requests) + strangers, logprobs=None)
+        answers = run(core, requests)
+        core.close()
+        names = [request.request_id for request in self.requests]
+        wrong = [name for name in names if answers.token_ids[name] != reference.token_ids[name]]
+        fault = f"other ids: {wrong[:5]}" if wrong else ""
+        if any(overlaps) != options.get("async_scheduling", True):
+            fault = fault or f"{sum(overlaps)} of {len(overlaps)} steps overlapped: this shows nothing"
+        return {"requests": len(requests), "steps": len(overlaps), "overlapped": sum(overlaps), "fault": fault}
+
+    def reference_backend(self, dtype: str) -> Result:
+        """torch_ref on the device against torch_ref on the CPU: log-probabilities of greedy answers, up to the first
+        token that differs; there the two likeliest must lie within rounding."""
+        return compare_logprobs(self.by_torch_ref("cpu", dtype), self.by_torch_ref(self.device.name, dtype), dtype)
+
+    def by_torch_ref(self, device: str, dtype: str) -> Answers:
+        """Return torch_ref's answers to the greedy requests, together."""
+        core = make_core(self.device, backend="torch_ref", device=device, dtype=dtype)
+        answers = run(core, self.greedy_requests)
+        core.close()
+        return answers
+
+    @property
+    def greedy_requests(self) -> list[Request]:
+        return [request for request in self.requests if request.params.temperature == 0.0]
 
     def greedy(self) -> Result:
         """Ids until the first that differs; there the reference's two likeliest must lie within rounding."""
-        greedy = [request for request in self.requests if request.params.temperature == 0.0]
-        core = make_core(self.device, backend="torch_ref", device="cpu")
-        expected = run(core, greedy)
-        core.close()
-        actual = self.alone()
+        expected, actual = self.by_torch_ref("cpu", "bfloat16"), self.alone()
         equal, close, wrong = 0, 0, []
-        for request in greedy:
+        for request in self.greedy_requests:
             name = request.request_id
             ids, mine = expected.token_ids[name], actual.token_ids[name]
             place = next((i for i, pair in enumerate(zip(ids, mine, strict=True)) if pair[0] != pair[1]), None)
@@ -179,3 +234,21 @@ class Law:
             else:
                 wrong.append(name)
         return {"equal": equal, "close": close, "fault": f"other ids: {wrong}" if wrong else ""}
+
+
+def compare_logprobs(expected: Answers, actual: Answers, dtype: str) -> Result:
+    """Return how far the log-probabilities of answers lie apart, as far as their tokens are the same."""
+    tolerance, wrong = REF_TOLERANCES[dtype], []
+    errors: list[float] = []
+    for name, ids in expected.token_ids.items():
+        for place, token_id in enumerate(ids):
+            entry, other = expected.logprobs[name][place], actual.logprobs[name][place]
+            if actual.token_ids[name][place] != token_id:
+                wrong += [name] * (entry.top[0][1] - entry.top[1][1] > tolerance)
+                break
+            errors.append(abs(entry.logprob - other.logprob))
+    far = [error for error in errors if not error <= tolerance]  # NaN too
+    fault = f"other ids: {wrong}" if wrong else ""
+    if far or not errors:
+        fault = fault or f"{len(far)} of {len(errors)} log-probabilities differ by more than {tolerance}"
+    return {"tokens": len(errors), "distance": max(errors, default=0.0), "fault": fault}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
 from headrace.backends.base import Draw, Heads
@@ -25,6 +27,9 @@ BOTH_INSTRUCTIONS = {
 }
 """Tiles of 16 rows are too small for Hopper's wgmma, so the compiler takes mma.sync for them."""
 
+FEW_KERNELS = ("order of K in tensor cores", "choose against the sampler")
+"""Probes that take longer on the host than to compile."""
+
 Result = dict[str, Any]
 Probe = tuple[str, Callable[[], Result]]
 
@@ -38,6 +43,15 @@ def probes(device: Device) -> Iterator[Probe]:
     yield "decode against prefill", lambda: attention(device)
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
+
+
+def launched(toy: bool) -> list[Recipe]:
+    """Return what the probes of rows, buckets, codes and attention launch, to be compiled before they run."""
+    recorder = Recorder(toy)
+    for name, probe in probes(recorder):
+        if name not in FEW_KERNELS:
+            probe()
+    return recorder.recipes
 
 
 def product(
@@ -95,7 +109,7 @@ def buckets(device: Device) -> Result:
 
 
 def codes(device: Device) -> Result:
-    """int4 in registers, with assembly and without, against the same weights widened."""
+    """int4 in registers and widened into scratch, with assembly and without, against weights widened by torch."""
     torch.manual_seed(3)
     num_out, num_in, num_rows = (96, 512, 5) if device.toy else (1024, 4096, 50)
     shape = (num_out, num_in // 64)
@@ -120,6 +134,19 @@ def codes(device: Device) -> Result:
             ))  # fmt: skip
             if count := unequal(out, expected):
                 wrong[config.name] = count
+    for assembly in (0, 1):
+        wide = torch.full((num_out * num_in,), torch.nan, dtype=torch.bfloat16, device=device.name)
+        plain = wide.view(num_out, num_in)
+        needed = linear.scratch_numbers(plain, num_rows, linear.default(plain, num_rows))
+        listed = linear_codes.linear_codes(
+            x, packed, torch.empty_like(expected), sizes(num_rows).to(device.name), 0, num_rows,
+            num_programs=device.num_programs, scratch=scratch(needed, x.device) if any(needed) else None, wide=wide,
+        )  # fmt: skip
+        base = listed[0].config
+        config = Config(dict(base.tiles) | {"ASM": assembly}, base.num_warps, base.num_stages)
+        device.run([replace(listed[0], config=config)])
+        if count := unequal(plain, packed.dense()):
+            wrong[f"widened, {config.name}"] = count
     return {"wrong": wrong, "fault": "other bits" if wrong else ""}
 
 

@@ -1,4 +1,4 @@
-"""Small problems for every kernel, with ragged shapes: tensors, the launches over them, and the result in float64.
+"""Small problems for the kernels, with ragged shapes: tensors, the launches over them, and the result in float64.
 
 Tensors are made on the CPU from a fixed seed and moved, so the GPU and the twin compute the same. Outputs begin as NaN
 (integers as their largest number), so what is not written shows.
@@ -6,7 +6,6 @@ Tensors are made on the CPU from a fixed seed and moved, so the GPU and the twin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,20 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.weights import random_codes
-from headrace.backends.base import Activation, Heads, RopeTable
-from headrace.backends.cuda.cache import STORED, LayerCache
-from headrace.backends.cuda.kernels import attention as paged
-from headrace.backends.cuda.kernels import (
-    best,
-    experts,
-    linear,
-    linear_8bit,
-    linear_codes,
-    norm,
-    rope_store,
-    rows,
-    spans,
-)
+from headrace.backends.base import Activation
+from headrace.backends.cuda.kernels import best, experts, linear, linear_8bit, linear_codes, norm, rows
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
@@ -92,8 +79,8 @@ def linear_problem(
     tensors = {"x": x, "w": w, "sizes": sizes(num_rows), "out": poisoned(num_rows + 1, width, dtype=dtype)}
     exact = x.double() @ w.double().t()
     if extras:
-        tensors |= {"scale": normal(num_rows, seed=2).abs(), "bias": normal(num_out, seed=3)}
-        exact = exact * tensors["scale"].double()[:, None] + tensors["bias"].double()
+        tensors["bias"] = normal(num_out, seed=3)
+        exact = exact + tensors["bias"].double()
     if is_gated:
         exact = gated(exact)
     if extras:
@@ -104,7 +91,7 @@ def linear_problem(
         chosen = config or linear.default(t["w"], num_rows + 1, is_gated)
         needed = linear.scratch_numbers(t["w"], num_rows + 1, chosen)
         options: dict[str, Any] = {"gated": is_gated, "activation": "silu" if is_gated else None}
-        options |= {name: t.get(name) for name in ("scale", "bias", "residual")}
+        options |= {name: t.get(name) for name in ("bias", "residual")}
         shared = scratch(needed, t["x"].device) if any(needed) else None
         return [
             linear.linear(
@@ -263,132 +250,6 @@ def rows_problem(name: str, num_rows: int, width: int, dtype: torch.dtype) -> Pr
     return dict(rows_problems(num_rows, width, dtype))[name]
 
 
-def make_cache(heads: Heads, num_blocks: int, block: int, kind: str) -> Tensors:
-    """Return keys, values and their scales: normal numbers as the cache's type has them."""
-    shape = (2, num_blocks, heads.num_kv_heads, block, heads.head_dim)
-    numbers = normal(*shape, seed=7)
-    scaled = kind in ("int8", "fp8_e4m3")
-    scales = numbers.abs().amax(-1) / 100 + 0.001 if scaled else None
-    numbers = numbers if scales is None else numbers / scales[..., None]
-    codes = (numbers.round() if kind == "int8" else numbers).to(STORED[kind])
-    # Bits: fp8 has few operators in torch.
-    named = dict(zip(("keys", "values"), codes, strict=True))
-    return named | ({} if scales is None else {"key_scales": scales[0], "value_scales": scales[1]})
-
-
-def cache_of(t: Tensors, kind: str) -> LayerCache:
-    return LayerCache(kind, t["keys"], t["values"], t.get("key_scales"), t.get("value_scales"))
-
-
-def rope_problem(num_rows: int, heads: Heads, kind: str, dtype: torch.dtype) -> Problem:
-    block, num_blocks = 16, num_rows // 16 + 2
-    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-    angles = torch.arange(512)[:, None] * 10000.0 ** (-torch.arange(heads.head_dim // 2) / (heads.head_dim // 2))
-    slots = torch.randperm(num_blocks * block, generator=torch.Generator().manual_seed(4))[:num_rows].int()
-    tensors = {
-        "qkv": normal(num_rows + 1, width, dtype=dtype), "slots": slots, "cos": angles.cos().float(),
-        "sin": angles.sin().float(), "positions": torch.arange(num_rows, dtype=torch.int32) * 3 % 512,
-        "sizes": sizes(num_rows), **make_cache(heads, num_blocks, block, kind),
-    }  # fmt: skip
-
-    def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        table = RopeTable(t["cos"], t["sin"])
-        return [
-            rope_store.rope_store(
-                t["qkv"], heads, cache_of(t, kind), t["slots"], t["positions"], t["sizes"], num_rows + 1,
-                rope_table=table,
-            )
-        ]  # fmt: skip
-
-    # In float64: queries turned in their columns, keys turned and values as they are at their slots.
-    numbers = tensors["qkv"].double().view(num_rows + 1, -1, heads.head_dim).clone()
-    cos, sin = (tensors[name].double()[tensors["positions"].long()][:, None] for name in ("cos", "sin"))
-    left, right = numbers[:num_rows].chunk(2, -1)
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-    last_key = heads.num_heads + heads.num_kv_heads
-    exact = {}
-    if STORED[kind].itemsize > 1:
-        at = slots.long()
-        for name, rows in (("keys", turned[:, heads.num_heads : last_key]), ("values", numbers[:num_rows, last_key:])):
-            exact[name] = tensors[name].double()
-            exact[name][at // block, :, at % block] = rows
-    numbers[:num_rows, : heads.num_heads] = turned[:, : heads.num_heads]
-    exact["qkv"] = numbers.flatten(1)
-    outputs = ("qkv", "keys", "values", *(name for name in ("key_scales", "value_scales") if name in tensors))
-    # Codes may differ by one where a number lies between two: by 1/14 of the number in e4m3, 1/7 in e5m2.
-    steps = {"int8": 0.01, "fp8_e4m3": 0.08, "fp8_e5m2": 0.15}
-    return Problem(tensors, outputs, make, exact, (), steps.get(kind))
-
-
-def attention_problem(
-    chunks: Sequence[tuple[int, int]], heads: Heads, kind: str, dtype: torch.dtype, window: int = 0,
-    softcap: float = 0.0, block: int = 16, partials: int = 4096,
-) -> Problem:  # fmt: skip
-    """chunks: (first position, rows) of sequences, each of its own."""
-    starts, lens = [first for first, _ in chunks], [rows for _, rows in chunks]
-    counts = [-(-(first + rows) // block) for first, rows in chunks]
-    places = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(5)).int()
-    begin = [sum(counts[:i]) for i in range(len(counts))]
-    width = heads.num_heads * heads.head_dim
-    tensors = {
-        "query": 2 * normal(sum(lens), width, dtype=dtype), "blocks": places[: sum(counts)],
-        "out": poisoned(sum(lens) + 1, width, dtype=dtype), **make_cache(heads, sum(counts) + 2, block, kind),
-    }  # fmt: skip
-    # Blocks of nobody, and what lies behind a sequence's end, are NaN: a read beyond shows.
-    if STORED[kind].is_floating_point and STORED[kind].itemsize > 1:
-        for name in ("keys", "values"):
-            tensors[name][places[sum(counts) :].long()] = torch.nan
-            for at, (first, num), count in zip(begin, chunks, counts, strict=True):
-                tensors[name][places[at + count - 1].long(), :, (first + num - 1) % block + 1 :] = torch.nan
-    scale = heads.head_dim**-0.5
-    options: dict[str, Any] = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "scale": scale}
-    options |= {"window": window, "softcap": softcap, "programs": 2 * PROGRAMS}
-    kinds = (heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, STORED[kind])
-    group = heads.num_heads, heads.num_kv_heads
-
-    def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        chosen = paged.default_configs(*kinds)
-        if config is not None:
-            kernel = next(k for k in (paged.FEW, paged.MANY) if config in paged.configs(k, *kinds))
-            chosen = (config, chosen[1]) if kernel is paged.FEW else (chosen[0], config)
-        items = spans.work_list(starts, lens, begin, *paged.tile_rows(*group, chosen), partials)
-        shared = spans.make_scratch(max(partials, 1), *group, heads.head_dim, t["query"].device)
-        listed = torch.from_numpy(items).to(t["query"].device)
-        return paged.attention(
-            t["query"], t["out"], cache_of(t, kind), t["blocks"], listed, shared, chosen=chosen, **options
-        )
-
-    exact = torch.cat([
-        exact_attention(tensors, kind, heads, sum(lens[:i]), *chunks[i], places[at : at + counts[i]].long(), window,
-                        softcap, scale)
-        for i, at in enumerate(begin)
-    ])  # fmt: skip
-    configs = paged.configs(paged.FEW, *kinds) + paged.configs(paged.MANY, *kinds)
-    return Problem(tensors, ("out",), make, {"out": exact}, configs)
-
-
-def exact_attention(
-    t: Tensors, kind: str, heads: Heads, row: int, first: int, num: int, blocks: Tensor, window: int, softcap: float,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    end, group = first + num, heads.num_heads // heads.num_kv_heads
-
-    def gathered(name: str) -> Tensor:
-        numbers = t[name].double()[blocks]  # [blocks, kv_heads, block, D]
-        if f"{name[:-1]}_scales" in t:
-            numbers = numbers * t[f"{name[:-1]}_scales"].double()[blocks][..., None]
-        return numbers.transpose(1, 2).flatten(0, 1)[:end].repeat_interleave(group, 1)
-
-    query = t["query"][row : row + num].double().view(num, heads.num_heads, heads.head_dim)
-    s = torch.einsum("rhd,nhd->hrn", query, gathered("keys")) * scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    position, at = torch.arange(first, end)[:, None], torch.arange(end)
-    seen = (at <= position) & ((at > position - window) if window else torch.tensor(True))
-    p = s.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hrn,nhd->rhd", p, gathered("values")).flatten(1)
-
-
 def experts_problem(num_rows: int, num_experts: int, top_k: int, hidden: int, inner: int) -> Problem:
     dtype = torch.bfloat16
     x, logits = normal(num_rows, hidden, dtype=dtype), normal(num_rows, num_experts, seed=1, dtype=dtype)
@@ -420,72 +281,13 @@ def experts_problem(num_rows: int, num_experts: int, top_k: int, hidden: int, in
 def best_problem(num_rows: int, width: int) -> Problem:
     logits = normal(num_rows, width)
     logits[0, 3], logits[-1, 5] = torch.nan, torch.inf
+    logits[1, 7] = logits[1, width - 2] = 9.0  # The lowest of equal tokens wins.
+    exact = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf)
     tensors = {"logits": logits, "sizes": sizes(num_rows), "values": poisoned(num_rows, dtype=torch.float32)}
     tensors |= {name: poisoned(num_rows, dtype=torch.int32) for name in ("ids", "finite")}
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
         return [best.best(t["logits"], t["ids"], t["values"], t["finite"], t["sizes"], 0, config)]
 
-    return Problem(tensors, ("ids", "values", "finite"), make, {}, best.KERNEL.configs)
-
-
-def shown(value: Any) -> str:
-    """An argument in the name of a problem."""
-    if isinstance(value, Heads):
-        return f"{value.num_heads}/{value.num_kv_heads}x{value.head_dim}"
-    if isinstance(value, Scheme):
-        return f"{value.kind}{value.book}-g{value.group}{'-min' * value.has_min}"
-    if isinstance(value, list):
-        return ",".join(f"{first}+{count}" for first, count in value)
-    return str(value).removeprefix("torch.")
-
-
-def case(make: Callable[..., Problem], *arguments: Any, **options: Any) -> tuple[str, Callable[[], Problem]]:
-    """Return a problem's name and what makes it."""
-    words = [shown(value) for value in arguments]
-    words += [f"{name}={value}" for name, value in options.items() if value]
-    return f"{make.__name__.removesuffix('_problem')} {' '.join(words)}", functools.partial(make, *arguments, **options)
-
-
-def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
-    """The names of all problems, with what makes them; few and small ones if `toy`."""
-    for dtype in (*HALVES, torch.float32):
-        yield case(linear_problem, 5, 80, 600, dtype)
-        yield case(linear_problem, 3, 96, 200, dtype, is_gated=True, extras=True)
-    yield case(linear_problem, 5, 64, 1100, torch.bfloat16)
-    if not toy:
-        for num_rows in (1, 17, 130, 700):
-            yield case(linear_problem, num_rows, 192, 4096, torch.bfloat16, extras=True)
-            yield case(linear_problem, num_rows, 1024, 2048, torch.bfloat16, is_gated=True)
-    schemes = [Scheme("i4", 64), Scheme("i4", 32), Scheme("i4", 128, True), Scheme("i4", 64, book="nf4")]
-    schemes += [Scheme("i4", 32, book="e2m1"), Scheme("i8"), Scheme("i8", 128)]
-    shape = (5, 80, 640) if toy else (37, 400, 2176)
-    for scheme in schemes:
-        for wide in (False, True):
-            yield case(codes_problem, *shape, scheme, torch.bfloat16, wide)
-        yield case(codes_problem, *shape, scheme, torch.float16, False)
-    for grouped in (False, True):
-        yield case(eight_problem, 5, 130, 400, grouped)
-        if not toy:
-            yield case(eight_problem, 150, 384, 4096, grouped)
-    for dtype in (torch.bfloat16, torch.float32):
-        for width in (72, 1000) if toy else (72, 4096, 5376):
-            yield case(norm_problem, 5, width, dtype, False, False)
-            yield case(norm_problem, 5, width, dtype, True, True)
-        for name in ROWS:
-            yield case(rows_problem, name, 5, 200 if toy else 3000, dtype)
-    for stored, as_stored in STORED.items():
-        dtype = as_stored if as_stored in (torch.float16, torch.float32) else torch.bfloat16
-        yield case(rope_problem, 21, Heads(6, 2, 24), stored, dtype)
-        yield case(attention_problem, [(500, 30), (60, 1), (5, 18)], Heads(4, 2, 16), stored, dtype)
-    if not toy:
-        mixed = [(0, 200), (1700, 1), (1022, 5), (511, 1), (512, 1), (900, 33)]
-        for heads in (Heads(32, 8, 128), Heads(32, 8, 64), Heads(8, 8, 256), Heads(12, 2, 80)):
-            yield case(attention_problem, mixed, heads, "bfloat16", torch.bfloat16)
-        yield case(attention_problem, mixed, Heads(8, 4, 128), "bfloat16", torch.bfloat16, 600, 30.0)
-        yield case(attention_problem, mixed, Heads(8, 2, 128), "int8", torch.bfloat16, partials=0)
-    yield case(attention_problem, [(40, 30), (130, 1)], Heads(4, 2, 16), "bfloat16", torch.bfloat16, 40, 3.0)
-    yield case(experts_problem, 9, 6, 2, 64, 48)
-    if not toy:
-        yield case(experts_problem, 200, 32, 4, 512, 384)
-    yield case(best_problem, 5, 1000 if toy else 128256)
+    highest = {"ids": exact.argmax(1).int(), "values": exact.amax(1), "finite": logits.isfinite().all(1).int()}
+    return Problem(tensors, ("ids", "values", "finite"), make, highest, best.KERNEL.configs)

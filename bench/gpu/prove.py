@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.compiling import compile_all
+from bench.gpu.cases import problems
+from bench.gpu.compiling import compile_all, compile_recipes
 from bench.gpu.device import Device, ceilings
 from bench.gpu.engine import Law
-from bench.gpu.probes import probes
-from bench.gpu.problems import TOLERANCES, Problem, Tensors, problems
+from bench.gpu.probes import launched, probes
+from bench.gpu.problems import TOLERANCES, Problem, Tensors
 from bench.gpu.report import Report
 from headrace.backends.cuda.launch import Config, Launch
 
@@ -25,6 +26,8 @@ def run(report: Report, device: Device) -> None:
         report.run("compile", lambda: compile_all(x for _, make in listed for x in all_launches(make(), device)))
     for name, make in listed:
         report.run(name, lambda make=make: check(make(), device))  # type: ignore[misc]
+    if device.is_gpu:
+        report.run("compile probes", lambda: compile_recipes(launched(device.toy)))
     for name, probe in probes(device):
         report.run(name, probe)
     for name, probe in Law(device).items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+NO_TIME = "left out: no time"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -35,7 +36,9 @@ class Report:
         self.items: list[Result] = record["items"]
         self.head: Result = record["head"]
         for item in self.items:
-            if item["status"] == "running":
+            if item["status"] == "running" and time.time() > self.end:
+                item["status"] = "left out: the stage's time ended within it"
+            elif item["status"] == "running":
                 item |= {"status": "failed", "error": "the process ended or hung"}
 
     def wants(self, name: str) -> bool:
@@ -43,12 +46,17 @@ class Report:
         return self.only in name and all(item["name"] != name for item in self.items)
 
     def run(
-        self, name: str, measure: Callable[[], Result], is_free: bool = False, is_needed: bool = False
+        self,
+        name: str,
+        measure: Callable[[], Result],
+        is_free: bool = False,
+        is_needed: bool = False,
+        seconds: float = 0.0,
     ) -> Result | None:
         """Run one item and keep what it returns. A failure is recorded, and the stage goes on.
 
-        is_free: it takes no time, so it runs also when the time is over. is_needed: by others, so it runs whatever
-        names are to run.
+        is_free: it takes no time and no GPU, so it runs also when the time is over. is_needed: by others, so it runs
+        whatever names are to run. seconds: what it takes at most, by experience: with less time left it is left out.
 
         An item fails by raising, or by a result whose "fault" is not empty. Raises `SystemExit` if the GPU answers no
         more: only another process can use it then.
@@ -60,15 +68,16 @@ class Report:
             return earlier
         item: Result = {"name": name, "status": "running"}
         self.items.append(item)
-        if time.time() > self.end and not is_free:
-            item["status"] = "left out: no time"
+        if time.time() + seconds > self.end and not is_free:
+            item["status"] = NO_TIME
             self._write(item)
             return None
         self._write()
         began, is_dead = time.time(), False
         try:
             item |= measure()
-            synchronize()
+            if not is_free:
+                synchronize()
             item["status"] = "failed" if item.get("fault") else "ok"
         except Exception as error:
             lines = traceback.format_exception_only(error)
@@ -80,6 +89,10 @@ class Report:
         if is_dead:
             raise SystemExit(3)
         return item
+
+    def result_of(self, name: str) -> Result:
+        """Return what an item of this stage measured; nothing if it failed or was left out."""
+        return next((item for item in self.items if item["name"] == name and item["status"] == "ok"), {})
 
     def close(self) -> int:
         """Print the table of the items. Returns how many failed."""

@@ -1,7 +1,4 @@
-"""The shapes of models that are measured, and what is to be reached.
-
-The goals stand here alone; docs/gpu.md has the same table for readers.
-"""
+"""The shapes of models that are measured."""
 
 from __future__ import annotations
 
@@ -71,30 +68,3 @@ def cache_bytes(model: dict[str, Any], item_bytes: int = 2) -> int:
     """Return the bytes of a position's keys and values in all layers."""
     heads = model["num_hidden_layers"] * model["num_key_value_heads"]
     return int(2 * heads * head_size(model) * item_bytes)
-
-
-class Goal(NamedTuple):
-    """What an item of the stage `bench` is to reach: `field` of its result at least (or at most) `bound`."""
-
-    text: str
-    item: str
-    field: str
-    bound: float
-    at_most: bool = False
-
-
-GOALS = (
-    Goal("8B bf16, batch 1: share of the floor", "decode 8b bf16 x1", "share", 0.85),
-    Goal("8B bf16, batch 64: share of the floor", "decode 8b bf16 x64", "share", 0.78),
-    Goal("8B bf16, batch 256: share of the floor", "decode 8b bf16 x256", "share", 0.75),
-    Goal("l1b bf16, batch 1: share of the floor", "decode l1b bf16 x1", "share", 0.70),
-    Goal("8B int4, batch 1: share of the floor", "decode 8b int4 x1", "share", 0.65),
-    Goal("8B int4, batch 1: times bf16", "decode 8b int4 x1", "times_bf16", 2.6),
-    Goal("8B bf16, prefill of 8k: share of the floor", "prefill 8b bf16 8192", "share", 0.65),
-    Goal("price of the law, decode", "price of the law", "decode", 0.10, True),
-    Goal("price of the law, prefill", "price of the law", "prefill", 0.15, True),
-    Goal("GPU idle, batch 64", "engine 8b bf16 x64", "idle", 0.03, True),
-    Goal("GPU idle, batch 256", "engine 8b bf16 x256", "idle", 0.03, True),
-    Goal("drawing 256 rows of 128k, ms", "draw 256 x 128256", "ms", 0.4, True),
-    Goal("256 sequences: times transformers", "transformers l1b x256", "times", 5.0),
-)

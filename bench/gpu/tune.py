@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from bench.gpu.compiling import compile_all
 from bench.gpu.device import Call, Device
 from bench.gpu.problems import scratch, sizes
 from bench.gpu.report import Report
-from bench.gpu.weights import random_codes
+from bench.gpu.weights import BLOCK, random_codes
 from headrace.backends.base import Heads
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
@@ -259,17 +259,37 @@ def eight(device: Device, layer: shapes.Layer, rows: int) -> Choice:
     return Choice(linear_8bit.KERNEL.name, shape, rows, suited, default, meta.numel(), make)
 
 
+class Chunked(NamedTuple):
+    """A step of attention: first positions and rows of sequences, whose blocks lie in order."""
+
+    starts: list[int]
+    lens: list[int]
+
+    @property
+    def num_blocks(self) -> list[int]:
+        return [-(-(first + rows) // BLOCK) for first, rows in zip(self.starts, self.lens, strict=True)]
+
+    def cache_shape(self, heads: Heads) -> tuple[int, ...]:
+        """Of keys and values."""
+        return (2, sum(self.num_blocks), heads.num_kv_heads, BLOCK, heads.head_dim)
+
+
+def attention_steps(toy: bool) -> dict[str, Chunked]:
+    """Return a decode of 64 sequences at 2k, and a prefill of 4k."""
+    batch, length = (3, 40) if toy else (64, 2048)
+    return {"decode": Chunked([length - 1] * batch, [1] * batch), "prefill": Chunked([0], [2 * length])}
+
+
 def attend(device: Device, heads: Heads) -> Iterator[Choice]:
-    """Small tiles by a decode of 64 sequences at 2k, large ones by a prefill of 4k."""
+    """Small tiles by the decode, large ones by the prefill."""
     kinds = (*heads, torch.bfloat16, torch.bfloat16)
     usual = attention.default_configs(*kinds, device.capability)
-    decode, length = (3, 40) if device.toy else (64, 2048)
-    cases = {"few": (attention.FEW, [length - 1] * decode, [1] * decode), "many": (attention.MANY, [0], [2 * length])}
-    for place, (name, (kernel, starts, lens)) in enumerate(cases.items()):
-        counts = [-(-(first + rows) // 16) for first, rows in zip(starts, lens, strict=True)]
+    steps = attention_steps(device.toy)
+    cases = {"few": (attention.FEW, steps["decode"]), "many": (attention.MANY, steps["prefill"])}
+    for place, (name, (kernel, step)) in enumerate(cases.items()):
+        (starts, lens), counts, shape = step, step.num_blocks, step.cache_shape(heads)
         begin = [sum(counts[:i]) for i in range(len(counts))]
-        shape = (2, sum(counts), heads.num_kv_heads, 16, heads.head_dim)
-        num_bytes = 4 * sum(counts) * heads.num_kv_heads * 16 * heads.head_dim
+        num_bytes = 4 * sum(counts) * heads.num_kv_heads * BLOCK * heads.head_dim
         programs, scale = 2 * device.num_programs, heads.head_dim**-0.5
 
         def make(

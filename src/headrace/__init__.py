@@ -7,13 +7,28 @@ from typing import TYPE_CHECKING, Any
 from headrace import env
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
-    from headrace.llm import LLM
+    from headrace.llm import LLM, EngineArgs
     from headrace.protocol.beam import BeamSearchParams
+    from headrace.protocol.constraints import StructuredOutputs as StructuredOutputsParams
     from headrace.protocol.params import SamplingParams
+    from headrace.text.inputs import TextPrompt, TokensPrompt
+    from headrace.text.outputs import CompletionOutput, RequestOutput
 
 env.tame_openmp()
 
@@ -21,8 +36,16 @@ _HOMES = {
     "LLM": "headrace.llm",
     "AsyncLLM": "headrace.async_llm",
     "BeamSearchParams": "headrace.protocol.beam",
+    "CompletionOutput": "headrace.text.outputs",
+    "EngineArgs": "headrace.llm",
+    "RequestOutput": "headrace.text.outputs",
     "SamplingParams": "headrace.protocol.params",
+    "StructuredOutputsParams": "headrace.protocol.constraints",
+    "TextPrompt": "headrace.text.inputs",
+    "TokensPrompt": "headrace.text.inputs",
 }
+# vLLM's names of things that have another here.
+_NAMES = {"StructuredOutputsParams": "StructuredOutputs"}
 
 
 def __getattr__(name: str) -> Any:
@@ -30,5 +53,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         import importlib
 
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(_HOMES[name]), _NAMES.get(name, name))
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -7,16 +7,19 @@ give the same answer. A composition root: it may import every layer.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace import hub
 from headrace.engine import build
-from headrace.other_engines import translate_keywords
+from headrace.other_engines import VLLM_SETTINGS, translate_keywords
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Stats
 from headrace.text import inputs
@@ -26,9 +29,31 @@ from headrace.text.inputs import Prompt
 from headrace.text.outputs import RequestOutput, RequestState, deltas_of, request_output
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.vectors import EMBEDDING_PARAMS, EmbeddingOutput, EmbeddingRequestOutput, check_form, finished
+from headrace.text.vectors import (
+    EMBEDDING_PARAMS,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    check_form,
+    finished,
+    likeness,
+)
 
 Message = dict[str, Any]
+
+
+def _engine_args() -> type[Any]:
+    """Return the class `EngineArgs`: a dataclass of the fields of `EngineConfig`, and of vLLM's in the table."""
+    fields = msgspec.structs.fields(EngineConfig)
+    ours: list[Any] = [(field.name, field.type, dataclasses.field(default=field.default)) for field in fields]
+    flags = {name[2:].replace("-", "_") for row in VLLM_SETTINGS for name in row.names if name.startswith("--")}
+    theirs = sorted(flags - {field.name for field in fields})
+    return dataclasses.make_dataclass("EngineArgs", [*ours, *((name, Any, None) for name in theirs)])
+
+
+EngineArgs = _engine_args()
+"""Keywords for `LLM(**dataclasses.asdict(args))`, as scripts for vLLM collect them."""
 
 
 class LLM:
@@ -64,6 +89,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
@@ -72,6 +98,7 @@ class LLM:
         `use_tqdm` shows a progress bar where stderr is a terminal. Raises `RequestError` before any work is done if
         one of the prompts can not be served; a request that fails on its way ends with finish_reason "error".
         """
+        _check_lora(lora_request)
         listed = _as_list(prompts)
         chosen = _one_each("sampling_params", sampling_params or SamplingParams(), len(listed))
         ranks = _one_each("priority", 0 if priority is None else priority, len(listed))
@@ -124,17 +151,53 @@ class LLM:
             )
         return outputs
 
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "embed", use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Return what `embed` returns, under vLLM's other name. `pooling_task` is "embed"."""
+        if pooling_task != "embed":
+            raise UnsupportedError("pooling_task", pooling_task, "the models served here embed; set it to embed")
+        return self.embed(prompts, use_tqdm)
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: bool = True
+    ) -> list[ScoringRequestOutput]:
+        """Return how alike texts are: the cosine of the angle between the vectors of each pair, from -1 to 1.
+
+        `data_1` has one text, which is compared with all of `data_2`, or as many as `data_2`. Raises `RequestError`.
+        """
+        ones, others = ([texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2))
+        if len(ones) not in (1, len(others)):
+            raise RequestError("data_1", len(ones), f"one text, or as many as data_2 has ({len(others)})")
+        outputs = self.embed([*ones, *others], use_tqdm)
+        first, second = outputs[: len(ones)], outputs[len(ones) :]
+        pairs = zip(first * len(others) if len(ones) == 1 else first, second, strict=True)
+        return [
+            ScoringRequestOutput(
+                str(place),
+                one.prompt_token_ids + other.prompt_token_ids,
+                ScoringOutput(likeness(one.outputs.embedding, other.outputs.embedding)),
+            )
+            for place, (one, other) in enumerate(pairs)
+        ]
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`."""
+        """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`.
+
+        `tools` are shown to the model by its template. The answer's text has the calls as the model writes them.
+        """
+        _check_lora(lora_request)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
         template = ChatTemplate.of(self.get_tokenizer(), chat_template)
@@ -142,6 +205,7 @@ class LLM:
         for conversation in conversations:
             text = template.render(
                 list(conversation),  # type: ignore[arg-type]
+                tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
@@ -263,6 +327,11 @@ class LLM:
                 del self._open[request_id]
                 if delta.finish is None:
                     self.core.abort(request_id)
+
+
+def _check_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise UnsupportedError("lora_request", lora_request, "merge the adapter into the checkpoint")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -20,6 +20,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.client import InprocClient
 from headrace.engine.generation import TextClient
 from headrace.grammar import matchers as grammar_matchers
+from headrace.grammar.compile import WHITESPACE
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -236,7 +237,7 @@ def test_whitespace_can_not_run_away(llm: LLM, tokenizer: Tokenizer) -> None:
     }
     params = SamplingParams(
         max_tokens=700, temperature=0.0, logit_bias=dict.fromkeys(spaces, 100.0),
-        structured_outputs=StructuredOutputs(json=schema),
+        structured_outputs=StructuredOutputs(json=schema, whitespace_pattern=WHITESPACE),
     )  # fmt: skip
     [output] = llm.generate("Tom has a pet.", params, use_tqdm=False)
     answer = output.outputs[0]

@@ -95,12 +95,17 @@ def test_a_schema_can_not_loosen_its_own_grammar() -> None:
 
 
 def test_whitespace_is_bounded() -> None:
-    constraint = StructuredOutputs(json=PERSON)
+    constraint = StructuredOutputs(json_object=True)
     pretty = json.dumps({"name": "Tom", "age": 3}, indent=4)
     assert accepts(constraint, pretty)
     assert accepts(constraint, pretty.replace("\n", "\r\n"))
     assert not accepts(constraint, '{"name":\n\n"Tom", "age": 3}')
     assert not accepts(constraint, '{"name":' + 9 * " " + '"Tom", "age": 3}')
+    schema = StructuredOutputs(json=PERSON)
+    assert accepts(schema, '{"name": "Tom","age": 3}')
+    assert accepts(schema, '{"name":"Tom","age":3}')
+    assert not accepts(schema, '{"name":  "Tom","age":3}')
+    assert not accepts(schema, pretty)
     compact = StructuredOutputs(json=PERSON, disable_any_whitespace=True)
     assert accepts(compact, '{"name":"Tom","age":3}')
     assert not accepts(compact, '{"name": "Tom","age":3}')

@@ -172,7 +172,8 @@ Written by `make docs` from `headrace/other_engines.py`; a test fails when this 
 """
 FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODEL`, and `headrace.LLM` the keywords of
 vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
-accepted, and the log says why it has none. Routes, request fields, metrics (with the prefix `headrace:`) and
+accepted, and the log says why it has none. `EngineArgs`, `TokensPrompt`, `StructuredOutputsParams` and the other
+names of offline scripts are imported from `headrace`. Routes, request fields, metrics (with the prefix `headrace:`) and
 `headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md)."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see

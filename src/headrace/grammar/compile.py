@@ -19,8 +19,10 @@ from headrace.grammar.logic import Schema, UnsupportedError
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 
+SPACE = "[ ]?"
+"""Between two tokens of JSON that has a schema, unless the request says otherwise: budgets are not spent on blanks."""
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
-"""Between two tokens of JSON, unless the request says otherwise: one line break with an indentation, or a few spaces.
+"""The same for JSON without a schema of its own: one line break with an indentation, or a few spaces.
 
 A model that writes whitespace without end would go on to max_tokens."""
 
@@ -131,7 +133,9 @@ def json_options(constraint: StructuredOutputs) -> dict[str, Any]:
     """Return llguidance's options for JSON. All are set, so that no "x-guidance" in a schema can loosen them."""
     if constraint.disable_any_whitespace:
         return {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
-    pattern = WHITESPACE if constraint.whitespace_pattern is None else constraint.whitespace_pattern
+    pattern = constraint.whitespace_pattern
+    if pattern is None:
+        pattern = SPACE if constraint.kind == "json" else WHITESPACE
     return {"whitespace_flexible": True, "whitespace_pattern": pattern, "coerce_one_of": False, "lenient": False}
 
 

@@ -136,6 +136,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking_token_ids: tuple[list[int], list[int]] | None = None
     logits_processors: list[Any] | None = None
 
+    def clone(self) -> SamplingParams:
+        """Return a copy."""
+        return msgspec.structs.replace(self)
+
     def __post_init__(self) -> None:
         optional = _optional_fields()
         for name in NUMBERS:

@@ -12,7 +12,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -29,7 +29,21 @@ SEED_LIMIT = 2**53 - 2**16
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama-server's, for requests that name none."""
 
-Prompt = str | Sequence[int] | dict[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and its text if there is one."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | dict[str, Any]
 
 
 def draw_seed() -> int:
@@ -72,12 +86,13 @@ def prompt_ids(
     text: str | None = None
     content: Any
     if isinstance(prompt, dict):
-        names = [name for name in ("prompt_token_ids", "prompt") if name in prompt]
+        fields: dict[str, Any] = {**prompt}
+        names = [name for name in ("prompt_token_ids", "prompt") if name in fields]
         if not names:
-            raise RequestError("prompt", sorted(prompt), "a dict with 'prompt' or 'prompt_token_ids'")
-        content = prompt[names[0]]
+            raise RequestError("prompt", sorted(fields), "a dict with 'prompt' or 'prompt_token_ids'")
+        content = fields[names[0]]
         if names[0] == "prompt_token_ids":
-            text = prompt.get("prompt")
+            text = fields.get("prompt")
             if isinstance(content, str):
                 raise RequestError("prompt_token_ids", content, "a list of token ids")
     else:

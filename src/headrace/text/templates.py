@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -20,7 +20,6 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
-from headrace.text.tokenizer import Tokenizer
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -97,6 +96,13 @@ def read_messages(messages: Sequence[object]) -> list[ChatMessage]:
     return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
+class TemplateSource(Protocol):
+    """What a template takes of a tokenizer: Jinja sources by name, and the text of special tokens by role."""
+
+    chat_templates: dict[str, str]
+    special_tokens: dict[str, str]
+
+
 class ChatTemplate:
     """A model's chat template, or the one that replaces it."""
 
@@ -112,7 +118,7 @@ class ChatTemplate:
         self._forms: dict[str, sandbox.ContentForm] = {}
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, chat_template: str | None = None) -> ChatTemplate:
+    def of(cls, tokenizer: TemplateSource, chat_template: str | None = None) -> ChatTemplate:
         """Return the template of `tokenizer`, or of `chat_template`: a Jinja source, or the path of one.
 
         Raises `RequestError` if there is none.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from headrace import hub
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer_files import TokenizerFile
 
 # A text of at least so many characters is encoded as a batch of one: of the two calls only the one for batches releases
@@ -89,6 +90,29 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The default chat template, a Jinja source, or None."""
         return self.chat_templates.get("default")
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **kwargs: Any,
+    ) -> str | list[int]:
+        """Return a conversation as token ids, or as text without `tokenize`; the signature is transformers'.
+
+        Raises `RequestError` if the model has no template or the messages do not fit it.
+        """
+        text = ChatTemplate.of(self, chat_template).render(
+            list(conversation),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; with `add_special_tokens` between the model's begin (and end) of text.

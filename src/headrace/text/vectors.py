@@ -42,6 +42,21 @@ class EmbeddingRequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
 
 
+class ScoringOutput(msgspec.Struct):
+    """How alike two texts are, as vLLM gives it."""
+
+    score: float
+
+
+class ScoringRequestOutput(msgspec.Struct):
+    """The score of one pair of texts, as vLLM gives it. `prompt_token_ids` are those of both texts."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool = True
+
+
 def finished(
     pooled: Sequence[float], kind: str, num_tokens: int, dimensions: int | None = None, normalize: bool = True
 ) -> list[float]:
