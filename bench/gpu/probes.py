@@ -195,16 +195,17 @@ def order(device: Device) -> Result:
     x = normal(64, num_in, dtype=torch.bfloat16).to(device.name)
     w = normal(64, num_in, seed=1, dtype=torch.bfloat16).to(device.name)
     result: Result = {}
+    width = linear.SPAN_LEAST // 2
     for name, config in BOTH_INSTRUCTIONS.items():
         rows = config.tiles["BR"]
         # One span, so that the sum is the tensor cores' alone.
-        weights = w[:, : linear.SPAN_LEAST // 2].contiguous()
-        actual = product(device, x, weights, rows, config=config).cpu().numpy()
-        a, b = x[:rows, :256].double().cpu().numpy(), w[:, :256].double().cpu().numpy()
+        short_x, short_w = x[:, :width].contiguous(), w[:, :width].contiguous()
+        actual = product(device, short_x, short_w, rows, config=config).cpu().numpy()
+        a, b = short_x[:rows].double().cpu().numpy(), short_w.double().cpu().numpy()
         for depth in (4, 8, 16, 32):
             for cut in (True, False):
                 model = np.zeros(actual.shape, np.float32)
-                for first in range(0, 256, depth):
+                for first in range(0, width, depth):
                     piece = slice(first, first + depth)
                     model = to_float32(model + a[:, piece] @ b[:, piece].T, cut)
                 result[f"{name} {depth} {'cut' if cut else 'rounded'}"] = float((model == actual).mean())
