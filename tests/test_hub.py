@@ -52,6 +52,25 @@ def test_missing_and_oversized_json_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, True, -1, None, "4"]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, -1, None]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert hub.eos_token_ids(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (True, "eos_token_id: True .* an integer from 0 to"),
+        ("4", "eos_token_id: '4' .* an integer from 0 to"),
+        ([2, -7], "eos_token_id: -7 .* an integer from 0 to"),
+        (2**31, "eos_token_id: 2147483648 .* to 2147483647"),
+        (list(range(257)), "eos_token_id: 257 .* a length from 0 to 256"),
+    ],
+)
+def test_S_28_eos_ids_are_checked_as_those_of_a_request(name: str, value: object, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=rf"{name}: {words}"):
+        hub.eos_token_ids(tmp_path)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": list(range(256))}))
+    assert hub.eos_token_ids(tmp_path) == list(range(256))

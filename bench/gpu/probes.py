@@ -61,7 +61,7 @@ def product(
     bucket = bucket or num_rows
     config = config or linear.default(w, bucket)
     out = torch.full((bucket, w.shape[0]), torch.nan, device=x.device)
-    needed = linear.scratch_numbers(w, bucket, False, config)
+    needed = linear.scratch_numbers(w, bucket, config)
     device.run([
         linear.linear(
             x, w, out, sizes(num_rows).to(x.device), 0, bucket, num_programs=device.num_programs,
@@ -137,7 +137,7 @@ def codes(device: Device) -> Result:
     for assembly in (0, 1):
         wide = torch.full((num_out * num_in,), torch.nan, dtype=torch.bfloat16, device=device.name)
         plain = wide.view(num_out, num_in)
-        needed = linear.scratch_numbers(plain, num_rows, False, linear.default(plain, num_rows))
+        needed = linear.scratch_numbers(plain, num_rows, linear.default(plain, num_rows))
         listed = linear_codes.linear_codes(
             x, packed, torch.empty_like(expected), sizes(num_rows).to(device.name), 0, num_rows,
             num_programs=device.num_programs, scratch=scratch(needed, x.device) if any(needed) else None, wide=wide,
@@ -195,16 +195,17 @@ def order(device: Device) -> Result:
     x = normal(64, num_in, dtype=torch.bfloat16).to(device.name)
     w = normal(64, num_in, seed=1, dtype=torch.bfloat16).to(device.name)
     result: Result = {}
+    width = linear.SPAN_LEAST // 2
     for name, config in BOTH_INSTRUCTIONS.items():
         rows = config.tiles["BR"]
         # One span, so that the sum is the tensor cores' alone.
-        weights = w[:, : linear.SPAN_LEAST // 2].contiguous()
-        actual = product(device, x, weights, rows, config=config).cpu().numpy()
-        a, b = x[:rows, :256].double().cpu().numpy(), w[:, :256].double().cpu().numpy()
+        short_x, short_w = x[:, :width].contiguous(), w[:, :width].contiguous()
+        actual = product(device, short_x, short_w, rows, config=config).cpu().numpy()
+        a, b = short_x[:rows].double().cpu().numpy(), short_w.double().cpu().numpy()
         for depth in (4, 8, 16, 32):
             for cut in (True, False):
                 model = np.zeros(actual.shape, np.float32)
-                for first in range(0, 256, depth):
+                for first in range(0, width, depth):
                     piece = slice(first, first + depth)
                     model = to_float32(model + a[:, piece] @ b[:, piece].T, cut)
                 result[f"{name} {depth} {'cut' if cut else 'rounded'}"] = float((model == actual).mean())

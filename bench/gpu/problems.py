@@ -79,8 +79,8 @@ def linear_problem(
     tensors = {"x": x, "w": w, "sizes": sizes(num_rows), "out": poisoned(num_rows + 1, width, dtype=dtype)}
     exact = x.double() @ w.double().t()
     if extras:
-        tensors |= {"scale": normal(num_rows, seed=2).abs(), "bias": normal(num_out, seed=3)}
-        exact = exact * tensors["scale"].double()[:, None] + tensors["bias"].double()
+        tensors["bias"] = normal(num_out, seed=3)
+        exact = exact + tensors["bias"].double()
     if is_gated:
         exact = gated(exact)
     if extras:
@@ -89,9 +89,9 @@ def linear_problem(
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
         chosen = config or linear.default(t["w"], num_rows + 1, is_gated)
-        needed = linear.scratch_numbers(t["w"], num_rows + 1, is_gated, chosen)
+        needed = linear.scratch_numbers(t["w"], num_rows + 1, chosen)
         options: dict[str, Any] = {"gated": is_gated, "activation": "silu" if is_gated else None}
-        options |= {name: t.get(name) for name in ("scale", "bias", "residual")}
+        options |= {name: t.get(name) for name in ("bias", "residual")}
         shared = scratch(needed, t["x"].device) if any(needed) else None
         return [
             linear.linear(
@@ -129,7 +129,7 @@ def codes_problem(num_rows: int, num_out: int, num_in: int, scheme: Scheme, dtyp
             space = torch.full((num_out * num_in,), torch.nan, dtype=dtype, device=t["x"].device)
             plain = space.view(num_out, num_in)
             chosen = config or linear.default(plain, num_rows + 1)
-            needed = linear.scratch_numbers(plain, num_rows + 1, False, chosen)
+            needed = linear.scratch_numbers(plain, num_rows + 1, chosen)
         else:
             chosen = config or linear_codes.default(here, num_rows + 1, False)
             needed = linear_codes.scratch_numbers(here, num_rows + 1, chosen)
@@ -144,15 +144,14 @@ def codes_problem(num_rows: int, num_out: int, num_in: int, scheme: Scheme, dtyp
     return Problem(tensors, ("out",), make, {"out": exact}, configs)
 
 
-def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, grouped: bool) -> Problem:
+def eight_problem(num_rows: int, num_out: int, num_in: int, grouped: bool) -> Problem:
+    kind = torch.float8_e4m3fn
     x, weight = normal(num_rows, num_in, dtype=torch.bfloat16), normal(num_out, num_in, seed=1)
     pieces = -(-num_in // linear_8bit.PIECE)
-    most = linear_8bit.MOST[kind]
     shape = (num_out, pieces if grouped else 1, -1)
     padded = F.pad(weight, (0, -num_in % linear_8bit.PIECE)).view(shape)
-    w_scales = padded.abs().amax(2) / most
-    codes = (padded / w_scales[:, :, None]).flatten(1)[:, :num_in]
-    codes = (codes.round() if kind == torch.int8 else codes).to(kind)
+    w_scales = padded.abs().amax(2) / linear_8bit.MOST
+    codes = (padded / w_scales[:, :, None]).flatten(1)[:, :num_in].to(kind)
     tensors = {
         "x": x, "weight": codes, "w_scales": w_scales, "sizes": sizes(num_rows),
         "rounded": torch.zeros(num_rows + 1, num_in, dtype=kind),
@@ -162,7 +161,7 @@ def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, g
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
         chosen = config or linear_8bit.default(t["weight"], num_rows + 1, False, grouped)
-        needed = linear.scratch_numbers(t["weight"], num_rows + 1, False, chosen)
+        needed = linear.scratch_numbers(t["weight"], num_rows + 1, chosen)
         shared = scratch(needed, t["x"].device) if any(needed) else None
         return [
             linear_8bit.round_rows(
@@ -177,7 +176,7 @@ def eight_problem(num_rows: int, num_out: int, num_in: int, kind: torch.dtype, g
     group = linear_8bit.PIECE if grouped else num_in
     wide = codes.double() * w_scales.double().repeat_interleave(group, 1)[:, :num_in]
     configs = tuple(c for c in linear_8bit.KERNEL.configs if linear_8bit.suits(c, codes, False, grouped))
-    # Rows are rounded to 8 bits: 1/254 of the largest number of a row, or 1/16 of each.
+    # Rows are rounded to fp8: each number by at most 1/16.
     return Problem(tensors, ("out",), make, {"out": x.double() @ wide.t()}, configs, 0.05)
 
 

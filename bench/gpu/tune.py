@@ -182,7 +182,7 @@ def plain(device: Device, layer: shapes.Layer, rows: int) -> Choice:
             (layer, copy), lambda: device.random(layer.num_out, layer.num_in, scale=layer.num_in**-0.5)
         )
         x, out, counts = step(device, layer, rows)
-        needed = linear.scratch_numbers(w, rows, layer.gated, config)
+        needed = linear.scratch_numbers(w, rows, config)
         shared = scratch(needed, w.device) if any(needed) else None
         launch = linear.linear(
             x, w, out, counts, 0, rows, num_programs=device.num_programs, scratch=shared, config=config,
@@ -213,7 +213,11 @@ def codes(device: Device, layer: shapes.Layer, rows: int) -> Choice:
         )  # fmt: skip
         return launches, out
 
-    suited = [c for c in linear_codes.KERNEL.configs if fits(c, rows, device.capability)]
+    suited = [
+        c
+        for c in linear_codes.KERNEL.configs
+        if fits(c, rows, device.capability) and linear_codes.suits(c, small, layer.gated)
+    ]
     shape = tuned.matrix_shape(layer.num_out, layer.num_in, tuned.form_of(scheme), layer.gated)
     return Choice(linear_codes.KERNEL.name, shape, rows, suited, default, layer.num_out * layer.num_in // 2, make)
 
@@ -237,7 +241,7 @@ def eight(device: Device, layer: shapes.Layer, rows: int) -> Choice:
         w = operands(device, "eight").get((layer, copy), lambda: device.random(layer.num_out, layer.num_in, dtype=kind))
         x, out, counts = step(device, layer, rows)
         small, scales = x.to(kind), torch.ones(1, rows, device=x.device)
-        needed = linear.scratch_numbers(w, rows, layer.gated, config)
+        needed = linear.scratch_numbers(w, rows, config)
         shared = scratch(needed, w.device) if any(needed) else None
         of_outputs = torch.full((layer.num_out, 1), layer.num_in**-0.5, device=x.device)
         launch = linear_8bit.linear_8bit(

@@ -101,7 +101,7 @@ class AsyncLLM:
         name = request_id or new_request_id()
         text, token_ids = await self._front.prompt_ids(prompt)
         params = sampling_params or SamplingParams()
-        await self._front.check(params)
+        await self._front.check(params, cache_salt)
         async with self._front.open(
             [token_ids], params, priority=priority, cache_salt=cache_salt, draw=self._draw
         ) as generation:
@@ -146,6 +146,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Stop the engine. Open iterations end with `EngineDeadError`."""
+        self._front.close()
         await self._front.client.close()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace import builtin, gguf
-from headrace.protocol.errors import CheckpointError, ModelNotFoundError
+from headrace.protocol import bounds
+from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 MAX_JSON_BYTES = 64 * 2**20
@@ -77,23 +78,36 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_field(path: Path, name: str, value: object, field: str | None = None) -> None:
+    """Check a value of the file `path` against the row `name` of the bounds of requests. Raises `CheckpointError`."""
+    try:
+        bounds.check(name, value, field)
+    except RequestError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
 def eos_token_ids(directory: Path) -> list[int]:
     """Return the ids that end a text, from generation_config.json and config.json (either may give one id or a list).
 
-    Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn.
+    Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn. Raises
+    `CheckpointError` for what is no token id, and for more ids than a request may give.
     """
     if directory.is_file():
         return gguf_ends(gguf.read(directory))
-    ids: list[int] = []
+    ids: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file():
-            value = read_json(directory / name).get("eos_token_id")
-            for token_id in value if isinstance(value, list) else [value]:
-                if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id in ids:
-                    continue
-                if token_id >= 0:  # some files write -1 for "there is none"
-                    ids.append(token_id)
-    return ids
+        path = directory / name
+        if not path.is_file():
+            continue
+        value = read_json(path).get("eos_token_id")
+        listed = value if isinstance(value, list) else [value]
+        check_field(path, "stop_token_ids", listed, "eos_token_id")
+        for token_id in listed:
+            if token_id is None or token_id == -1:  # some files write -1 for "there is none"
+                continue
+            check_field(path, "token_id", token_id, "eos_token_id")
+            ids[token_id] = None
+    return list(ids)
 
 
 def gguf_ends(file: gguf.GGUF) -> list[int]:

@@ -108,6 +108,12 @@ def live_faults(num: int, seed: int) -> Counts:
     return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
+def faults_of_children(num: int, seed: int) -> Counts:
+    from tests.campaigns.children import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def state_machines(size: tuple[int, int], seed: int) -> Counts:
     from tests.campaigns.machines import run_campaign
 
@@ -165,6 +171,30 @@ def isolation(num: int, seed: int) -> Counts:
     return run_campaign(num, seed)
 
 
+def interference(num: int, seed: int) -> Counts:
+    from tests.campaigns.interference import run_campaign
+
+    return run_campaign(num, seed)
+
+
+def connections(count: int, seed: int) -> Counts:
+    from tests.campaigns.connections import schedules
+
+    return schedules(count, seed)
+
+
+def stalls(num: int, seed: int) -> Counts:
+    from tests.campaigns.stalls import run_campaign
+
+    return run_campaign(num, seed)
+
+
+def crashes(num: int, seed: int) -> Counts:
+    from tests.campaigns.crashes import run_campaign
+
+    return run_campaign(num, seed)
+
+
 def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
@@ -212,6 +242,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 40, "nightly": 1000, "release": 20_000},
         live_faults,
     ),
+    "C-5-children": Campaign(
+        "faults of the processes of templates and grammars, and of the server",
+        {"commit": 40, "nightly": 500, "release": 5000},
+        faults_of_children,
+    ),
     "C-6": Campaign("damaged inputs of every other parser", PARSERS, parsers),
     "C-6-gguf": Campaign("damaged GGUF files", {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000}, gguf),
     "C-7": Campaign("ten times the load (seconds)", {"commit": 15.0, "nightly": 1200.0, "release": 7200.0}, overload),
@@ -226,6 +261,30 @@ CAMPAIGNS: dict[str, Campaign] = {
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
+    "C-6-stalls": Campaign(
+        "bodies that hold the interpreter's lock",
+        {"commit": 200, "nightly": 5000, "release": 50_000},
+        stalls,
+        ("src/headrace/serve/gates/limits.py",),
+    ),
+    "C-13": Campaign(
+        "random clients on a virtual clock",
+        {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000},
+        connections,
+        ("src/headrace/serve/gates",),
+    ),
+    "C-15": Campaign(
+        "the storage after a crash of the machine (states)",
+        {"commit": 3000, "nightly": 200_000, "release": 2_000_000},
+        crashes,
+        ("src/headrace/serve/storage", "src/headrace/serve/apis/openai"),
+    ),
+    "C-16": Campaign(
+        "programs of two holders, with and without one of them",
+        {"commit": 300, "nightly": 10_000, "release": 100_000},
+        interference,
+        ("src/headrace/serve", "src/headrace/engine"),
+    ),
 }
 
 

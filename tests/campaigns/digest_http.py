@@ -258,7 +258,8 @@ def serve(record: Record, title: str, work: Path, *flags: str, key: str = "") ->
     log = work / f"{title.replace('/', '-')}.log"
     command = [
         sys.executable, "-m", "headrace", "serve", "builtin", "--port", str(port), "--num-threads", "2", "--seed", "1",
-        "--num-gpu-blocks-override", "4096", "--crash-report-dir", "", "--log-stats-interval", "0", *flags,
+        "--num-gpu-blocks-override", "4096", "--crash-report-dir", "", "--log-stats-interval", "0",
+        "--shutdown-delay", "0", *flags,
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())

@@ -78,11 +78,14 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
     control = timing(lambda given: naive(key, given), key, min(num, 20_000), seed)
     hits = foreign_hits(500, seed)
     pairs = min(500, max(100, num // 200))
-    probes = [probing.run_campaign(pairs, seed)]
-    if probes[0]["p"] < probing.MIN_P:
-        probes.append(probing.run_campaign(pairs, seed + 1))
-    seen = all(each["p"] < probing.MIN_P for each in probes) or any(each["num_told_of_a_cache"] for each in probes)
-    is_blind = probes[-1]["p_of_the_control"] > probing.CONTROL_P
+    probes = {kind: [probing.run_campaign(pairs, seed, kind)] for kind in probing.KINDS}
+    for kind, runs in probes.items():
+        if runs[0]["p"] < probing.MIN_P:
+            runs.append(probing.run_campaign(pairs, seed + 1, kind))
+    seen = [kind for kind, runs in probes.items() if all(each["p"] < probing.MIN_P for each in runs)]
+    seen += [f"{kind} by a count" for kind, runs in probes.items() if any(each["num_told_of_a_cache"] for each in runs)]
+    blind = [kind for kind in probing.CACHED if probes[kind][-1]["p_of_the_control"] > probing.CONTROL_P[kind]]
+    prefix = probes["prefix"][-1]
     told = all(abs(t) > MAX_T for t in values) and len({t > 0 for t in values}) == 1
     return {
         "comparisons": num * len(values),
@@ -90,9 +93,12 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
         "welch_t_of_a_naive_comparison": round(control, 2),
         "cache_pairs": 500,
         "foreign_hits": hits,
-        "timed_probes": pairs * len(probes),
-        "p_of_warm_and_cold": round(probes[-1]["p"], 4),
-        "p_of_a_shared_cache": probes[-1]["p_of_the_control"],
-        "ms_warm_cold_own": probes[-1]["ms_warm_cold_own"],
-        "violations": int(told) + int(hits > 0) + int(control < MAX_T) + int(seen) + int(is_blind),
+        "timed_probes": pairs * sum(map(len, probes.values())),
+        "p_of_warm_and_cold": round(prefix["p"], 4),
+        "p_of_a_shared_cache": prefix["p_of_the_control"],
+        "ms_warm_cold_own": prefix["ms_warm_cold_own"],
+        **{f"auc_{kind}": round(runs[-1]["auc"], 3) for kind, runs in probes.items()},
+        **{f"auc_own_{kind}": round(probes[kind][-1]["auc_of_the_control"], 3) for kind in probing.CACHED},
+        "violations": int(told) + int(hits > 0) + int(control < MAX_T) + len(seen) + len(blind),
+        "examples": [f"seen: {kind}" for kind in seen] + [f"the control is not seen: {kind}" for kind in blind],
     }

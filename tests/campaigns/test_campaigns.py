@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from tests.campaigns import load, long, machines, operations, parsers, probing
+from tests.campaigns import children, load, long, machines, operations, parsers, probing
 from tests.campaigns.isolation import foreign_hits
 
 from headrace.core.queue import WaitingQueue
@@ -214,6 +215,24 @@ def test_C_8_an_answer_gets_slower_by_attention_only() -> None:
     assert not read(times(50_000, native=lambda at: 1e-4 + 1e-7 * at + 1e-12 * at * at))[1]
     found = read(times(native=lambda at: 1e-4 + 1e-7 * at + (2e-4 if at > 7000 else 0)))[1][0]
     assert "far from the line" in found
+
+
+def judged(*reply: Any) -> list[str]:
+    """What the campaign of the children says to a reply (status, text, seconds, deadline)."""
+    campaign = children.Campaign.__new__(children.Campaign)
+    campaign.counts, campaign.problems, campaign.lateness = Counter(), [], []
+    campaign.wanted = {"template": "right"}
+    campaign.expect("template", {}, *reply)
+    return campaign.problems
+
+
+def test_C_5_the_judge_of_the_children_notices() -> None:
+    for right in ((200, "right", 9.0), (200, "right", 0.5, 1.0), (408, "", 1.9, 1.0)):
+        assert not judged(*right)
+    for wrong in ((200, "left", 0.1), (400, "your fault", 0.1), (500, "", 0.1), (408, "", 0.1), (503, "", 0.1)):
+        assert judged(*wrong)
+    assert judged(200, "right", 2.1, 1.0)
+    assert judged(408, "", 2.1, 1.0)
 
 
 def test_C_11_no_tenant_finds_anothers_prompt() -> None:

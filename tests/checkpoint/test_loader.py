@@ -301,6 +301,26 @@ def test_S_28_any_damage_is_refused_or_harmless(data: st.DataObject, tmp_path_fa
         ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads", "num_key_value_heads"]),
         ({"rms_norm_eps": "nan"}, ["rms_norm_eps"]),
+        ({"rms_norm_eps": 1e300}, ["rms_norm_eps", "1e+300", "1e+30"]),
+        ({"rope_theta": 10**400}, ["rope_theta", "1e+30"]),
+        ({"hidden_size": "x" * 10**6}, ["hidden_size", "'xxx", "expected an integer from 1"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2, "long_factor": [1.0] * 4,
+                           "short_factor": [10**400] * 4}}, ["short_factor", "positive numbers"]),
+        ({"torch_dtype": '__import__("os")'}, ["config.json", "torch_dtype", "__import__", "bfloat16"]),
+        ({"dtype": 3}, ["config.json", "dtype is 3", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}},
+         ["config.json", "group_size is 0", "-1"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 99, "group_size": 128}},
+         ["config.json", "bits is 99", "(2, 3, 4, 8)"]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 99, "group_size": -5}},
+         ["config.json", "group_size is -5", "-1"]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 99, "group_size": 128}},
+         ["config.json", "bits is 99", "expected 4"]),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+         ["config.json", "weight_block_size", "[0, 128]"]),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 99}}}}}, ["num_bits is 99", "2 to 8"]),
+        ({"eos_token_id": list(range(100_000))}, ["config.json", "eos_token_id", "100000", "256"]),
         ({"hidden_act": "evil"}, ["hidden_act", "evil", "silu"]),
         ({"vocab_size": 51}, ["embed_tokens", "[50, 32]", "[51, 32]"]),
         ({"rope_scaling": {"type": "evil"}}, ["rope_type", "evil", "yarn"]),
@@ -323,6 +343,18 @@ def test_S_28_a_config_that_makes_no_sense_is_refused(
     if "layer_types" in changes:
         changes = changes | {"model_type": "mistral"}
     refused(write_llama(tmp_path, **changes), *words)
+
+
+def test_S_28_control_settings_that_make_sense_beside_plain_weights_are_read(tmp_path: Path) -> None:
+    for number, changes in enumerate(
+        [
+            {"torch_dtype": "float32", "dtype": "torch.bfloat16", "eos_token_id": list(range(50))},
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}},
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        ]
+    ):
+        build(write_llama(tmp_path / str(number), **changes))
 
 
 def test_S_05_refusals_survive_python_O(tmp_path: Path) -> None:

@@ -88,6 +88,13 @@ def check(words: Sequence[str]) -> None:
     name = program(words)
     if name == "headrace":
         check_headrace(words[1:])
+    elif name in ("docker", "kubectl", "sudo"):
+        if bad := [word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()]:
+            raise ValueError(f"there is no {bad[0]}")
+    elif list(words[1:2]) == ["-c"]:
+        compile(words[2], "python -c", "exec")
+    elif list(words[1:3]) == ["-m", "venv"]:
+        pass
     elif name == "python":
         check_script(words[1:])
     elif name == "make":

@@ -37,6 +37,12 @@ NOT_RUN = {
     "python -m bench.speculation": "it writes into the repository",
     "python training/": "minutes to hours",
     "tail": "a log of training",
+    "python3 -m venv": "makes an environment; supply/wheel.py does",
+    "docker": "needs a daemon; tests/deploy reads the files",
+    "kubectl": "needs a cluster; tests/deploy reads the files",
+    "sudo": "changes the machine",
+    "python -m tests.programs.rolling": "minutes, and a proxy",
+    "python -c": "prints a new key",
     "headrace bench speculate": "minutes; tests/cli/test_verify_speculation.py runs it",
     "headrace verify": "ten seconds; tests/cli/test_verify_speculation.py runs it",
     "headrace replay": "a log of a server; tests/e2e/test_replay.py runs it",
@@ -267,6 +273,7 @@ def test_a_wrong_command_is_caught(command: str, message: str, tmp_path: Path, m
         ("pip install -e '.[nothing]'", "no extra nothing"),
         ("pytest tests/nothing", "there is no"),
         ("rm -rf build", "nothing is known"),
+        ("docker build -f deploy/Dockerfil .", "there is no deploy/Dockerfil"),
     ],
 )
 def test_a_wrong_word_of_a_command_that_is_not_run_is_caught(command: str, message: str) -> None:

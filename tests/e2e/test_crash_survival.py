@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from tests.campaigns import faults
+from tests.campaigns import children, faults
 from tests.campaigns.streams import Told, asked, is_whole, same
 from tests.support.shallow import shallow
 
@@ -25,6 +25,14 @@ def test_R_01_R_02_streams_survive_the_engines_death() -> None:
     assert counts["faults"] == 4
     assert counts["streams"] >= 2 * 32
     assert report["restarts"] >= 3
+
+
+def test_R_31_calls_survive_the_other_processes_faults() -> None:
+    """The processes of templates and grammars are stopped, and tear a reply; SIGTERM comes beside a stopped one."""
+    report = children.run_campaign(4, 1, shallow(), ("stop", "torn"), with_server=False)
+    assert not report["violations"], json.dumps(report["examples"], indent=1)
+    assert report["faults"] == 4
+    assert report["calls"] >= 16
 
 
 WHOLE = Told(200, {0: {"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}}}, "", True)

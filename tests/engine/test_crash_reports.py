@@ -20,10 +20,10 @@ from headrace.engine.black_box import MAX_CHUNKS, NUM_SLOTS, BlackBox, StepShape
 from headrace.engine.client import EngineClient, ProcessClient
 from headrace.engine.crash_reports import CrashReports, plain_reason
 from headrace.engine.links import ProcessLink
-from headrace.engine.watchdog import Watchdog
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.step import Stats
+from headrace.protocol.watchdog import Watchdog
 
 WORDS = ("xyzzy-of-a-client", "sk-secret-of-the-server", "sk-of-the-administrator", "salt-of-a-tenant")
 PROMPT = [203, 151, 97, 188, 149, 211, 163]

@@ -17,10 +17,10 @@ from headrace.engine import resumption
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.engine.resumption import PoisonedRequestError
-from headrace.engine.watchdog import Watchdog
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.protocol.step import Request
+from headrace.protocol.watchdog import Watchdog
 
 
 def mortal(max_restarts: int = 5, delay: float = 0.002, **config: int) -> EngineClient:

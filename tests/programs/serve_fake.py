@@ -1,4 +1,7 @@
-"""`headrace serve` with the fake engine for a child: `serve_fake.py TOKENIZER_DIR PORT DELAY MAX_RESTARTS [DRAIN]`."""
+"""`headrace serve` with the fake engine for a child.
+
+`serve_fake.py TOKENIZER_DIR PORT DELAY MAX_RESTARTS [DRAIN [SHUTDOWN_DELAY]]`
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from headrace.text.tokenizer import Tokenizer
 if __name__ == "__main__":
     tokenizer = Tokenizer.load(sys.argv[1])
     drain = float(sys.argv[5]) if len(sys.argv) > 5 else 30.0
-    server = ServerConfig(port=int(sys.argv[2]), log_stats_interval=0.05, shutdown_timeout=drain)
+    leave = float(sys.argv[6]) if len(sys.argv) > 6 else 0.0
+    server = ServerConfig(port=int(sys.argv[2]), log_stats_interval=0.05, shutdown_timeout=drain, shutdown_delay=leave)
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")

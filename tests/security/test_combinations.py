@@ -113,6 +113,11 @@ def outcomes(live: Live, names: list[str]) -> dict[tuple[str, str], Outcome]:
 def test_S_14_any_two_features_together_are_answered_or_refused(live: Live) -> None:
     found = outcomes(live, FEW)
     assert sum(status == 200 for status, _ in found.values()) > 0.7 * len(found)
+    # A beam search draws nothing and edits no logits, and an answer of one token has no three.
+    others = ["top_k", "mirostat", "logit_bias", "watermark", "structured_outputs", "min_tokens"]
+    found = outcomes(live, ["use_beam_search", "max_tokens", *others])
+    refused = {pair for pair, (status, _) in found.items() if status == 400}
+    assert refused >= {("use_beam_search", name) for name in others} | {("max_tokens", "min_tokens")}
 
 
 ENGINES: dict[str, dict[str, Any]] = {

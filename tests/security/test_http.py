@@ -14,6 +14,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.serve.gates import calls, connection, limits
+from headrace.serve.gates.connection import Wait
 from headrace.text.tokenizer import Tokenizer
 
 CONNECTION = "Connection: close"
@@ -62,7 +63,7 @@ def test_S_19_framing_that_can_be_read_in_two_ways_is_refused(live: Live, text: 
 @pytest.fixture
 def hasty(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        monkeypatch.setattr(connection, "HEADER_S", 0.3)
+        monkeypatch.setitem(connection.SECONDS, Wait.HEADERS, 0.3)
         monkeypatch.setattr(limits, "BODY_IDLE_S", 0.3)
         yield made
 
@@ -117,7 +118,7 @@ def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
 
 
 def test_S_19_control_without_the_timer_they_stay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEADER_S", 3600.0)
+    monkeypatch.setitem(connection.SECONDS, Wait.HEADERS, 3600.0)
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         assert trickle(live, b"GET / HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 1.5).endswith(b"(still open)")
 
@@ -129,6 +130,53 @@ def test_S_19_bodies_that_stop_or_trickle_are_given_up(hasty: Live, monkeypatch:
     said = trickle(hasty, start + b"{" * 10**5, 0.01, 20)
     assert not said.endswith(b"(still open)")
     assert not said or status(said) == 408
+
+
+def test_S_19_a_body_after_its_reply_is_given_up(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def until_closed(seconds: float) -> bool:
+        with socket.create_connection(("127.0.0.1", hasty.port), timeout=seconds) as client:
+            client.sendall(rig.head("GET", "/health/live", "Content-Length: 10"))
+            assert status(client.recv(4096)) == 200
+            client.sendall(b"x")
+            try:
+                while client.recv(4096):
+                    pass
+            except TimeoutError:
+                return False
+            return True
+
+    monkeypatch.setitem(connection.SECONDS, Wait.REST, 0.3)
+    assert until_closed(60)
+    monkeypatch.setitem(connection.SECONDS, Wait.REST, 3600)
+    assert not until_closed(1)
+
+
+def test_S_19_a_client_that_reads_nothing_is_given_up(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wait in (Wait.REPLY, Wait.END):
+        monkeypatch.setitem(connection.SECONDS, wait, 0.5)
+    Live.wait(lambda: not hasty.server.server_state.connections)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", hasty.port))
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            client.settimeout(1)
+            client.sendall(rig.head("GET", "/openapi.json") * 500)
+        Live.wait(lambda: not hasty.server.server_state.connections)
+
+
+def test_S_19_what_the_system_holds_is_unread_too(hasty: Live) -> None:
+    """The process sees its own buffer shrink in steps of megabytes, each of which a slow client needs long for."""
+    Live.wait(lambda: not hasty.server.server_state.connections)
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as client:
+        client.sendall(rig.head("GET", "/openapi.json") * 150)
+        Live.wait(lambda: any(each.flow.write_paused for each in hasty.server.server_state.connections))  # type: ignore[union-attr]
+        (held,) = hasty.server.server_state.connections
+        assert isinstance(held, connection.Connection)
+        before = held._unsent()
+        assert before > 2 * held.transport.get_write_buffer_size() > 0
+        for _ in range(16):
+            client.recv(2**16)
+        Live.wait(lambda: held._unsent() < before)
 
 
 def test_S_19_many_that_trickle_keep_nobody_out(live: Live) -> None:
@@ -169,6 +217,27 @@ def test_S_20_hostile_json_on_every_route(live: Live, text: bytes) -> None:
         reply = rig.call(live, "POST", path, content=text, headers={"content-type": "application/json"})
         assert reply.status_code == 400, (path, reply.text[:200])
     assert live.client.is_alive
+
+
+MEMBERS = [
+    b'"x": 1, "x": 2',
+    b'"x": NaN',
+    b'"x": -Infinity',
+    b'"x": 1e999',
+    b'"x": "\\ud800"',
+    b'"x": ' + b"[" * limits.MAX_DEPTH + b"]" * limits.MAX_DEPTH,
+    b'"x": {' + b",".join(b'"k%d":1' % index for index in range(limits.MAX_KEYS + 1)) + b"}",
+]
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: repr(member[:16]))
+def test_S_20_a_body_that_is_right_but_for_its_json_is_refused_on_every_route(live: Live, member: bytes) -> None:
+    """Unknown fields are ignored, so nothing else refuses these bodies."""
+    headers = {"content-type": "application/json"}
+    for path in rig.BODIES:
+        start = json.dumps(rig.body_of(path)).encode()[:-1] + b", "
+        assert rig.call(live, "POST", path, content=start + b'"x": 1}', headers=headers).status_code < 300, path
+        assert rig.call(live, "POST", path, content=start + member + b"}", headers=headers).status_code == 400, path
 
 
 def test_S_17_compressed_bodies_are_refused_unread_on_every_route(live: Live) -> None:

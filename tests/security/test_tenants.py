@@ -16,6 +16,7 @@ from headrace.engine.tenants import Limits, RateLimitError, Rates, Tenant, actin
 from headrace.protocol.config import ServerConfig
 from headrace.serve.storage import store
 from headrace.serve.storage.store import Store
+from headrace.text import grammars, inputs
 from headrace.text.tokenizer import Tokenizer
 
 LONG = "The quick brown fox jumps over the lazy dog, and so on. " * 2
@@ -89,6 +90,43 @@ def test_S_24_control_without_a_salt_it_is_seen(locked: Live, monkeypatch: pytes
     assert cached(locked, rig.BOB, "control" + LONG) > 0
 
 
+FORM = {"prompt": "x", "max_tokens": 1, "seed": 1, "dry_multiplier": 1.0}
+
+
+def work_for(live: Live, key: str, word: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[str]:
+    """What had to be built for a call with a form and breakers of this word: all that a cache would save."""
+    built = []
+    with monkeypatch.context() as patch:
+        for module, name in ((grammars.GrammarChecker, "_try"), (inputs, "_all_token_bytes")):
+            right = getattr(module, name)
+            patch.setattr(module, name, lambda *given, r=right, n=name: (built.append(n), r(*given))[1])
+        body = FORM | {"structured_outputs": {"regex": word}, "dry_sequence_breakers": [word]} | more
+        # The fake engine does not follow forms: what counts is done before it gets the call.
+        HTTP.post(live.url + "/v1/completions", json=body, headers=rig.bearer(key), timeout=30)
+    return built
+
+
+def test_S_24_nothing_that_was_built_for_one_key_is_there_for_another(
+    locked: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = ["_try", "_all_token_bytes"]
+    assert work_for(locked, rig.ALICE, "secret", monkeypatch) == everything
+    assert work_for(locked, rig.ALICE, "secret", monkeypatch) == []
+    assert work_for(locked, rig.BOB, "secret", monkeypatch) == everything
+    assert work_for(locked, rig.ALICE, "secret", monkeypatch, cache_salt="mine") == everything
+    with acting_as(Tenant("alice")):
+        form = {"regex": "secret", "cache_salt": tenants.salted("")}
+    body = FORM | {"structured_outputs": form}
+    reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.BOB), timeout=30)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs.cache_salt")
+
+
+def test_S_24_control_without_a_salt_what_was_built_is_shared(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "salted", lambda salt: salt)
+    assert work_for(locked, rig.ALICE, "shared", monkeypatch) == ["_try", "_all_token_bytes"]
+    assert work_for(locked, rig.BOB, "shared", monkeypatch) == []
+
+
 def test_S_24_no_salt_of_ones_own_reaches_anothers_cache(locked: Live) -> None:
     with acting_as(Tenant("alice")):
         alices = tenants.salted("mine")
@@ -107,9 +145,16 @@ def test_S_24_a_salt_changes_no_output(locked: Live) -> None:
 
 
 def test_S_25_two_callers_with_one_id_are_two(locked: Live) -> None:
-    body = {"prompt": LONG, "max_tokens": 8, "request_id": "same", "ignore_eos": True}
-    one = ask(locked, rig.ALICE, "/v1/completions", body | {"seed": 1})
-    two = ask(locked, rig.BOB, "/v1/completions", body | {"seed": 2})
+    body = {"prompt": LONG, "max_tokens": 200, "request_id": "same", "ignore_eos": True}
+    # Both are open at once. A call whose request is taken for the other's would never end.
+    headers = {"x-request-timeout": "10"}
+    calls = [
+        rig.begin(locked, "POST", "/v1/completions", json=body | {"seed": seed}, headers=headers | rig.bearer(key))
+        for seed, key in ((1, rig.ALICE), (2, rig.BOB))
+    ]
+    replies = [call() for call in calls]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    one, two = (reply.json() for reply in replies)
     assert one["id"] == two["id"]
     assert one["choices"][0]["text"] != two["choices"][0]["text"]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from headrace.engine import context
 from headrace.engine.client import InprocClient
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.errors import EngineDeadError, RequestError
+from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import app
 from headrace.serve.app import advised_params
@@ -149,10 +150,8 @@ def test_an_engine_that_can_not_start_is_dead_and_says_so(tokenizer: Tokenizer) 
         assert HTTP.get(live.url + "/metrics").status_code == 200
 
 
-def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: object) -> None:
-    from pathlib import Path
-
-    directory = Path(str(tmp_path))
+def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    directory = tmp_path
     advice = '{"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 3, "do_sample": true, "eos_token_id": 2'
     advice += ', "repetition_penalty": 1.1}'
     (directory / "generation_config.json").write_text(advice)
@@ -162,6 +161,28 @@ def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: object
         body = {"prompt": "x", "ignore_eos": True}
         assert live.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 3
         assert live.post("/v1/completions", body | {"max_tokens": 5}).json()["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("advice", "words"),
+    [
+        ('{"temperature": -5}', "temperature: -5 .* a finite number from 0 to 100"),
+        ('{"temperature": "abc"}', "temperature: 'abc' .* a finite number from 0 to 100"),
+        ('{"temperature": NaN}', "temperature: nan .* a finite number"),
+        ('{"top_p": 2.0}', "top_p: 2.0 .* to 1"),
+        ('{"top_k": [1]}', r"top_k: \[1\] .* an integer from -1"),
+        ('{"repetition_penalty": 1e400}', "repetition_penalty: inf .* to 100"),
+        ('{"max_new_tokens": -1}', "max_new_tokens: -1 .* an integer from 1"),
+        ('{"no_repeat_ngram_size": true}', "no_repeat_ngram_size: True .* an integer"),
+        ("[1, 2]", "holds list, not an object"),
+    ],
+)
+def test_S_28_advice_that_no_request_may_follow_is_refused_at_the_start(
+    advice: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(advice)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{words}"):
+        advised_params(EngineConfig(model=str(tmp_path)))
 
 
 def test_async_llm_gives_vllms_outputs(tokenizer: Tokenizer) -> None:

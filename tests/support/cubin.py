@@ -42,16 +42,23 @@ TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """One kernel's machine code: its resources, its instructions in order as (address, operation, text), its TTIR."""
+    """One kernel's machine code and its resources, with its TTIR and PTX."""
 
     name: str
     capability: int
     registers: int
     stack: int
     shared: int
-    instructions: tuple[tuple[int, str, str], ...]
     ttir: str
     ptx: str
+    binary: bytes = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def instructions(self) -> tuple[tuple[int, str, str], ...]:
+        """In order, as (address, operation, text). Disassembled when first read: that takes longer than compiling."""
+        pattern = r"^\s*/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+[A-Z0-9_.]*)([^\n]*)"
+        code = _dumped(self.binary, "-sass")
+        return tuple((int(m[1], 16), m[2], m[0]) for m in re.finditer(pattern, code, re.M))
 
     def count(self, prefix: str) -> int:
         return sum(operation.startswith(prefix) for _, operation, _ in self.instructions)
@@ -100,27 +107,26 @@ def compiled(launch: Launch, capability: int) -> Cubin:
     }
     source = ASTSource(fn=launch.kernel.jit, signature=signature, constexprs=constants, attrs=attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    usage, code = (_disassembled(kernel.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+    usage = _dumped(kernel.asm["cubin"], "-res-usage")
     resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert resources is not None, usage
-    pattern = r"^\s*/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+[A-Z0-9_.]*)([^\n]*)"
-    instructions = tuple((int(m[1], 16), m[2], m[0]) for m in re.finditer(pattern, code, re.M))
     return Cubin(
         name=launch.kernel.name,
         capability=capability,
         registers=int(resources[1]),
         stack=int(resources[2]),
         shared=int(kernel.metadata.shared),
-        instructions=instructions,
         ttir=str(kernel.asm["ttir"]),
         ptx=str(kernel.asm["ptx"]),
+        binary=kernel.asm["cubin"],
     )
 
 
 def faults(cubin: Cubin) -> list[str]:
-    """Return what no kernel may have: a stack, spilled registers, too much shared memory, arithmetic on bfloat16."""
+    """Return what no kernel may have: a stack, where spilled registers lie, too much shared memory, arithmetic on
+    bfloat16."""
     listed = []
-    if cubin.stack or cubin.count("LDL") or cubin.count("STL"):
+    if cubin.stack:
         listed.append(f"stack of {cubin.stack} bytes, {cubin.count('LDL')} LDL, {cubin.count('STL')} STL")
     if cubin.shared > SHARED_LIMITS[cubin.capability]:
         listed.append(f"{cubin.shared} bytes of shared memory, {SHARED_LIMITS[cubin.capability]} at most")
@@ -134,7 +140,7 @@ def _tool() -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def _disassembled(cubin: bytes, option: str) -> str:
+def _dumped(cubin: bytes, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -74,7 +74,13 @@ class Live:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(self.app, http=Connection, log_level="error", ws="none", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            self.app,
+            http=Connection.protocol(server.max_connections_per_peer),
+            log_level="error",
+            ws="none",
+            timeout_graceful_shutdown=2,
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
 

@@ -39,15 +39,21 @@ class Served(NamedTuple):
                     yield child
 
 
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 @contextlib.contextmanager
 def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
     """A ready server, whose crash reports go with it. On leaving, SIGTERM, and the exit status must be 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     reports = tempfile.TemporaryDirectory()
     command = [str(Path(sys.executable).parent / "headrace"), "serve", *arguments, "--port", str(port)]
-    command += ["--crash-report-dir", reports.name]
+    command += ["--crash-report-dir", reports.name, "--shutdown-delay", "0"]
     # On a machine with other work, torch's second thread costs more than it gives.
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     url = f"http://127.0.0.1:{port}"

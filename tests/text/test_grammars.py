@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from headrace import hub
+from headrace.engine.fair_worker import FairWorker
+from headrace.grammar.salted import SaltedCache
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.text import grammars
 from headrace.text.grammars import GrammarChecker
 from headrace.text.tokenizer import Tokenizer
 
@@ -131,16 +132,16 @@ def test_S_09_control_the_bound_on_time_is_what_stops_it() -> None:
 
 
 def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_VERDICTS", 20)
+    monkeypatch.setattr(checker, "_verdicts", SaltedCache(20))
     asked = 0
-    right = checker._process.run
+    right = checker.process.run
 
     def ask(job: object, reply_type: type[Any]) -> Any:
         nonlocal asked
         asked += 1
         return right(job, reply_type)
 
-    monkeypatch.setattr(checker._process, "run", ask)
+    monkeypatch.setattr(checker.process, "run", ask)
     for _ in range(3):
         with pytest.raises(RequestError):
             checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(?=again)")))
@@ -149,9 +150,7 @@ def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in range(400):
         checker.check(SamplingParams(structured_outputs=StructuredOutputs(json={"const": f"unique {i}"})))
-        # The fixture's older verdicts go one at a time.
-        while len(checker._verdicts) > 20:
-            checker._verdicts.popitem(last=False)
+        assert len(checker._verdicts) <= 20
     assert asked == 402
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
 
@@ -178,14 +177,25 @@ def test_engines_that_can_not_follow_a_constraint_say_so(checker: GrammarChecker
 def test_the_event_loop_goes_on_meanwhile(checker: GrammarChecker) -> None:
     async def run() -> int:
         bomb = SamplingParams(structured_outputs=StructuredOutputs(regex="b{10000000}"))
-        task = asyncio.create_task(checker.check_soon(bomb))
+        worker = FairWorker(checker.process)
+        task = asyncio.create_task(worker.run(lambda: checker.check(bomb)))
         turns = 0
         while not task.done():
             await asyncio.sleep(0.01)
             turns += 1
         with pytest.raises(RequestError):
             await task
-        assert await checker.check_soon(SamplingParams()) == []
+        worker.close()
         return turns
 
     assert asyncio.run(run()) > 5
+    assert checker.is_known(SamplingParams())
+
+
+def test_S_24_verdicts_are_known_under_their_salt_only(checker: GrammarChecker) -> None:
+    def params(salt: str) -> SamplingParams:
+        return SamplingParams(structured_outputs=StructuredOutputs(regex="under a salt", cache_salt=salt))
+
+    checker.check(params("a" * 32))
+    assert checker.is_known(params("a" * 32))
+    assert not any(checker.is_known(params(salt)) for salt in ("", "b" * 32, "a" * 32 + "mine"))

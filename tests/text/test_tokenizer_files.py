@@ -342,3 +342,18 @@ def test_R_27_a_malformed_list_of_chat_templates_is_told(tmp_path: Path, templat
     write_json(tmp_path, tokenizer_config={"chat_template": templates})
     with pytest.raises(CheckpointError):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", [3, {}, "\ud800", [{"name": "default", "template": 3}], [{"name": 3, "template": "x"}]]
+)
+@pytest.mark.parametrize("file", ["tokenizer_config", "chat_template"])
+def test_S_28_chat_templates_that_fail_each_chat_are_refused_at_the_start(
+    source: object, file: str, tmp_path: Path
+) -> None:
+    made_byte_level()._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path, **{file: {"chat_template": source}})
+    with pytest.raises(CheckpointError, match=r"chat_template .*expected"):
+        Tokenizer.load(tmp_path)
+    write_json(tmp_path, **{file: {"chat_template": [{"name": "default", "template": "sound"}]}})
+    assert Tokenizer.load(tmp_path).chat_template == "sound"

@@ -30,6 +30,8 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STATED_DTYPES = (*DTYPE_NAMES.values(), "float64", "float8_e4m3fn", "float8_e5m2", "auto")
+"""What a config.json may state as the type of its weights."""
 
 VIEWS: dict[str, type[np.generic]] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
@@ -249,6 +251,12 @@ class MappedCheckpoint:
 def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
     """config.json, refused if its model_type is not among `known`. Raises `CheckpointError`."""
     config = read_json(directory / "config.json")
+    for field in ("dtype", "torch_dtype"):
+        stated = config.get(field)
+        if stated is not None and str(stated).removeprefix("torch.") not in STATED_DTYPES:
+            raise CheckpointError(
+                f"{directory / 'config.json'}: {field} is {stated!r:.80}, expected one of {', '.join(STATED_DTYPES)}"
+            )
     model_type = config.get("model_type")
     if model_type in known:
         if "auto_map" in config:

@@ -51,7 +51,11 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """An LLM inference and serving engine: fast on a CPU, bit-exact whatever the load, small enough to read."""
+    """An LLM inference and serving engine: fast on a CPU, bit-exact whatever the load, small enough to read.
+
+    To begin: `headrace serve` serves the built-in model on http://127.0.0.1:8000, and `headrace serve path/to/model`
+    another one: a directory, a .gguf file, or a hub id. `headrace doctor` checks the machine.
+    """
 
 
 def main() -> None:

@@ -86,13 +86,17 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_queued_reqs": "Requests that may wait; further ones get 429.",
         "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
         "storage_dir": "Folder for uploaded files, batches and stored responses; without it they are kept in memory.",
-        "max_storage_bytes": "Most bytes of stored files; the same bound holds for stored responses.",
+        "max_storage_bytes": "Most bytes of stored files, and of stored responses; the holders of keys share them.",
         "max_batch_concurrency": "Requests of batches that are open at once; none starts while other requests wait.",
         "max_restarts": "Restarts of the engine in ten minutes before the server gives up.",
         "watchdog_timeout": "Seconds without a step or processor time after which an engine with open requests "
         "is killed and restarted; ten times that if it computes. 0 turns it off.",
         "max_request_timeout": "Most seconds that a request may take in all, whatever its own timeout; 0 for no bound.",
-        "shutdown_timeout": "Seconds that open requests may continue after SIGTERM before they end with an error.",
+        "max_connections_per_peer": "Most open connections of one address (of an IPv6 network of 64 bits); by default "
+        "half of all. Behind a proxy, all come from its address: set as many as the proxy may open.",
+        "shutdown_delay": "Seconds after SIGTERM in which /health/ready is 503 and calls are still accepted, so that a "
+        "load balancer can leave first. A second signal, or Ctrl-C, ends the delay.",
+        "shutdown_timeout": "Seconds that open requests may continue after the delay before they end with an error.",
         "uvicorn_log_level": "critical, error, warning, info, debug or trace.",
         "log_format": "text, or json: one object a line.",
         "crash_report_dir": "Folder for crash reports of the engine, without prompts, keys or token ids; the last "

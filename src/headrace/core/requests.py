@@ -85,6 +85,8 @@ def verify_model(request: Request, info: EngineInfo) -> None:
     fields += [("bad_words", token_ids) for token_ids in params.bad_words_token_ids or ()]
     fields += [("thinking_token_ids", token_ids) for token_ids in params.thinking_token_ids or ()]
     for field, token_ids in fields:
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < info.vocab_size:
+            continue
         for token_id in token_ids:
             if not 0 <= token_id < info.vocab_size:
                 raise RequestError(field, token_id, f"a token id from 0 to {info.vocab_size - 1}")

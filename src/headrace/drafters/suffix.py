@@ -3,7 +3,8 @@ came before; drafts of long matches are deeper than those of short ones.
 
 A suffix automaton (Blumer et al. 1985) with counts adds a token in constant time on average and has every suffix at
 once. Each sequence has one over its prompt and its answer. One over the answers of finished requests is kept only if
-`num_cached_requests` allows it: these answers then change the speed of other requests, never their text.
+`num_cached_requests` allows it: these answers then change the speed of other requests, and never their text, except
+under rejection sampling.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ frame.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -29,10 +27,9 @@ from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch, StepOutput, StepResult
+from headrace.text.bounded import die_with_parent
 
 logger = logging.getLogger("headrace.engine")
-
-PR_SET_PDEATHSIG = 1
 
 Receive = Callable[[bool], "list[frames.ToEngine] | None"]
 Send = Callable[[frames.FromEngine], None]
@@ -180,15 +177,6 @@ def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] = build_engi
         if core is not None:
             core.close()
     return 0
-
-
-def die_with_parent() -> None:
-    """Make Linux send a SIGKILL when the parent's thread ends, so that a killed server leaves no orphan (R-23)."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import InprocLink, Link, ProcessLink
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption, negated, summed
-from headrace.engine.watchdog import Watchdog
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import DeadlineError, EngineDeadError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Abort, Add, EngineInfo, Finish, Request, ResetPrefixCache, Stats, StepOutput
+from headrace.protocol.watchdog import Watchdog
 from headrace.text.inputs import new_request_id
 from headrace.text.outputs import Delta, deltas_of
 
@@ -257,7 +257,7 @@ class EngineClient:
         Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
         """
         self._check_open()
-        for request in requests:
+        for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
             verify(request, self.info)
             if request.params.logits_processors and not self._link.in_process:
                 bound = "left out, unless the engine runs in the caller's own process"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -35,6 +36,8 @@ class CallContext(msgspec.Struct, frozen=True):
 NONE = CallContext()
 _context: ContextVar[CallContext] = ContextVar("headrace_call", default=NONE)
 _deadline: ContextVar[float | None] = ContextVar("headrace_deadline", default=None)
+_num_late = 0
+_arrival: ContextVar[float | None] = ContextVar("headrace_arrival", default=None)
 
 
 def current() -> CallContext:
@@ -46,6 +49,17 @@ def fresh_id() -> str:
     """Return the id that was drawn for the call, which is its reply's too; empty if the caller sent one."""
     context = _context.get()
     return "" if context.is_callers else context.call_id
+
+
+def count_late() -> None:
+    """Count a call whose deadline passed before it reached the engine's client."""
+    global _num_late
+    _num_late += 1
+
+
+def num_late() -> int:
+    """Return how many such calls there were in this process."""
+    return _num_late
 
 
 @contextlib.contextmanager
@@ -66,6 +80,18 @@ def answering(context: CallContext) -> AbstractContextManager[None]:
 def deadline() -> float | None:
     """Return the monotonic seconds at which the call that is being answered has to be over; None: never."""
     return _deadline.get()
+
+
+def arrival() -> float:
+    """Return the monotonic seconds at which the headers of the call that is being answered had come; now outside of
+    any."""
+    time_of_call = _arrival.get()
+    return time.monotonic() if time_of_call is None else time_of_call
+
+
+def arrived(seconds: float) -> AbstractContextManager[None]:
+    """Make `seconds` (monotonic) the arrival of the call that the block answers."""
+    return holding(_arrival, seconds)
 
 
 def within(seconds: float | None, arrival: float) -> AbstractContextManager[None]:

@@ -7,18 +7,25 @@ event loop stays quick (R-03). Called by `async_llm.AsyncLLM` and `serve.apis.op
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from headrace.engine import context
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline
+from headrace.engine.fair_worker import FairWorker
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.errors import HeadraceError
+from headrace.protocol.errors import DeadlineError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Pooling
 from headrace.text.beams import make_search, parts_of
@@ -55,9 +62,35 @@ class FinishObserver(Protocol):
     def on_finish(self, state: RequestState, reason: str) -> None: ...
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread."""
-    return work() if size < LARGE_TEXT else await asyncio.to_thread(work)
+async def in_time(work: Awaitable[T], what: str) -> T:
+    """Await `work` until the deadline of the call that is being answered; `what` is done meanwhile, for the error.
+
+    Raises `DeadlineError`."""
+    end = deadline()
+    try:
+        async with asyncio.timeout(None if end is None else max(0.0, end - time.monotonic())) as timer:
+            return await work
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        context.count_late()
+        raise DeadlineError(f"the request's time was over while {what}", started=False) from None
+
+
+async def off_loop(size: int, work: Callable[[], T], thread: Executor | None = None) -> T:
+    """Run `work` here if `size` (characters or tokens) is small, else on a worker thread, of `thread` if given."""
+    if size < LARGE_TEXT:
+        return work()
+    run = functools.partial(contextvars.copy_context().run, work)
+    return await asyncio.get_running_loop().run_in_executor(thread, run)
+
+
+def with_salt(params: SamplingParams, cache_salt: str) -> SamplingParams:
+    """Return the parameters with their constraint under the caller's salt (S-24)."""
+    if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+        return params
+    constraint = msgspec.structs.replace(params.structured_outputs, cache_salt=salted(cache_salt))
+    return msgspec.structs.replace(params, structured_outputs=constraint)
 
 
 class TextClient:
@@ -77,25 +110,44 @@ class TextClient:
         # The texts that begin and end the model's reasoning.
         self.marks = THINK
         self._grammars: GrammarChecker | None = None
+        self.worker: FairWorker | None = None
 
     @property
     def grammars(self) -> GrammarChecker:
-        """The checker of constraints, made when it is first needed."""
+        """The checker of constraints, made with the worker of its process when it is first needed."""
         if self._grammars is None:
             self._grammars = GrammarChecker(self.tokenizer, self.info.vocab_size, self.info.eos_token_ids)
+            self.worker = FairWorker(self._grammars.process)
         return self._grammars
 
-    async def check(self, params: SamplingParams) -> list[str]:
-        """Check the constraint of `params` and return warnings of what it leaves open. Call this before `open`.
+    async def check(self, params: SamplingParams, cache_salt: str = "") -> list[str]:
+        """Check the constraint of `params` and return warnings of what it leaves open. Call this before `open`, with
+        the same salt.
 
-        Raises `RequestError` for a constraint that can not be honoured.
+        Raises `RequestError` for a constraint that can not be honoured, `DeadlineError`, or `ChildFailedError`.
         """
-        return await self.grammars.check_soon(params)
+        params = with_salt(params, cache_salt)
+        grammars, worker = self.grammars, self.worker
+        if worker is None or grammars.is_known(params):
+            return grammars.check(params)
+        return await in_time(worker.run(lambda: grammars.check(params)), "its grammar was built")
 
-    def check_room(self, num_prompts: int, params: SamplingParams) -> None:
+    def close(self) -> None:
+        """End the work on grammars."""
+        if self.worker is not None:
+            self.worker.close()
+
+    def check_room(self, num_prompts: int, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
         `EngineDeadError`). Call this once, before texts are rendered and tokenised."""
-        self.client.check_room(num_prompts * (params.best_of or params.n))
+        if beam is None:
+            self.client.check_room(num_prompts * (params.best_of or params.n))
+            return
+        most = self.client.admission.max_reqs
+        if num_prompts * beam.beam_width > most:
+            bound = f"such that prompts times beams are at most {most} in one call; there are {num_prompts} prompts"
+            raise RequestError("beam_width", beam.beam_width, bound)
+        self.client.check_room(num_prompts)
 
     @property
     def info(self) -> EngineInfo:
@@ -104,17 +156,18 @@ class TextClient:
     async def prompt_ids(
         self, prompt: Prompt, *, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None
     ) -> tuple[str | None, list[int]]:
-        """Return `inputs.prompt_ids`, computed on a thread if the prompt is long."""
-        return await off_loop(
-            prompt_size(prompt),
-            lambda: prompt_ids(
-                prompt,
-                self.tokenizer,
-                self.info,
-                add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-            ),
+        """Return `inputs.prompt_ids`, computed on a thread if the prompt is long. Raises `DeadlineError` too."""
+        work = functools.partial(
+            prompt_ids,
+            prompt,
+            self.tokenizer,
+            self.info,
+            add_special_tokens=add_special_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
+        # A call may have hundreds of prompts that are short enough to be done here: others run between two of them.
+        await asyncio.sleep(0)
+        return await in_time(off_loop(prompt_size(prompt), work), "its prompt was tokenised")
 
     def open(
         self,
@@ -135,6 +188,7 @@ class TextClient:
         caller must close the generation.
         """
         if params.structured_outputs is not None:
+            params = with_salt(params, cache_salt)
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         options: dict[str, Any] = {"priority": priority, "cache_salt": salted(cache_salt), "tokenizer": self.tokenizer}
@@ -143,6 +197,7 @@ class TextClient:
         meter = self.rates.meter()
         if beam is not None:
             # A search is one request with all answers to its prompt.
+            self.check_room(len(prompts), params, beam)
             num_answers = num_returned = per_request = beam.num_answers
             groups = [[make_search(token_ids, beam, params, self.info, **options)] for token_ids in prompts]
         else:

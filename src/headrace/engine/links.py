@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import signal
 import socket
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import IO, Protocol
 
 from headrace.engine import logs
@@ -27,6 +25,7 @@ from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.protocol.step import EngineInfo
+from headrace.protocol.watchdog import usage
 
 logger = logging.getLogger("headrace.engine")
 
@@ -159,15 +158,7 @@ class ProcessLink:
             self._writer.write(frames.encode(message))
 
     def usage(self) -> tuple[float, bool] | None:
-        if self._process is None or sys.platform != "linux":
-            return None
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-        except OSError:
-            return None
-        # After the name, which may hold anything: state is field 3, utime and stime are 14 and 15.
-        fields = stat.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] in ("R", "D")
+        return None if self._process is None else usage(self._process.pid)
 
     async def kill(self) -> None:
         self._stop_listening()
@@ -278,6 +269,8 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromEn
         while data := await reader.read(frames.READ_BYTES):
             for payload in buffer.feed(data):
                 yield frames.decode_from_engine(payload)
+            # A read of what has come already does not let others run.
+            await asyncio.sleep(0)
 
 
 class InprocLink:

@@ -8,7 +8,6 @@ continues in the same way. Knows token ids and packed masks; must not know text 
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.grammar.salted import SaltedCache
 from headrace.grammar.vocabulary import Encode, Vocabulary, make_tokenizer
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -73,7 +73,7 @@ class Matchers:
         self._eos_token_ids = list(eos_token_ids)
         self._capacity = capacity
         self._followers: OrderedDict[int, _Follower] = OrderedDict()
-        self._prototype = functools.lru_cache(MAX_PROTOTYPES)(self._build)
+        self._prototypes: SaltedCache[Any] = SaltedCache(MAX_PROTOTYPES)
         # One thread for masks, since it shares the processor with the forward pass; another for grammars, so that a
         # slow grammar does not delay the masks of other sequences.
         self._masks = ThreadPoolExecutor(1, thread_name_prefix="headrace-mask")
@@ -174,13 +174,13 @@ class Matchers:
         for thread in (self._masks, self._builder):
             thread.shutdown(wait=True, cancel_futures=True)
         self._followers.clear()
-        self._prototype.cache_clear()
+        self._prototypes.clear()
 
     # -- on the threads, or on the runner's own once they are done with a sequence
 
     def _follow(self, follower: _Follower, constraint: StructuredOutputs, tokens: list[int] | None) -> Mask:
         if follower.matcher is None:
-            follower.matcher = self._prototype(msgspec.msgpack.encode(constraint)).deep_copy()
+            follower.matcher = self._prototype(constraint).deep_copy()
             follower.tokens = []
         mask = np.zeros(self._words, np.uint32)
         if tokens is None:
@@ -223,13 +223,17 @@ class Matchers:
             message = matcher.get_error().replace("<non-verbose/>", "").strip()
             raise GrammarError(f"the constraint can not be followed: {message[:300]}")
 
-    def _build(self, text: bytes) -> Any:
-        """Return a matcher at the beginning of an answer; `text` is the constraint in msgpack."""
+    def _prototype(self, constraint: StructuredOutputs) -> Any:
+        """Return a matcher at the beginning of an answer, to be copied."""
         # Imported here: most engines never see a constraint, and a start need not wait for llguidance.
         from headrace.grammar.compile import build_matcher, compile_grammar
 
-        constraint = msgspec.msgpack.decode(text, type=StructuredOutputs)
-        return build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
+        key = msgspec.msgpack.encode(constraint)
+        matcher = self._prototypes.get(constraint.cache_salt, key)
+        if matcher is None:
+            matcher = build_matcher(self._get_tokenizer(), compile_grammar(constraint), constraint)
+            self._prototypes.put(constraint.cache_salt, key, matcher)
+        return matcher
 
     def _get_tokenizer(self) -> Any:
         if self._tokenizer is None:

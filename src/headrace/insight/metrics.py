@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headrace.engine import logs
+from headrace.engine import context, logs
 from headrace.engine.client import EngineClient
 from headrace.protocol.step import StepOutput
 from headrace.text.outputs import RequestState
@@ -46,6 +46,9 @@ class ServerMetrics:
             "request_time_per_output_token_seconds", "Decode time over tokens after the first.", GAP_SECONDS
         )
         self._inference = self._histogram("request_inference_time_seconds", "First step to last token.", SECONDS)
+        self._lag = self._histogram(
+            "event_loop_lag_seconds", "How much later than due the server's event loop ran a timer.", SECONDS
+        )
         self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
         self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS)
         self._answers = self._histogram("request_generation_tokens", "Generated tokens of a finished request.", TOKENS)
@@ -72,6 +75,9 @@ class ServerMetrics:
             before = self._num_batched if stats.num_batched_tokens > self._num_batched else 0
             self._iteration.observe(stats.num_batched_tokens - before)
             self._num_batched = stats.num_batched_tokens
+
+    def on_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
 
     def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
         self._first.observe(seconds)
@@ -137,7 +143,7 @@ class ServerMetrics:
             "spec_decode_num_draft_tokens": ("Tokens of these drafts.", total.num_draft_tokens),
             "spec_decode_num_accepted_tokens": ("Those of them that were kept.", total.num_accepted_tokens),
             "engine_restarts": ("Times the engine was restarted.", client.num_restarts),
-            "requests_expired": ("Calls that ended by their deadline.", client.num_expired),
+            "requests_expired": ("Calls that ended by their deadline.", client.num_expired + context.num_late()),
             "log_lines_dropped": ("Lines of the log that could not be written.", logs.num_dropped()),
             "schedule_recordings_ended": (
                 "Recordings of the schedule that ended before their engine.",

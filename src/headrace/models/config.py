@@ -6,13 +6,14 @@ files and by `engine.load`.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from headrace.protocol.errors import CheckpointError
 
 _REQUIRED: Any = object()
 MAX_SIZE = 2**31 - 1
+MAX_NUMBER = 1e30
+"""Far beyond any setting, and far within the range of float32."""
 
 
 class ModelConfig:
@@ -32,26 +33,29 @@ class ModelConfig:
     def integer(self, name: str, default: Any = _REQUIRED, low: int = 1, high: int = MAX_SIZE) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise CheckpointError(f"config.json: {name} is {value!r}, expected an integer from {low} to {high}")
+            raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected an integer from {low} to {high}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
-            raise CheckpointError(f"config.json: {name} is {value!r}, expected a finite number of at least {low:g}")
+        # The comparison is false for NaN, and exact for ints beyond the floats.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= MAX_NUMBER:
+            raise CheckpointError(
+                f"config.json: {name} is {value!r:.80}, expected a finite number from {low:g} to {MAX_NUMBER:g}"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name} is {value!r}, expected true or false")
+            raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected true or false")
         return value
 
     def choice(self, name: str, allowed: dict[str, Any], default: Any = _REQUIRED) -> Any:
         """`allowed[value]`; the value must be one of the keys of `allowed`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in allowed:
-            raise CheckpointError(f"config.json: {name} is {value!r}, expected one of {', '.join(allowed)}")
+            raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected one of {', '.join(allowed)}")
         return allowed[value]
 
     def words(self, name: str, length: int) -> list[str] | None:
@@ -67,13 +71,13 @@ class ModelConfig:
         """A nested object, empty if it is absent."""
         value = self._get(name, {})
         if not isinstance(value, dict):
-            raise CheckpointError(f"config.json: {name} is {value!r}, expected an object")
+            raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected an object")
         return ModelConfig(value)
 
     def numbers(self, name: str, length: int) -> list[float]:
         value = self._get(name, _REQUIRED)
         is_list = isinstance(value, list) and len(value) == length
-        if not is_list or not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in value):
+        if not is_list or not all(isinstance(v, int | float) and 0 < v <= MAX_NUMBER for v in value):
             raise CheckpointError(f"config.json: {name} must be a list of {length} positive numbers")
         return [float(v) for v in value]
 

@@ -6,7 +6,7 @@ it, so a limit is written once. Holds no state; `docs/limits.md` is printed from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -84,6 +84,7 @@ _OTHERS = [
     Bound("messages", "size", 1, 4096, "chat messages in one request"),
     Bound("text", "size", 0, 8 * 2**20, "characters of a prompt or of a message"),
     Bound("cache_salt", "size", 1, 256, "characters of the prefix cache's salt"),
+    Bound("label", "size", 0, 512, "characters of user, safety_identifier and prompt_cache_key"),
     Bound("request_id", "size", 1, 256, "characters of the client's own request id"),
 ]
 BOUNDS = {bound.name: bound for bound in [*_PARAMETERS, *_OTHERS]}
@@ -95,6 +96,12 @@ def struct_of(kind: type[T], value: Mapping[str, Any], field: str) -> T:
         if name not in kind.__struct_fields__:
             raise RequestError(f"{field}.{name}", value[name], "a field that headrace knows", "unknown_field")
     return kind(**value)
+
+
+def are_ids(values: Sequence[Any], most: int) -> bool:
+    """Return whether all values are integers from 0 to `most`. Without a loop in Python: a prompt may have a million,
+    and this runs on event loops."""
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= most)
 
 
 def check(name: str, value: object, field: str | None = None) -> None:

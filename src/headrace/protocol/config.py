@@ -116,6 +116,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_restarts: int = 5
     watchdog_timeout: float = 60.0
     max_request_timeout: float = 0.0
+    max_connections_per_peer: int | None = None
+    shutdown_delay: float = 5.0
     shutdown_timeout: float = 30.0
     storage_dir: str | None = None
     max_storage_bytes: int = 2**28
@@ -132,11 +134,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("port", self.port, "an integer from 0 to 65535")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_requests_per_minute", "max_tokens_per_minute"):
+        for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_connections_per_peer"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("max_restarts", self.max_restarts, 0)
-        for name in ("max_request_timeout", "shutdown_timeout", "watchdog_timeout"):
+        for name in ("max_request_timeout", "shutdown_delay", "shutdown_timeout", "watchdog_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")
         _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)

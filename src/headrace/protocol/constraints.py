@@ -7,6 +7,7 @@ whether it can be compiled. Knows no tokens and no tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     `prefix`: text before the form, as JSON text of a `format` (see `headrace.grammar.tags`); with it the server lets a
     model reason first.
 
+    `cache_salt`: separates cached grammars, as the salt of a request separates its prefixes; the server sets it. It
+    changes no answer.
+
     Raises `RequestError` naming the field, the value and the bound.
     """
 
@@ -49,6 +53,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     prefix: str | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -88,6 +93,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"structured_outputs.{name}", getattr(self, name), "true or false")
+        if not isinstance(self.cache_salt, str):
+            raise RequestError("structured_outputs.cache_salt", self.cache_salt, "a string")
         if self.json_object not in (None, True, False):
             raise RequestError("structured_outputs.json_object", self.json_object, "true or false")
 
@@ -108,6 +115,9 @@ def constraint_of(value: StructuredOutputs | Mapping[str, Any]) -> StructuredOut
         return value
     if not isinstance(value, Mapping):
         raise RequestError("structured_outputs", value, "a StructuredOutputs, or an object of its fields")
+    if "cache_salt" in value:
+        bound = "left out: the request's own cache_salt counts"
+        raise RequestError("structured_outputs.cache_salt", value["cache_salt"], bound)
     return bounds.struct_of(StructuredOutputs, value, "structured_outputs")
 
 
@@ -138,10 +148,14 @@ def check_json(text: str, field: str) -> None:
 def _check_plain(value: Any, field: str) -> None:
     """Check level by level, so that no depth is too great for the check itself."""
     level = [value]
+    most = int(bounds.BOUNDS["structured_text"].high)
     for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level for inner in _inner(outer, field)]
+        inners = (inner for outer in level for inner in _inner(outer, field))
+        level = list(itertools.islice(inners, most + 1))
         if not level:
             return
+        # Every value takes a character of the text at least.
+        bounds.check("structured_text", level, f"structured_outputs.{field}")
     raise RequestError(f"structured_outputs.{field}", "an object", f"at most {MAX_DEPTH} levels deep")
 
 

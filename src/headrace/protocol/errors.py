@@ -9,10 +9,12 @@ from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """Root of all deliberate errors. `status` is the HTTP status, `code` the machine-readable name."""
+    """Root of all deliberate errors. `status` is the HTTP status, `code` the machine-readable name, `retry_after` the
+    seconds after which the same call may succeed (None: unknown)."""
 
     status = 500
     code = "internal_error"
+    retry_after: int | None = None
 
 
 class RequestError(HeadraceError):
@@ -73,6 +75,10 @@ class CheckpointError(HeadraceError):
     code = "bad_checkpoint"
 
 
+class NativeCallError(HeadraceError):
+    """A library in native code broke down over one input (HTTP 500). The caller's next input may work."""
+
+
 class QueueFullError(HeadraceError):
     """Admission refused: too many requests or tokens wait already (HTTP 429, with `retry_after` seconds)."""
 
@@ -99,6 +105,14 @@ class EngineDeadError(HeadraceError):
 
     status = 503
     code = "engine_dead"
+
+
+class ChildFailedError(HeadraceError):
+    """A process that works for the server failed through no fault of the request, more than once (HTTP 503)."""
+
+    status = 503
+    code = "process_failed"
+    retry_after = 1
 
 
 class InvariantError(HeadraceError):

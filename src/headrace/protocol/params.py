@@ -18,7 +18,7 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
-from headrace.protocol.parameters import PARAMETERS
+from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 
 NUMBERS = tuple(row.name for row in PARAMETERS.values() if row.kind in ("int", "float"))
 BOOLS = tuple(row.name for row in PARAMETERS.values() if row.kind == "bool")
@@ -294,5 +294,7 @@ def _optional_fields() -> frozenset[str]:
 
 
 def _check_each(name: str, token_ids: list[int]) -> None:
+    if bounds.are_ids(token_ids, MAX_INT32):
+        return
     for token_id in token_ids:
         bounds.check("token_id", token_id, name)

@@ -140,7 +140,7 @@ def names_listed(config: dict[str, Any], *keys: str) -> list[str]:
     for key in keys:
         value = config.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
-            raise CheckpointError(f"quantization_config: {key} is {value!r:.80}, expected a list of names")
+            raise CheckpointError(f"config.json: quantization_config.{key} is {value!r:.80}, expected a list of names")
         names += value or []
     return names
 
@@ -169,8 +169,16 @@ def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:
     """A value of a quantization_config that must be an integer."""
     value = config.get(key, default)
     if type(value) is not int:
-        raise CheckpointError(f"quantization_config: {key} is {value!r:.80}, expected a whole number")
+        raise CheckpointError(f"config.json: quantization_config.{key} is {value!r:.80}, expected a whole number")
     return value
+
+
+def group_of(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """The inputs that share a scale, by a quantization_config; -1: all of a row."""
+    group = whole(config, key, default)
+    if group < 1 and group != -1:
+        raise CheckpointError(f"config.json: quantization_config.{key} is {group}, expected 1 or more, or -1 for a row")
+    return group
 
 
 def plain_weight(tensors: Tensors, name: str) -> QWeight:

@@ -18,6 +18,8 @@ NO_MEMORY = "out_of_memory: "
 NOT_FINITE = "numerical_error: the model's logits are not finite"
 NO_THREAD = "can't start new thread"
 """Python's message where the system has no memory or no number for another thread."""
+LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]")
+"""How torch and Triton begin what a GPU reports."""
 MOST_ALONE = 3
 """Steps in a row, each with one request that fails, after which the fault is the engine's."""
 
@@ -73,4 +75,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_device_lost(error: BaseException) -> bool:
     """Whether a GPU reported an error that stays with the process: every later call fails too, only a new process
     helps."""
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    return type(error).__name__ == "AcceleratorError" or (
+        isinstance(error, RuntimeError) and str(error).startswith(LOST_DEVICE)
+    )

@@ -15,7 +15,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,6 +60,7 @@ logger = logging.getLogger("headrace.server")
 
 # Seconds that a client has to read the last event of its stream after draining ends.
 STREAM_END_S = 5.0
+LAG_INTERVAL_S = 0.1
 
 
 def create_app(
@@ -92,8 +93,9 @@ def create_app(
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     front = TextClient(client, tokenizer, tracer or metrics, rates)
     served = served_model(front, template, server, model, defaults, seed)
-    storage = Storage(served, server.storage_dir, server.max_storage_bytes, server.max_batch_concurrency)
-    lifespan = Lifespan(client, server.log_stats_interval, served.warm_up, storage, tracer)
+    max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
+    storage = Storage(served, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
+    lifespan = Lifespan(client, served, server.log_stats_interval, storage, metrics.on_lag, tracer)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -124,7 +126,9 @@ def create_app(
     app.add_exception_handler(HTTPException, on_http_error)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
     gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
-    app.add_middleware(CallGate, *gates, most=server.max_request_timeout, apis=apis)
+    app.add_middleware(
+        CallGate, *gates, most=server.max_request_timeout, apis=apis, is_ending=lambda: lifespan.draining
+    )
     if not ring and not is_loopback(server.host):
         logger.warning(
             "no API key is set: every client that reaches %s port %d may use the server", server.host, server.port
@@ -155,12 +159,14 @@ def _methods(app: Starlette, path: str) -> list[str]:
 
 
 def _add_tokenize(app: Starlette, model: ServedModel) -> None:
-    async def tokenize(body: dict[str, Any]) -> Tokenized:
+    async def tokenize(body: dict[str, Any]) -> Response:
         """Text, or messages, to token ids."""
         # llama-server's body has a content, vLLM's a prompt or messages.
         if body.get("content") is not None:
-            return await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
-        return await openai_completions.tokenize(model, body)
+            reply = await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
+        else:
+            reply = await openai_completions.tokenize(model, body)
+        return await routing.large_response(reply, reply.count)
 
     routing.post(app, "/tokenize", tokenize, takes=schema.TokenizeRequest, gives=Tokenized)
 
@@ -219,14 +225,15 @@ def _add_operations(app: Starlette, client: EngineClient, metrics: ServerMetrics
 
 
 class Lifespan:
-    """The application's lifespan and its state: loading, ready, restarting, stalled, dead or draining."""
+    """The application's lifespan and its state: loading, ready, restarting, stalled, impaired, dead or draining."""
 
     def __init__(
         self,
         client: EngineClient,
+        model: ServedModel,
         log_stats_interval: float,
-        warm_up: Callable[[], Awaitable[None]],
         storage: Storage,
+        on_lag: Callable[[float], None],
         tracer: Tracer | None = None,
     ) -> None:
         self.client = client
@@ -235,7 +242,8 @@ class Lifespan:
         self.failure: BaseException | None = None
         self.draining = False
         self.ended = asyncio.Event()
-        self._warm_up = warm_up
+        self._model = model
+        self._on_lag = on_lag
         self._interval = log_stats_interval
 
     def status(self) -> str:
@@ -249,10 +257,15 @@ class Lifespan:
             return "loading"
         if not client.is_alive:
             return "restarting" if client.num_restarts or client.is_proven_once else "loading"
-        return "stalled" if client.watchdog.is_stalled else "ready"
+        if client.watchdog.is_stalled:
+            return "stalled"
+        return next((worker.status for worker in self._model.workers if worker.status != "ready"), "ready")
 
     def drain(self, seconds: float) -> None:
-        """Refuse new requests, and end the open ones with an error after `seconds`."""
+        """Refuse new requests, and end the open ones with an error after `seconds`.
+
+        `draining` may be set earlier: then the probes fail and connections end with their replies, and all calls are
+        answered."""
         self.draining = True
         self.client.is_draining = True
         error = EngineDeadError("the server is shutting down and could wait no longer")
@@ -261,13 +274,14 @@ class Lifespan:
     @contextlib.asynccontextmanager
     async def run(self, app: Starlette) -> AsyncIterator[None]:
         """Load in the background, so that probes are answered meanwhile."""
-        tasks = [asyncio.create_task(self._start()), asyncio.create_task(self._log_stats())]
+        tasks = [asyncio.create_task(work()) for work in (self._start, self._log_stats, self._watch_loop)]
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._model.close()
             await self.storage.close()
             await self.client.close()
             if self.tracer is not None:
@@ -275,7 +289,7 @@ class Lifespan:
 
     async def _start(self) -> None:
         try:
-            await self._warm_up()
+            await self._model.warm_up()
             await self.client.start()
             self._log_start()
             self.storage.start()
@@ -297,6 +311,14 @@ class Lifespan:
         logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
         length = info.max_model_len
         logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", num_tokens / length)
+
+    async def _watch_loop(self) -> None:
+        """Measure how much later than due the event loop runs: something held it, or the interpreter's lock."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self._on_lag(max(0.0, loop.time() - due))
 
     async def _log_stats(self) -> None:
         before = self.client.total
@@ -324,7 +346,10 @@ class Lifespan:
 
 
 def advised_params(engine: EngineConfig) -> dict[str, Any]:
-    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them."""
+    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them.
+
+    Raises `CheckpointError` for a value that no request may have.
+    """
     path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
     if not path.is_file():
         return {}
@@ -332,31 +357,48 @@ def advised_params(engine: EngineConfig) -> dict[str, Any]:
     names = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")}
     names |= {"max_new_tokens": "max_tokens", "no_repeat_ngram_size": "no_repeat_ngram_size"}
     params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    for theirs, ours in names.items():
+        if ours in params:
+            hub.check_field(path, ours, params[ours], theirs)
     if params:
         logger.info("sampling defaults from the model's generation_config.json: %s", params)
     return params
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain."""
+    """A uvicorn server that exits with success after SIGTERM; uvicorn's own raises the signal again after the drain.
 
-    def __init__(self, config: uvicorn.Config, lifespan: Lifespan, drain_seconds: float) -> None:
+    After SIGTERM it serves on for `delay` seconds, while its probes fail: a load balancer needs that time to notice.
+    """
+
+    def __init__(self, config: uvicorn.Config, lifespan: Lifespan, delay: float, drain_seconds: float) -> None:
         super().__init__(config)
         self._lifespan = lifespan
+        self._delay = delay
         self._drain_seconds = drain_seconds
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, self._on_signal)
+            loop.add_signal_handler(name, self._on_signal, name)
         yield
 
-    def _on_signal(self) -> None:
-        # A second signal ends the server without a drain.
-        self.force_exit = self.should_exit
-        self.should_exit = True
-        self._lifespan.drain(self._drain_seconds)
+    def _on_signal(self, name: signal.Signals) -> None:
+        if self.should_exit:
+            # A signal in the drain ends the server without it.
+            self.force_exit = True
+        elif self._delay and name == signal.SIGTERM and not self._lifespan.draining:
+            self._lifespan.draining = True
+            logger.info("draining: the probes fail, and calls are accepted for %g s", self._delay)
+            asyncio.get_running_loop().call_later(self._delay, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if not self.should_exit:
+            self.should_exit = True
+            self._lifespan.drain(self._drain_seconds)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -420,7 +462,7 @@ def run(app: Starlette, server: ServerConfig) -> int:
         app,
         host=server.host,
         port=server.port,
-        http=Connection,
+        http=Connection.protocol(server.max_connections_per_peer),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,
@@ -433,7 +475,7 @@ def run(app: Starlette, server: ServerConfig) -> int:
     # delay every call by a tenth of a second.
     gc.collect()
     gc.freeze()
-    return asyncio.run(_run(_Uvicorn(config, lifespan, server.shutdown_timeout), lifespan))
+    return asyncio.run(_run(_Uvicorn(config, lifespan, server.shutdown_delay, server.shutdown_timeout), lifespan))
 
 
 async def _run(server: uvicorn.Server, lifespan: Lifespan) -> int:

@@ -7,6 +7,7 @@ routes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,9 +16,12 @@ import msgspec
 from starlette.responses import Response
 
 from headrace.engine import context
-from headrace.protocol.errors import HeadraceError, QueueFullError, RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 
 logger = logging.getLogger("headrace.server")
+
+ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Exceptions that end a task or the process, and that no reply is made of."""
 
 
 class Status(NamedTuple):
@@ -47,7 +51,7 @@ STATUSES = {
     431: Status("invalid_request_error", "The headers are too large."),
     500: Status("server_error", "The engine failed this request."),
     501: Status("server_error", "Not done by this server."),
-    503: Status("server_error", "The engine is loading, or is gone."),
+    503: Status("server_error", "The engine, or a process beside it, is loading or gone."),
     504: Status("timeout_error", "The deadline passed while the engine computed."),
 }
 
@@ -118,7 +122,8 @@ def error_body(error: BaseException) -> tuple[int, ErrorBody]:
 def error_response(error: BaseException, api: Api = OPENAI) -> Response:
     """Return the reply for `error`."""
     status, body = error_body(error)
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, QueueFullError) else None
+    seconds = error.retry_after if isinstance(error, HeadraceError) else None
+    headers = None if seconds is None else {"retry-after": str(seconds)}
     response = json_response(api.shape(status, body), status, headers)
     if isinstance(error, CallError):
         response.headers.update(error.headers)

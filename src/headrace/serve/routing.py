@@ -15,7 +15,8 @@ import functools
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -24,15 +25,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine import context
-from headrace.engine.generation import off_loop
-from headrace.serve.errors import OPENAI, Api, error_event, error_response, json_response
+from headrace.engine.generation import LARGE_TEXT, in_time, off_loop
+from headrace.serve.errors import ENDINGS, OPENAI, Api, error_event, error_response, event, json_response
 from headrace.serve.gates.limits import ClientGoneError, Receive, Scope, parse_json, read_body
 
 logger = logging.getLogger("headrace.server")
 
 # How long a write to a client may block.
 STALL_S = 30.0
+PIECE = 256
+"""Items of a list that are written at a time."""
+SENT_BYTES = 2**18
 EVENT_STREAM = "text/event-stream"
+
+# One large body is parsed at a time: its values take up to a hundred megabytes.
+_parser = ThreadPoolExecutor(1, thread_name_prefix="headrace-parser")
 
 T = TypeVar("T")
 
@@ -93,8 +100,9 @@ class Readable(ABC):
 
 async def body(request: Request) -> dict[str, Any]:
     """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
-    raw = await read_body(request.scope, request.receive)
-    return await off_loop(len(raw) // 16, lambda: parse_json(raw))
+    async with contextlib.AsyncExitStack() as memory:
+        raw = await in_time(memory.enter_async_context(read_body(request.scope, request.receive)), "its body was read")
+        return await in_time(off_loop(len(raw) // 16, lambda: parse_json(raw), _parser), "its body was parsed")
 
 
 def get(app: Starlette, path: str, function: Callable[..., Any], api: Api = OPENAI, **about: Any) -> None:
@@ -142,7 +150,9 @@ def add(
             if isinstance(result, Readable):
                 return await deliver(request, result, api)
             return result if isinstance(result, Response) else json_response(result)
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:
             return error_response(error, api)
 
     app.add_route(path, endpoint, list(methods))
@@ -163,10 +173,70 @@ async def deliver(request: Request, answer: Readable, api: Api) -> Any:
     try:
         if answer.stream:
             return EventStream(answer, headers, api)
-        return json_response(await until_gone(request.receive, answer.whole()), headers=headers)
+        reply = await until_gone(request.receive, answer.whole())
+        return await large_response(reply, answer.answer.size, headers)
     except BaseException:
         answer.close()
         raise
+
+
+async def large_response(body: object, size: int, headers: Mapping[str, str] | None = None) -> Response:
+    """Return `json_response` of a body of about `size` tokens, written beside the event loop if it is large."""
+    if size < LARGE_TEXT:
+        return json_response(body, headers=headers)
+    content = await off_loop(size, lambda: b"".join(json_pieces(body)))
+    return PieceResponse(content, headers=dict(headers or {}), media_type="application/json")
+
+
+async def large_event(body: object, size: int) -> bytes:
+    """Return `event` of a body of about `size` tokens, written beside the event loop if it is large."""
+    if size < LARGE_TEXT:
+        return event(body)
+    return await off_loop(size, lambda: b"data: " + b"".join(json_pieces(body)) + b"\n\n")
+
+
+def json_pieces(value: Any, levels: int = 4) -> Iterator[bytes]:
+    """Yield what msgspec writes for `value`, with long lists in pieces, so that no call holds the interpreter's lock
+    for long. Looks for such lists in as many levels of structs and short lists."""
+    if isinstance(value, list) and value:
+        begin = b"["
+        for start in range(0, len(value), PIECE):
+            part = value[start : start + PIECE]
+            if levels and len(value) <= PIECE and isinstance(part[0], msgspec.Struct):
+                for item in part:
+                    yield begin
+                    yield from json_pieces(item, levels - 1)
+                    begin = b","
+            else:
+                yield begin + msgspec.json.encode(part)[1:-1]
+                begin = b","
+        yield b"]"
+    elif levels and isinstance(value, msgspec.Struct) and _is_plain(value.__struct_config__):
+        begin = b"{"
+        for name, key in zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True):
+            field = getattr(value, name)
+            if field is not msgspec.UNSET:
+                yield begin + msgspec.json.encode(key) + b":"
+                yield from json_pieces(field, levels - 1)
+                begin = b","
+        yield b"}" if begin == b"," else b"{}"
+    else:
+        yield msgspec.json.encode(value)
+
+
+def _is_plain(config: Any) -> bool:
+    return not (config.array_like or config.omit_defaults or config.tag is not None)
+
+
+class PieceResponse(Response):
+    """A response whose body is passed on in pieces, as fast as the client reads."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), SENT_BYTES):
+            part = bytes(self.body[start : start + SENT_BYTES])
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def id_header(answer_id: str) -> dict[str, str]:
@@ -231,9 +301,9 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await self._send(send, event, more=True)
-            except TimeoutError:
+            except (TimeoutError, *ENDINGS):
                 raise
-            except Exception as error:
+            except BaseException as error:
                 await self._send(send, error_event(error, self._api), more=True)
         await self._send(send, b"", more=False)
 

@@ -1,14 +1,19 @@
 """Child processes of bounded time and memory, for work of unknown cost: both ends of the pipe.
 
-`BoundedProcess` starts the program when it is first needed and again after it was killed; `serve` is the program's
-loop, with a bound on processor time for each job and on memory for all. They exchange frames of msgpack on stdin and
-stdout (4-byte length, little-endian). Knows no jobs; `templates` and `sandbox` render chat templates with it,
-`grammars` and `grammar_sandbox` build grammars.
+`BoundedProcess` starts the program when it is first needed and again after its end; `serve` is the program's loop, with
+a bound on processor time for each job and on memory for all. They exchange frames of msgpack on stdin and stdout
+(4-byte length, little-endian). A job that exceeds its bounds is the caller's fault. A process that stands still, ends
+from outside or sends a torn frame is not: a watchdog kills it, and the job is tried once more in a new one. Knows no
+jobs; `templates` and `sandbox` render chat templates with it, `grammars` and `grammar_sandbox` build grammars, and
+`engine.fair_worker` shares it among the server's callers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
+import os
 import resource
 import select
 import signal
@@ -22,12 +27,24 @@ from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 
-from headrace.protocol.errors import HeadraceError
+from headrace.protocol.errors import ChildFailedError
+from headrace.protocol.watchdog import Watchdog, usage
+
+logger = logging.getLogger("headrace.server")
 
 Reply = TypeVar("Reply")
 
-MAX_WALL_SECONDS = 30.0
-"""For a process that uses no processor time and does not answer; long enough for a machine under load."""
+WATCHDOG_S = 3.0
+"""Seconds without processor time and without a reply after which a process is killed; ten times as many if it computes,
+which is long enough for a machine under load."""
+MAX_FRAME_BYTES = 64 * 2**20
+"""Twice what the longest prompt takes as UTF-8."""
+NUM_TRIES = 2
+PR_SET_PDEATHSIG = 1
+_PIPE_BYTES = 2**16
+_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
+"""Exit statuses that no job causes: memory is bounded by the address space, so that the kernel kills no process for a
+job, and a program that ends in time has not answered."""
 
 
 class BoundedProcess:
@@ -38,81 +55,165 @@ class BoundedProcess:
     Args:
         max_cpu_seconds: processor time of one job: the module's `serve` ends the process after it.
         greeting: makes the first frame for a new process; None: it gets none.
+
+    Attributes:
+        watchdog: watches the job that runs.
+        fault: why the last process could do no work, until one can; empty: there is no fault.
+        num_faults: processes that ended, stood still or did not start, through no fault of a job.
     """
 
     def __init__(self, module: str, max_cpu_seconds: float, greeting: Callable[[], bytes] | None = None) -> None:
+        self.watchdog = Watchdog(WATCHDOG_S)
+        self.fault = ""
+        self.num_faults = 0
+        self._module = module
         self._command = [sys.executable, "-P", "-m", module, str(max_cpu_seconds)]
         self._max_cpu_seconds = max_cpu_seconds
         self._greeting = greeting
         self._lock = threading.Lock()
+        self._num_closed = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
     def run(self, job: object, reply_type: type[Reply]) -> Reply | str:
-        """Return the reply to a job, or a text that says why its process ended.
+        """Return the reply to a job, or a text that says why the job ended its process.
 
-        Raises `HeadraceError` if no process starts, and what msgspec raises for a job that is not plain data.
+        Raises `ChildFailedError` if no process can do the job, and what msgspec raises for a job that is not plain
+        data.
         """
         body = msgspec.msgpack.encode(job)
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._stop()
-                self._process = self._start()
-                self._ending = weakref.finalize(self, _end, self._process)
-                if self._greeting is not None and self._exchange(self._process, self._greeting()) is None:
-                    raise HeadraceError(f"the process of {self._command[3]} does not start: {self._reason_of_end()}")
-            reply = self._exchange(self._process, body)
-            if reply is None:
-                return self._reason_of_end()
-        return msgspec.msgpack.decode(reply, type=reply_type)
+
+        def read(reply: bytes | str) -> Reply | str:
+            return reply if isinstance(reply, str) else msgspec.msgpack.decode(reply, type=reply_type)
+
+        return self._try(body, read)
+
+    def ping(self) -> None:
+        """Find out whether the process answers, and start another if not. Raises `ChildFailedError`."""
+        self._try(b"", lambda reply: reply)
 
     def close(self) -> None:
-        """End the process. A later `run` starts another."""
+        """End the process, whatever it does. A later `run` starts another."""
+        self._num_closed += 1
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._stop()
 
+    def _try(self, body: bytes, read: Callable[[bytes | str], Reply]) -> Reply:
+        num_closed, num_left = self._num_closed, NUM_TRIES
+        with self._lock:
+            while True:
+                num_left -= 1
+                try:
+                    result = read(self._answer(body, num_closed))
+                    self.fault = ""
+                    return result
+                except (ChildFailedError, msgspec.DecodeError) as error:
+                    self._stop(at_once=True)
+                    if self._num_closed != num_closed:
+                        raise ChildFailedError("the server is shutting down") from error
+                    self.fault = f"the process of {self._module} failed: {error}"
+                    self.num_faults += 1
+                    logger.error("%s", self.fault)
+                    if not num_left:
+                        raise ChildFailedError("a process of the server failed and is started again") from error
+
+    def _answer(self, body: bytes, num_closed: int) -> bytes | str:
+        """Return the reply, or why the job ended the process. Raises `ChildFailedError`."""
+        if self._process is None or self._process.poll() is not None:
+            if self._num_closed != num_closed:
+                # `close` has ended the process for good, and is waiting for this job.
+                raise ChildFailedError("it was closed")
+            self._stop()
+            self._process = self._start()
+            self._ending = weakref.finalize(self, _end, self._process)
+            if self._greeting is not None and self._exchange(self._process, self._greeting()) is None:
+                raise ChildFailedError(f"it does not start (exit status {self._stop()})")
+        reply = self._exchange(self._process, body)
+        if reply is not None:
+            return reply
+        status = self._stop()
+        if status == -signal.SIGPROF:
+            return f"it took more than {self._max_cpu_seconds:g} s of processor time"
+        if status in _FROM_OUTSIDE:
+            raise ChildFailedError(f"it ended with exit status {status}")
+        return "it brought its process to an end"
+
     def _start(self) -> subprocess.Popen[bytes]:
         try:
-            return subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         except OSError as error:
-            raise HeadraceError(f"the process of {self._command[3]} does not start: {error}") from error
+            raise ChildFailedError(f"it does not start: {error}") from error
+        for pipe in (process.stdin, process.stdout):
+            os.set_blocking(cast(BinaryIO, pipe).fileno(), False)
+        return process
 
     def _exchange(self, process: subprocess.Popen[bytes], body: bytes) -> bytes | None:
-        deadline = time.monotonic() + MAX_WALL_SECONDS
-        stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
-        try:
-            write_frame(stdin, body)
-        except BrokenPipeError:
-            return None
-        # The program writes a frame in one call: once a part of it can be read, the rest comes too.
-        if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return None
-        return read_frame(stdout)
+        """Send a frame and return the one that comes back, or None at the end of the process. Raises
+        `ChildFailedError` for a torn frame, and when the watchdog's time is over."""
+        stdin, stdout = (cast(BinaryIO, pipe).fileno() for pipe in (process.stdin, process.stdout))
+        unsent, received, size = memoryview(_frame(body)), bytearray(), None
+        poller = select.poll()
+        poller.register(stdin, select.POLLOUT)
+        poller.register(stdout, select.POLLIN)
+        watchdog = self.watchdog
+        watchdog.starts_anew()
+        due = time.monotonic() + watchdog.interval
+        while True:
+            ready = {fd for fd, _ in poller.poll(1000 * watchdog.interval)}
+            if stdin in ready:
+                try:
+                    unsent = unsent[os.write(stdin, unsent[:_PIPE_BYTES]) :]
+                except BrokenPipeError:
+                    unsent = unsent[:0]
+                if not unsent:
+                    poller.unregister(stdin)
+            if stdout in ready:
+                data = os.read(stdout, _PIPE_BYTES)
+                if not data:
+                    return None
+                received += data
+                if size is None and len(received) >= 4:
+                    size = 4 + int.from_bytes(received[:4], "little")
+                if size is not None and (size > MAX_FRAME_BYTES or len(received) > size):
+                    raise ChildFailedError("its reply is no frame")
+                if len(received) == size:
+                    watchdog.heard()
+                    return bytes(received[4:])
+            if (now := time.monotonic()) >= due:
+                due = now + watchdog.interval
+                if watchdog.tick(now, usage(process.pid)):
+                    raise ChildFailedError(
+                        f"no reply for {watchdog.silent:.1f} s, no processor time for {watchdog.frozen:.1f} s of them"
+                    )
 
-    def _stop(self) -> int:
+    def _stop(self, at_once: bool = False) -> int:
         """End the process and return its exit status; 0 if there is none."""
-        ending, self._ending, self._process = self._ending, None, None
+        ending, process = self._ending, self._process
+        self._ending = self._process = None
+        self.watchdog.heard()
+        if at_once and process is not None:
+            process.kill()
         return (ending() if ending else None) or 0
-
-    def _reason_of_end(self) -> str:
-        returncode = self._stop()
-        if returncode in (-signal.SIGPROF, -signal.SIGKILL):
-            return f"it took more than {self._max_cpu_seconds:g} s of processor time"
-        return "it brought its process to an end"
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
     stdin, stdout = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
     # The process exits at the end of its input.
-    with contextlib.suppress(BrokenPipeError):
-        stdin.close()
-    try:
-        process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
+    stdin.close()
+    for _ in range(2):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+            break
+        # One that waits for a disk is reaped later, by `subprocess` itself.
         process.kill()
-        process.wait()
     stdout.close()
-    return process.returncode
+    return process.returncode or 0
+
+
+def _frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
@@ -126,18 +227,20 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def write_frame(stream: BinaryIO, body: bytes) -> None:
-    stream.write(len(body).to_bytes(4, "little") + body)
+    stream.write(_frame(body))
     stream.flush()
 
 
 def serve(answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: int) -> None:
-    """Answer jobs until stdin ends, without writing files or starting processes from now on.
+    """Answer jobs until stdin ends, without writing files or starting processes from now on. An empty frame is a ping.
 
     A job that exceeds its processor time ends the process, by SIGPROF's default action. `max_memory`: bytes of address
     space of the whole process.
     """
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
+    # A stopped process does not notice the end of its input.
+    die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -146,6 +249,15 @@ def serve(answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (body := read_frame(stdin)) is not None:
         signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
-        reply = answer(body)
+        reply = answer(body) if body else b""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_frame(stdout, reply)
+
+
+def die_with_parent() -> None:
+    """Make Linux send a SIGKILL when the parent's thread ends, so that a killed server leaves no orphan (R-23)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            sys.exit(1)

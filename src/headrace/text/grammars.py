@@ -1,18 +1,16 @@
 """`GrammarChecker` checks whether an answer can follow a constraint, in a process of bounded time and memory.
 
-The engine gets only constraints that were built there. Verdicts are cached, refusals too. Knows no requests and no
-HTTP; held by `generation.TextClient` and by `LLM`.
+The engine gets only constraints that were built there. Verdicts are cached under the constraint's salt, refusals too.
+Knows no requests and no HTTP; held by `generation.TextClient` and by `LLM`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from headrace.grammar.salted import SaltedCache
 from headrace.grammar.vocabulary import Vocabulary
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -41,6 +39,9 @@ class GrammarChecker:
         width: number of the model's logits.
         eos_token_ids: the tokens that end an answer; an empty list refuses every constraint.
         max_cpu_seconds: processor time for one constraint.
+
+    Attributes:
+        process: builds the constraints.
     """
 
     def __init__(
@@ -53,10 +54,8 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self._width = width
         self._eos_token_ids = eos_token_ids
-        self._process = BoundedProcess(SANDBOX, max_cpu_seconds, self._vocabulary)
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-grammars")
+        self.process = BoundedProcess(SANDBOX, max_cpu_seconds, self._vocabulary)
+        self._verdicts: SaltedCache[Verdict] = SaltedCache(MAX_VERDICTS)
 
     def check(self, params: SamplingParams) -> list[str]:
         """Return warnings of what the constraint of `params` leaves open. Raises `RequestError` if it can not be
@@ -65,45 +64,34 @@ class GrammarChecker:
         if constraint is None:
             return []
         self._check_engine(params, constraint)
-        key = self._key(constraint)
-        with self._lock:
-            verdict = self._verdicts.get(key)
+        verdict = self._known(constraint)
         if verdict is None:
             verdict = self._try(constraint)
-            with self._lock:
-                self._verdicts[key] = verdict
-                if len(self._verdicts) > MAX_VERDICTS:
-                    self._verdicts.popitem(last=False)
+            self._verdicts.put(constraint.cache_salt, _key(constraint), verdict)
         if verdict.refusal is not None:
             field, bound = verdict.refusal
             value = getattr(constraint, constraint.kind)
             raise RequestError(field, value, bound, "unsupported_constraint")
         return verdict.warnings
 
-    async def check_soon(self, params: SamplingParams) -> list[str]:
-        """Return `check(params)`, computed beside the event loop."""
+    def is_known(self, params: SamplingParams) -> bool:
+        """Return whether `check` needs no process."""
         constraint = _constraint_of(params)
-        if constraint is None:
-            return []
-        with self._lock:
-            is_known = self._key(constraint) in self._verdicts
-        if is_known:
-            return self.check(params)
-        # Imported here, so that a program without a server does not import asyncio.
-        import asyncio
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.check, params)
+        return constraint is None or self._known(constraint) is not None
 
     def require(self, params: SamplingParams) -> None:
         """Raise `HeadraceError` for a constraint that was not checked: a defect of the caller."""
         if params.structured_outputs is not None:
-            verdict = self._verdicts.get(self._key(params.structured_outputs))
+            verdict = self._known(params.structured_outputs)
             if verdict is None or verdict.refusal is not None:
                 raise HeadraceError("a constraint was to be followed that was not checked")
 
     def close(self) -> None:
         """End the process. A later `check` starts another."""
-        self._process.close()
+        self.process.close()
+
+    def _known(self, constraint: StructuredOutputs) -> Verdict | None:
+        return self._verdicts.get(constraint.cache_salt, _key(constraint))
 
     def _check_engine(self, params: SamplingParams, constraint: StructuredOutputs) -> None:
         kind = constraint.kind
@@ -115,7 +103,7 @@ class GrammarChecker:
             raise RequestError("ignore_eos", True, "false with structured_outputs: an answer ends where its form does")
 
     def _try(self, constraint: StructuredOutputs) -> Verdict:
-        reply = self._process.run(constraint, Verdict)
+        reply = self.process.run(constraint, Verdict)
         if isinstance(reply, str):
             bound = f"one that can be built in bounded time and memory; {reply}"
             return Verdict((f"structured_outputs.{constraint.kind}", bound))
@@ -131,9 +119,9 @@ class GrammarChecker:
             )
         )
 
-    @staticmethod
-    def _key(constraint: StructuredOutputs) -> bytes:
-        return hashlib.sha256(msgspec.msgpack.encode(constraint)).digest()
+
+def _key(constraint: StructuredOutputs) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(constraint)).digest()
 
 
 def _constraint_of(params: object) -> StructuredOutputs | None:

@@ -7,6 +7,7 @@ same call means the same request everywhere. Knows the tokenizer, `EngineInfo`, 
 
 from __future__ import annotations
 
+import copy
 import random
 import secrets
 import uuid
@@ -16,8 +17,10 @@ from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
+from headrace.grammar.salted import SaltedCache
 from headrace.protocol import bounds
 from headrace.protocol.errors import ContextLengthError, RequestError
+from headrace.protocol.parameters import MAX_INT32
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Pooling, Request
 from headrace.text.reasoning import THINK
@@ -28,6 +31,7 @@ SEED_LIMIT = 2**53 - 2**16
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama-server's, for requests that name none."""
+_BREAKERS: SaltedCache[list[int]] = SaltedCache(64)
 
 
 class TextPrompt(TypedDict):
@@ -102,13 +106,16 @@ def prompt_ids(
         if tokenizer is None:
             raise RequestError("prompt", content, "token ids, for the engine runs without a tokenizer")
         text = content
+        if truncate_prompt_tokens is None:
+            _check_bytes(content, tokenizer, info.max_model_len)
         token_ids = tokenizer.encode(content, add_special_tokens=add_special_tokens)
     else:
         if not isinstance(content, Sequence) or isinstance(content, bytes):
             raise RequestError("prompt", content, "a text or a list of token ids")
         token_ids = list(content)
-        for token_id in token_ids:
-            bounds.check("token_id", token_id, "prompt")
+        if not bounds.are_ids(token_ids, MAX_INT32):
+            for token_id in token_ids:
+                bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
         keep = info.max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if not keep:
@@ -120,6 +127,17 @@ def prompt_ids(
     if len(token_ids) >= info.max_model_len:
         raise ContextLengthError("prompt", len(token_ids), f"at most {info.max_model_len - 1} tokens long")
     return text, token_ids
+
+
+def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Raise `ContextLengthError` for a text of so many bytes that its tokens can not fit, which costs no tokenising."""
+    if tokenizer.max_token_bytes is None:
+        return
+    most = (max_model_len - 1) * tokenizer.max_token_bytes
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes > most:
+        bound = f"at most {max_model_len - 1} tokens long, which is at most {most} bytes"
+        raise ContextLengthError("prompt", f"{num_bytes} bytes", bound)
 
 
 def make_requests(
@@ -153,20 +171,15 @@ def make_requests(
     count = params.best_of or params.n
     group = new_request_id() if count > 1 else ""
     logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
-    params = with_token_ids(params, tokenizer, info.vocab_size, marks)
+    params = with_token_ids(params, tokenizer, info.vocab_size, marks, cache_salt)
+    params = msgspec.structs.replace(
+        params, n=1, best_of=None, max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs
+    )
     return [
         Request(
             request_id=new_request_id(),
             prompt_token_ids=token_ids,
-            params=msgspec.structs.replace(
-                params,
-                n=1,
-                best_of=None,
-                seed=(seed + index) % 2**63,
-                max_tokens=max_tokens,
-                min_tokens=min_tokens,
-                logprobs=logprobs,
-            ),
+            params=_with_seed(params, (seed + index) % 2**63),
             priority=priority,
             cache_salt=cache_salt,
             group=group,
@@ -176,8 +189,19 @@ def make_requests(
     ]
 
 
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """Return a copy with another seed, whose other fields are not checked once more: lists of ids may be long."""
+    copied = copy.copy(params)
+    msgspec.structs.force_setattr(copied, "seed", seed)
+    return copied
+
+
 def with_token_ids(
-    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, marks: tuple[str, str] = THINK
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    marks: tuple[str, str] = THINK,
+    cache_salt: str = "",
 ) -> SamplingParams:
     """Return the parameters with token ids for every text in them that has none yet. `marks` begin and end reasoning.
 
@@ -192,7 +216,7 @@ def with_token_ids(
         if texts:
             _required(tokenizer, "dry_sequence_breakers", texts)
         if tokenizer is not None:
-            breaker_ids = breakers(tokenizer, DRY_BREAKERS if texts is None else tuple(texts))
+            breaker_ids = breakers(tokenizer, DRY_BREAKERS if texts is None else tuple(texts), cache_salt)
             changes["dry_sequence_breaker_ids"] = [i for i in breaker_ids if i < vocab_size]
     if params.thinking_token_budget is not None and params.thinking_token_ids is None:
         known = _required(tokenizer, "thinking_token_budget", params.thinking_token_budget)
@@ -216,15 +240,18 @@ def mark_ids(tokenizer: Tokenizer, mark: str) -> list[int]:
     return tokenizer.encode(mark, add_special_tokens=False) if token_id is None else [token_id]
 
 
-@lru_cache(maxsize=64)
-def breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[int]:
+def breakers(tokenizer: Tokenizer, texts: tuple[str, ...], cache_salt: str = "") -> list[int]:
     """Return the ids, ascending, of the tokens that contain one of `texts`; for a text in none, of its last token."""
+    known = _BREAKERS.get(cache_salt, (tokenizer, texts))
+    if known is not None:
+        return known
     spelled = _all_token_bytes(tokenizer)
     ids: set[int] = set()
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         containing = [token_id for token_id, token in enumerate(spelled) if data in token]
         ids.update(containing or tokenizer.encode(text, add_special_tokens=False)[-1:])
+    _BREAKERS.put(cache_salt, (tokenizer, texts), sorted(ids))
     return sorted(ids)
 
 

@@ -134,7 +134,7 @@ class ChatTemplate:
         `sandbox`; None: the process that all templates share."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._process = process or shared_process()
+        self.process = process or shared_process()
         self._traits: dict[str, Traits] = {}
 
     @classmethod
@@ -224,7 +224,7 @@ class ChatTemplate:
 
     def _run(self, job: sandbox.RenderJob, roles: list[str]) -> sandbox.RenderResult:
         try:
-            reply = self._process.run(job, sandbox.RenderResult)
+            reply = self.process.run(job, sandbox.RenderResult)
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise RequestError("messages", roles, f"plain JSON in Unicode, not too deep ({error})") from None
         result = sandbox.RenderResult(error=reply) if isinstance(reply, str) else reply

@@ -9,16 +9,17 @@ and `AsyncLLM`. `tokenizer_files` and `tokenizer_gguf` read the files of tokeniz
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, processors
 
 from headrace import hub
-from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.errors import CheckpointError, NativeCallError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.templates import ChatTemplate
@@ -32,6 +33,18 @@ MAX_GAPS = 2**20
 _ROLES = tuple(tokenizer_gguf.ROLES)
 
 
+@contextlib.contextmanager
+def native(what: str) -> Iterator[None]:
+    """Raise `NativeCallError` for a panic of native code in the block, which is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        # pyo3 makes its class of panics anew in each library.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise NativeCallError(f"{what} broke down over this input") from error
+
+
 class Tokenizer:
     """A model's tokenizer, with the ids of its special tokens and its chat templates.
 
@@ -42,6 +55,9 @@ class Tokenizer:
     def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
         """`config` is the contents of tokenizer_config.json, which override the tokenizer's own file."""
         self._tokenizer = file.tokenizer
+        if hasattr(model := self._tokenizer.model, "_resize_cache"):
+            # Its cache of words is shared by all callers, who could time it (S-24); it saves nothing on plain text.
+            model._resize_cache(0)
         self.chat_templates = chat_templates
         texts = {role: _content(config.get(role)) for role in _ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token
@@ -60,6 +76,8 @@ class Tokenizer:
             raise CheckpointError(
                 f"a token has the id {self.vocab_size - 1}; {len(vocab)} tokens leave at most {MAX_GAPS} ids unused"
             )
+        self.max_token_bytes = tokenizer_files.max_token_bytes(self._tokenizer, vocab)
+        """Bytes of a text that one token stands for at most; None where that is not known."""
         decoder = self._tokenizer.decoder
         self._bytes_of = _bytes_of(None if decoder is None else json.loads(decoder.__getstate__()))
         self._inner: list[bytes | None] = [None] * self.vocab_size
@@ -118,14 +136,10 @@ class Tokenizer:
         """Return the token ids of `text`; with `add_special_tokens` between the model's begin (and end) of text.
 
         Raises `RequestError` for text with lone surrogates, which no tokenizer takes, and for text without tokens in
-        this vocabulary.
+        this vocabulary; and `NativeCallError`.
         """
         try:
-            if len(text) < LONG_TEXT:
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                ids = encoding.ids
+            return self._encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise RequestError("text", text, "Unicode text without lone surrogates") from None
         except Exception as error:
@@ -133,7 +147,15 @@ class Tokenizer:
             if type(error) is not Exception:
                 raise
             raise RequestError("text", text, f"text that the model has tokens for ({error})") from error
-        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with native("the tokenizer"):
+            if len(text) < LONG_TEXT:
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = encoding.ids
+            return ids
 
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -156,7 +178,8 @@ class Tokenizer:
             return b""
         if not first and (data := self._inner[token_id]) is not None:
             return data
-        token = self._tokenizer.id_to_token(token_id)
+        with native("the tokenizer"):
+            token = self._tokenizer.id_to_token(token_id)
         data = b"" if token is None else self._bytes_of(token, first, token_id in self._added)
         if not first:
             self._inner[token_id] = data
@@ -164,11 +187,13 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None."""
-        token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+        with native("the tokenizer"):
+            token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         return token
 
     def token_to_id(self, token: str) -> int | None:
-        token_id: int | None = self._tokenizer.token_to_id(token)
+        with native("the tokenizer"):
+            token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
     def is_special(self, token_id: int) -> bool:
@@ -427,6 +452,11 @@ def _json(path: Path) -> dict[str, Any]:
     return hub.read_json(path) if path.is_file() else {}
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether `text` has no lone surrogate, which JSON can spell."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the templates by name, from all places of transformers' history; chat_template.jinja overrides."""
     templates: dict[str, str] = {}
@@ -435,6 +465,11 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
             templates["default"] = source
         elif isinstance(source, list):
             templates.update((entry["name"], entry["template"]) for entry in source)
+        elif source is not None:
+            raise CheckpointError(f"chat_template is {source!r:.80}, expected a text or a list of named texts")
+    for name, template in templates.items():
+        if not isinstance(name, str) or not isinstance(template, str) or not _is_unicode(template):
+            raise CheckpointError(f"chat_template {name!r:.80} is {template!r:.80}, expected Unicode text under a name")
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     single = directory / "chat_template.jinja"

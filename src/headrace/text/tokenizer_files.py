@@ -12,7 +12,7 @@ import base64
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,6 +162,55 @@ def byte_letters() -> list[str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def max_token_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> int | None:
+    """Return the bytes of a text that one of its tokens can stand for; None for tokenizers that drop parts of a text,
+    or that may have one token for an unknown stretch of any length."""
+    steps = [
+        None if part is None else json.loads(part.__getstate__())
+        for part in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    ]
+    changes, splits = (_flat(step) for step in steps)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in splits) and type(tokenizer.model) is models.BPE
+    falls_back = getattr(tokenizer.model, "byte_fallback", False)
+    all_bytes = byte_letters() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    if not (is_byte_level or falls_back) or any(token not in vocab for token in all_bytes):
+        return None
+    shrinks = 1
+    for step in changes:
+        if step["type"] == "NFC":
+            # Three letters of Hangul become one, four of Greek.
+            shrinks = 4
+        elif step["type"] != "Prepend" and not _keeps_length(step):
+            return None
+    if any(step["type"] not in _LOSSLESS or step.get("behavior") == "Removed" for step in splits):
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    # A letter of the vocabulary stands for a byte, or else for as many as it has in UTF-8.
+    longest = max(map(len, vocab) if is_byte_level else (len(token.encode()) for token in vocab), default=1)
+    return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
+
+
+_LOSSLESS = frozenset(("ByteLevel", "Split", "Metaspace", "Digits", "Punctuation"))
+"""Kinds of pre-tokenizers that keep every byte, if their behaviour is not to remove some."""
+
+
+def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return a normalizer's or pre-tokenizer's steps without their sequences."""
+    if step is None:
+        return []
+    inner = step.get("normalizers", step.get("pretokenizers"))
+    return [step] if inner is None else [each for part in inner for each in _flat(part)]
+
+
+def _keeps_length(step: dict[str, Any]) -> bool:
+    """Whether a normalizer replaces a text by one that has at least as many bytes."""
+    if step["type"] != "Replace" or "String" not in step["pattern"]:
+        return False
+    return len(step["content"].encode()) >= len(step["pattern"]["String"].encode())
 
 
 def _model_type(directory: Path) -> str | None:

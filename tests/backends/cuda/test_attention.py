@@ -364,6 +364,13 @@ def launches() -> list[Launch]:
     ]
 
 
+def is_default(launch: Launch, capability: int) -> bool:
+    """Whether a launch of `launches` has the configuration that is taken where none was measured."""
+    a: Any = launch.arguments
+    heads = (a["KV_HEADS"] * a["GROUP"], a["KV_HEADS"], a["DIM"], a["query"].dtype, a["keys"].dtype)
+    return launch.config.name == kernel.configs(launch.kernel, *heads, capability)[0].name
+
+
 def test_prefill_uses_wgmma_and_keys_are_loaded_by_sixteen_bytes() -> None:
     few, *_, many = [one for one in launches()[:5] if 90 in one.config.capabilities]
     assert (few.kernel, many.kernel) == (kernel.FEW, kernel.MANY)

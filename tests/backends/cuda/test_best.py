@@ -16,7 +16,8 @@ WIDTH = 2500
 def logits() -> Tensor:
     x = torch.randn(8, WIDTH + 28, generator=torch.Generator().manual_seed(1))[:, :WIDTH]
     x[1] = -torch.inf
-    x[2, [40, 1100, 2400]] = 9.0
+    # 40 and 1064 are of one lane where a block has 1,024 columns.
+    x[2, [40, 1064, 1100, 2400]] = 9.0
     x[3, 7] = torch.nan
     x[4, 2499] = torch.inf
     x[5, :2499] = -torch.inf

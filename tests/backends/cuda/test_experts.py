@@ -24,35 +24,34 @@ SMALL = Config({"BR": 16, "BN": 32, "BK": 16, "SWAP": 1}, 4, 2)
 WIDE = Config({"BR": 32, "BN": 64, "BK": 16, "SWAP": 0}, 4, 2)
 
 
-def launches(device: str = "meta") -> list[Launch]:
-    """The products of Mixtral-8x7B in every configuration, and all kernels for many small experts."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def launches_of(
+    hidden: int, inner: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16,
+    config: Config | None = None, num_rows: int = 256, device: str = "meta",
+) -> list[Launch]:  # fmt: skip
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def made(
-        hidden: int, inner: int, num_experts: int, top_k: int, dtype: torch.dtype, config: Config | None = None
-    ) -> list[Launch]:
-        x, logits = empty(256, hidden, dtype=dtype), empty(256, num_experts, dtype=dtype)
-        gate_up = empty(num_experts, 2 * inner, hidden, dtype=dtype)
-        down = empty(num_experts, hidden, inner, dtype=dtype)
-        sizes = empty(4, dtype=torch.int32)
-        return experts(
-            x, logits, gate_up, down, x, make_scratch(256, top_k, down), sizes, 0, 256, top_k=top_k, kind="silu",
-            num_programs=264, config=config,
-        )  # fmt: skip
+    x, logits, sizes = empty(num_rows, hidden), empty(num_rows, num_experts), empty(4, dtype=torch.int32)
+    gate_up, down = empty(num_experts, 2 * inner, hidden), empty(num_experts, hidden, inner)
+    return experts(
+        x, logits, gate_up, down, x, make_scratch(num_rows, top_k, down), sizes, 0, num_rows, top_k=top_k, kind="silu",
+        num_programs=264, config=config,
+    )  # fmt: skip
 
+
+def launches(device: str = "meta") -> list[Launch]:
+    """The products of Mixtral-8x7B in every configuration, and all kernels for many small experts."""
     products = [
         launch
         for config in GROUPED.configs
-        for launch in made(4096, 14336, 8, 2, torch.bfloat16, config)
+        for launch in launches_of(4096, 14336, 8, 2, config=config, device=device)
         if launch.kernel is GROUPED
     ]
     return [
         *products,
-        *made(2048, 768, 128, 8, torch.bfloat16),
-        *made(576, 1008, 6, 3, torch.float16),
-        *made(64, 128, 4, 2, torch.float32),
+        *launches_of(2048, 768, 128, 8, device=device),
+        *launches_of(576, 1008, 6, 3, torch.float16, device=device),
+        *launches_of(64, 128, 4, 2, torch.float32, device=device),
     ]
 
 

@@ -42,18 +42,17 @@ def problem(dtype: torch.dtype, num_in: int, num_out: int, gated: bool, num_rows
         "weight": weight,
         "bias": random(weight.shape[0]),
         "residual": random(num_rows, num_out).to(dtype),
-        "scale": random(num_rows).exp(),
     }
 
 
 def scratch_for(weight: Tensor, num_rows: int, gated: bool, config: Config) -> Scratch:
-    numbers, tiles = scratch_numbers(weight, num_rows, gated, config)
+    numbers, tiles = scratch_numbers(weight, num_rows, config)
     return Scratch(torch.full((numbers,), torch.nan), torch.zeros(tiles, dtype=torch.int32))
 
 
 CASES: list[dict[str, Any]] = [
     {"num_in": 1536, "num_out": 70, "bias": True, "residual": True},
-    {"num_in": 1100, "num_out": 48, "gated": True, "kind": "silu", "scale": True},
+    {"num_in": 1100, "num_out": 48, "gated": True, "kind": "silu"},
     {"num_in": 300, "num_out": 80, "gated": True, "kind": "gelu", "bias": True},
     {"num_in": 576, "num_out": 40, "kind": "gelu_tanh", "wide": True},
     {"num_in": 64, "num_out": 16, "kind": "relu", "residual": True},
@@ -65,7 +64,7 @@ CASES: list[dict[str, Any]] = [
 def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, case: dict[str, Any]) -> None:
     gated, kind = case.get("gated", False), case.get("kind")
     given = problem(dtype, case["num_in"], case["num_out"], gated)
-    chosen = {name: given[name] for name in ("bias", "residual", "scale") if case.get(name)}
+    chosen = {name: given[name] for name in ("bias", "residual") if case.get(name)}
     config = module.default(given["weight"], 12, gated)
 
     def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
@@ -84,8 +83,6 @@ def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, case: dict[s
     result = written(lambda copies: make({**copies, **shared}), outputs, "interpreted")["out"]
     assert result[ROWS - 2 :].isnan().all(), "a row beyond the step's rows was written"
     exact = given["x"].double() @ given["weight"].double().t()
-    if "scale" in chosen:
-        exact *= given["scale"].double()[:, None]
     if "bias" in chosen:
         exact += given["bias"].double()
     first, second = exact[:, : case["num_out"]], exact[:, case["num_out"] :]
@@ -185,7 +182,7 @@ def launch_of(
     weight = meta(num_out * (1 + gated), num_in, dtype=dtype)
     num_rows = num_rows or (config or KERNEL.configs[0]).tiles["BR"]
     config = config or module.default(weight, num_rows, gated)
-    numbers, tiles = scratch_numbers(weight, num_rows, gated, config)
+    numbers, tiles = scratch_numbers(weight, num_rows, config)
     scratch = Scratch(meta(numbers, dtype=torch.float32), meta(tiles, dtype=torch.int32))
     return linear(
         meta(num_rows, num_in, dtype=dtype), weight, meta(num_rows, num_out, dtype=out_dtype or dtype),

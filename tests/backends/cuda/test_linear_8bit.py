@@ -1,8 +1,9 @@
-"""Linear layers of 8-bit numbers: rounding, twin and float64, the same bits in any company, what the compiler makes."""
+"""Linear layers of fp8: rounding, twin and float64, the same bits in any company, what the compiler makes."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -19,7 +20,6 @@ from headrace.backends.cuda.kernels.linear_8bit import KERNEL, linear_8bit, roun
 from headrace.backends.cuda.launch import Config, Launch
 
 FP8 = torch.float8_e4m3fn
-KINDS = (torch.int8, FP8)
 
 
 def inputs(num_in: int, num_rows: int = ROWS) -> Tensor:
@@ -30,18 +30,17 @@ def inputs(num_in: int, num_rows: int = ROWS) -> Tensor:
     return x[:, :num_in]
 
 
-def rows_of(kind: torch.dtype, x: Tensor, grouped: bool) -> tuple[Tensor, Tensor]:
-    """x rounded to 8 bits by the twin, and its scales."""
-    out = torch.zeros(x.shape, dtype=kind)
+def rows_of(x: Tensor, grouped: bool) -> tuple[Tensor, Tensor]:
+    """x rounded to fp8 by the twin, and its scales."""
+    out = torch.zeros(x.shape, dtype=FP8)
     scales = torch.zeros(-(-x.shape[1] // 128) if grouped else 1, len(x) + 3)
     round_rows(x, out, scales, sizes(len(x)), 2, len(x), grouped=grouped).run_twin()
     return out, scales
 
 
-def weights(kind: torch.dtype, num_out: int, num_in: int, grouped: bool, tall: int) -> tuple[Tensor, Tensor]:
+def weights(num_out: int, num_in: int, grouped: bool, tall: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(num_in)
-    w = torch.randn(num_out, num_in, generator=generator)
-    w = (w * 30).round().clamp(-127, 127).to(torch.int8) if kind == torch.int8 else w.to(FP8)
+    w = torch.randn(num_out, num_in, generator=generator).to(FP8)
     scales = torch.rand(-(-num_out // tall), -(-num_in // 128) if grouped else 1, generator=generator) * 0.01 + 0.001
     return w, scales
 
@@ -56,41 +55,36 @@ def widened(numbers: Tensor, scales: Tensor, tall: int = 1) -> Tensor:
 
 
 def scratch_for(weight: Tensor, num_rows: int, gated: bool, config: Config) -> Scratch:
-    numbers, tiles = dense.scratch_numbers(weight, num_rows, gated, config)
+    numbers, tiles = dense.scratch_numbers(weight, num_rows, config)
     return Scratch(torch.full((numbers,), torch.nan), torch.zeros(tiles, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_rounded_as_by_the_twin(kind: torch.dtype, grouped: bool) -> None:
+def test_rows_are_rounded_as_by_the_twin(grouped: bool) -> None:
     x = inputs(300)
 
     def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
         return [round_rows(x, out["out"], out["scales"], sizes(ROWS - 2), 2, ROWS, grouped=grouped)]
 
-    outputs = {"out": torch.full((ROWS, 300), 3.0).to(kind), "scales": poisoned(3, ROWS, dtype=torch.float32)}
+    outputs = {"out": torch.full((ROWS, 300), 3.0).to(FP8), "scales": poisoned(3, ROWS, dtype=torch.float32)}
     expected, actual = written(make, outputs), written(make, outputs, "interpreted")
     assert torch.equal(actual["out"].float(), expected["out"].float())
     assert torch.equal(actual["scales"].nan_to_num(7.0), expected["scales"].nan_to_num(7.0))
     assert (actual["out"][ROWS - 2 :].float() == 3).all(), "a row beyond the step's rows was written"
     scales = actual["scales"][: 3 if grouped else 1, : ROWS - 2].t()
     error = (widened(actual["out"][: ROWS - 2], scales) - x[: ROWS - 2].double()).abs()
-    # Half a step of an integer; half a unit of the last of e4m3's three digits.
-    bound = scales.max() * 0.501 if kind == torch.int8 else x[: ROWS - 2].double().abs() / 16 + scales.max() / 512
-    assert (error <= bound).all()
+    # Half a unit of the last of e4m3's three digits.
+    assert (error <= x[: ROWS - 2].double().abs() / 16 + scales.max() / 512).all()
 
 
 @pytest.mark.parametrize(
     ("grouped", "tall", "gated", "num_in"),
     [(False, 1, False, 1200), (True, 128, True, 1104), (True, 1, False, 272), (False, 1, True, 96)],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_writes_what_its_twin_writes(
-    kind: torch.dtype, grouped: bool, tall: int, gated: bool, num_in: int
-) -> None:
+def test_the_kernel_writes_what_its_twin_writes(grouped: bool, tall: int, gated: bool, num_in: int) -> None:
     x = inputs(num_in)
-    rows, row_scales = rows_of(kind, x, grouped)
-    weight, scales = weights(kind, 140, num_in, grouped, tall)
+    rows, row_scales = rows_of(x, grouped)
+    weight, scales = weights(140, num_in, grouped, tall)
     num_out = 140 // (1 + gated)
     bias = torch.randn(140, generator=torch.Generator().manual_seed(2))
     config = module.default(weight, ROWS, gated, grouped)
@@ -117,11 +111,11 @@ def test_the_kernel_writes_what_its_twin_writes(
     assert result[ROWS - 2 :].isnan().all()
 
 
-def broken_law(kind: torch.dtype, grouped: bool, mode: str, span_by_rows: bool = False) -> list[str]:
+def broken_law(grouped: bool, mode: str, span_by_rows: bool = False) -> list[str]:
     """Where a row's bits are not those that it has among all. `span_by_rows` plants a split of K by rows."""
     num_in, num_out = 1200, 72
-    rows, row_scales = rows_of(kind, inputs(num_in, 18), grouped)
-    weight, scales = weights(kind, num_out, num_in, grouped, 1)
+    rows, row_scales = rows_of(inputs(num_in, 18), grouped)
+    weight, scales = weights(num_out, num_in, grouped, 1)
     assert span_of(num_out, num_in) < num_in, "K is not split"
     expected: Tensor | None = None
     found = []
@@ -145,27 +139,25 @@ def broken_law(kind: torch.dtype, grouped: bool, mode: str, span_by_rows: bool =
 
 
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
-@pytest.mark.parametrize(("kind", "grouped"), [(torch.int8, False), (FP8, False), (FP8, True)])
-def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(
-    kind: torch.dtype, grouped: bool, mode: str
-) -> None:
-    assert broken_law(kind, grouped, mode) == []
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(grouped: bool, mode: str) -> None:
+    assert broken_law(grouped, mode) == []
 
 
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 def test_a_split_of_k_by_rows_is_found(mode: str) -> None:
-    assert broken_law(FP8, False, mode, span_by_rows=True)
+    assert broken_law(False, mode, span_by_rows=True)
 
 
 def launch_of(
-    kind: torch.dtype, grouped: bool, config: Config | None, num_out: int = 4096, num_in: int = 4096,
+    grouped: bool, config: Config | None, num_out: int = 4096, num_in: int = 4096,
     gated: bool = False, num_rows: int = 0,
 ) -> Launch:  # fmt: skip
     real, total = torch.float32, num_out * (1 + gated)
     num_rows = num_rows or (config or KERNEL.configs[0]).tiles["BR"]
     pieces = -(-num_in // 128) if grouped else 1
     return linear_8bit(
-        meta(num_rows, num_in, dtype=kind), meta(pieces, num_rows, dtype=real), meta(total, num_in, dtype=kind),
+        meta(num_rows, num_in, dtype=FP8), meta(pieces, num_rows, dtype=real), meta(total, num_in, dtype=FP8),
         meta(-(-total // 128) if grouped else total, pieces, dtype=real), meta(num_rows, num_out),
         meta(4, dtype=torch.int32), 0, num_rows, num_programs=132, gated=gated,
         activation="silu" if gated else None, residual=None if gated else meta(num_rows, num_out), config=config,
@@ -173,41 +165,32 @@ def launch_of(
     )  # fmt: skip
 
 
-def for_capability(launch: Launch, capability: int) -> bool:
-    """fp8 is for capabilities from 90."""
-    x = launch.arguments.get("x" if launch.kernel is KERNEL else "out")
-    return capability >= 90 or not isinstance(x, Tensor) or x.dtype != FP8
-
-
 def launches() -> list[Launch]:
     """Llama-3.1-8B's gate and output projections in every configuration, and the rounding of rows."""
     some = []
     for config in KERNEL.configs:
-        for kind, grouped in ((torch.int8, False), (FP8, False), (FP8, True)):
-            for num_out, gated in ((4096, False), (14336, True)):
-                if suits(config, meta(num_out * (1 + gated), 4096), gated, grouped):
-                    launch = launch_of(kind, grouped, config, num_out, gated=gated)
-                    newer = dataclasses.replace(config, capabilities=(90, 100, 120))
-                    some.append(dataclasses.replace(launch, config=newer) if kind == FP8 else launch)
+        for grouped, num_out, gated in itertools.product((False, True), (4096, 14336), (False, True)):
+            if gated == (num_out == 14336) and suits(config, meta(num_out * (1 + gated), 4096), gated, grouped):
+                some.append(launch_of(grouped, config, num_out, gated=gated))
     for width in (4096, 14336):
         for grouped in (False, True):
-            launch = round_rows(
-                meta(8, width), meta(8, width, dtype=FP8), meta(width // 128, 8, dtype=torch.float32),
-                meta(4, dtype=torch.int32), 0, 8, grouped=grouped,
+            some.append(
+                round_rows(
+                    meta(8, width), meta(8, width, dtype=FP8), meta(width // 128, 8, dtype=torch.float32),
+                    meta(4, dtype=torch.int32), 0, 8, grouped=grouped,
+                )
             )  # fmt: skip
-            some.append(dataclasses.replace(launch, config=Config({}, 4, capabilities=(90, 100, 120))))
     return some
 
 
 @pytest.mark.parametrize("num_rows", [1, 2048])
-@pytest.mark.parametrize(("kind", "operation"), [(FP8, "QGMMA"), (torch.int8, "IGMMA")])
-def test_the_compiled_kernel_uses_the_tensor_cores(kind: torch.dtype, operation: str, num_rows: int) -> None:
-    cubin = compiled(launch_of(kind, False, None, num_rows=num_rows), 90)
+def test_the_compiled_kernel_uses_the_tensor_cores(num_rows: int) -> None:
+    cubin = compiled(launch_of(False, None, num_rows=num_rows), 90)
     assert faults(cubin) == []
     body = [body for body in cubin.loops() if any("GMMA" in name for name in body)][-1]
-    assert any(name.startswith(operation) for name in body)
-    # fp8 sums leave the tensor cores after 128 inputs: they are added to float32 in the loop.
-    assert (kind == FP8) == any(name.startswith("FADD") for name in body)
+    assert any(name.startswith("QGMMA") for name in body)
+    # Sums leave the tensor cores after 128 inputs: they are added to float32 in the loop.
+    assert any(name.startswith("FADD") for name in body)
     assert not any(name.startswith("LDG.") for name in body)
 
 
@@ -215,6 +198,6 @@ def test_fp8_tiles_that_would_be_widened_to_float16_are_found() -> None:
     config = KERNEL.configs[0]
     weight = meta(28672, 4096, dtype=FP8)
     assert not suits(config, weight, True, False)
-    cubin = compiled(launch_of(FP8, False, config, 14336, gated=True), 90)
+    cubin = compiled(launch_of(False, config, 14336, gated=True), 90)
     assert cubin.count("HMMA")
     assert not cubin.count("QGMMA")

@@ -57,7 +57,7 @@ def scratch_for(weight: PackedCodes, num_rows: int, gated: bool) -> Scratch:
     """Enough for every configuration, and for `linear`."""
     plain = meta(weight.num_out, weight.num_in)
     needed = [module.scratch_numbers(weight, num_rows, config) for config in KERNEL.configs]
-    needed += [dense.scratch_numbers(plain, num_rows, gated, config) for config in dense.KERNEL.configs]
+    needed += [dense.scratch_numbers(plain, num_rows, config) for config in dense.KERNEL.configs]
     numbers, tiles = (max(column) for column in zip(*needed, strict=True))
     return Scratch(torch.full((numbers,), torch.nan), torch.zeros(tiles, dtype=torch.int32))
 
@@ -119,7 +119,7 @@ def test_all_ways_give_the_same_bits(scheme: Scheme, gated: bool, mode: str) -> 
     x = inputs(1100, 18).bfloat16()[:, :1100]
     expected = bits(packed, x, mode, 18, gated, None, wide=True)
     tiles = {str(config.tiles): config for config in KERNEL.configs}
-    for config in [config for config in tiles.values() if suits(config, gated)][:: 1 if mode == "twin" else 2]:
+    for config in [config for config in tiles.values() if suits(config, packed, gated)][:: 1 if mode == "twin" else 2]:
         assert torch.equal(bits(packed, x, mode, 18, gated, config, wide=False), expected), config.name
         assert torch.equal(bits(packed, x[5:6], mode, 1, gated, config, wide=False), expected[5:6]), config.name
     assert torch.equal(bits(packed, x[5:9], mode, 4, gated, None, wide=True), expected[5:9])
@@ -235,19 +235,23 @@ def test_the_assembly_makes_the_weights_of_the_twin(scheme: Scheme, dtype: torch
     assert not torch.equal(weights_of(broken, packed), packed.dense())
 
 
+def packed_of(scheme: Scheme, num_out: int, num_in: int, dtype: torch.dtype = torch.bfloat16) -> PackedCodes:
+    groups = -(-num_in // (scheme.group or num_in))
+    if scheme.kind == "i8":
+        codes, scales = meta(num_out, num_in, dtype=torch.int8), meta(groups, num_out, dtype=torch.float32)
+    else:
+        block = 4 * min(scheme.group, 64)
+        num_words = -(-num_in // block) * block
+        codes, scales = meta(num_out, num_words // 4, dtype=torch.int16), meta(groups // 2, num_out, dtype=torch.int32)
+    return PackedCodes(codes, scales, scales if scheme.has_min else None, num_in, scheme.group, scheme.book, dtype)
+
+
 def launch_of(
     scheme: Scheme, num_out: int, num_in: int, config: Config | None = None, gated: bool = False,
     dtype: torch.dtype = torch.bfloat16, wide: bool = False, num_rows: int = 0,
 ) -> list[Launch]:  # fmt: skip
     rows = num_out * (1 + gated)
-    groups = -(-num_in // (scheme.group or num_in))
-    if scheme.kind == "i8":
-        codes, scales = meta(rows, num_in, dtype=torch.int8), meta(groups, rows, dtype=torch.float32)
-    else:
-        block = 4 * min(scheme.group, 64)
-        num_words = -(-num_in // block) * block
-        codes, scales = meta(rows, num_words // 4, dtype=torch.int16), meta(groups // 2, rows, dtype=torch.int32)
-    packed = PackedCodes(codes, scales, scales if scheme.has_min else None, num_in, scheme.group, scheme.book, dtype)
+    packed = packed_of(scheme, rows, num_in, dtype)
     num_rows = num_rows or (config or KERNEL.configs[0]).tiles["BR"]
     scratch = Scratch(meta(2**30, dtype=torch.float32), meta(2**20, dtype=torch.int32))
     return linear_codes(
@@ -258,19 +262,41 @@ def launch_of(
     )  # fmt: skip
 
 
+LLAMA = ((4096, False), (14336, True))
+"""Outputs of Llama-3.1-8B's output and gate projections, and whether they are gated."""
+
+
+def candidates(scheme: Scheme, is_suited: bool = True) -> list[Launch]:
+    """A launch in each configuration that suits the scheme, or that does not but for its spilled registers."""
+    return [
+        launch
+        for config in KERNEL.configs
+        for num_out, gated in LLAMA
+        if suits(config, packed_of(scheme, 64, 4096), gated) == is_suited and config.tiles["BN"] >= 64 * (1 + gated)
+        for launch in launch_of(scheme, num_out, 4096, config, gated)
+    ]
+
+
 def launches() -> list[Launch]:
-    """Llama-3.1-8B's matrices under int4 in every configuration, and other schemes in the default ones."""
-    some = []
-    for config in KERNEL.configs:
-        some += launch_of(Scheme("i4", 64), 4096, 4096, config)
-        if suits(config, gated=True):
-            some += launch_of(Scheme("i4", 64), 14336, 4096, config, gated=True)
-        some += launch_of(Scheme("i4", 32), 128256, 4096, config)
+    """Llama-3.1-8B's matrices under each kind of scheme in every configuration, and others in the default ones."""
+    some = [each for scheme in (SCHEMES_HERE[0], *SCHEMES_HERE[1:3], *SCHEMES_HERE[4:7]) for each in candidates(scheme)]
     for scheme in SCHEMES_HERE:
         some += launch_of(scheme, 4096, 14336, dtype=torch.float16)
         some += launch_of(scheme, 1536, 576, gated=True)
         some.append(launch_of(scheme, 4096, 4096, wide=True, num_rows=2048)[0])
     return some
+
+
+def test_a_configuration_that_spills_is_not_suited() -> None:
+    """One register, with minima on sm_100."""
+    [launch] = candidates(Scheme("i4", 64, True), is_suited=False)
+    assert compiled(launch, 100).stack > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [Scheme("i4", 64, True), Scheme("i4", 64, book="nf4"), Scheme("i8")], ids=str)
+def test_no_other_configuration_is_left_out(scheme: Scheme) -> None:
+    assert all(compiled(launch, 100).stack > 0 for launch in candidates(scheme, is_suited=False))
 
 
 def loop_over_weights(cubin: Cubin) -> list[str]:

@@ -71,6 +71,24 @@ def test_a_row_has_the_same_bits_alone_and_among_others(mode: str) -> None:
         assert torch.equal(run(row, row + 1)[0], together[row])
 
 
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+def test_a_sum_is_rounded_before_its_norm_and_a_norm_once(mode: str) -> None:
+    given = problem(torch.bfloat16, 576)
+
+    def both(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        add, total = given["add"], out["total"]
+        first = norm(given["x"], given["weight"], out["out"], sizes(5), 0, 8, eps=1e-5, add=add, total=total)
+        return [first, norm(total, given["weight"], out["again"], sizes(5), 0, 8, eps=1e-5)]
+
+    outputs = {name: poisoned(5, 576, dtype=torch.bfloat16) for name in ("out", "total", "again")}
+    results = written(both, outputs, mode)
+    assert torch.equal(results["out"], results["again"])
+    total = results["total"].double()
+    exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * given["weight"].double()
+    unit = torch.exp2(exact.abs().log2().floor() - 7)
+    assert ((results["out"].double() - exact).abs() <= 0.51 * unit).all()
+
+
 def launches() -> list[Launch]:
     """Norms of Llama-3.1-8B, of a small model and of a wide one."""
 

@@ -13,7 +13,10 @@ from tests.support.harness import load, random_ids, save_random, scattered_table
 
 from headrace import LLM, SamplingParams, models
 from headrace.backends.base import Chunks, Draw
+from headrace.backends.cuda import program as program_module
+from headrace.backends.cuda import tuned
 from headrace.backends.cuda.drawing import Drawing
+from headrace.backends.cuda.kernels.linear_codes import WIDEN
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.matrix import EightBits
 from headrace.backends.cuda.program import CudaProgram, bucket_sizes, planned_bytes
@@ -173,10 +176,63 @@ def test_eight_bit_floats_are_multiplied_as_they_are(tmp_path: Path, block: tupl
     assert np.array_equal(last_logits(mine, alone)[0], logits[0])
 
 
+FORMS = {"plain": {}, "codes": {"quantization": "int4"}}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
-def test_memory_is_planned_without_allocating_it(tmp_path: Path, model_type: str) -> None:
+def test_memory_is_planned_without_allocating_it(tmp_path: Path, model_type: str, form: str) -> None:
     save_random(models.find(model_type).TINY, tmp_path)
-    program = load(tmp_path, dtype="bfloat16", max_model_len=64, max_num_batched_tokens=48, **ON_CPU).program
-    assert isinstance(program, CudaProgram)
-    planned = planned_bytes(program.model, program.model.ops, program.max_rows, program.max_logits, 64)
+    options = {"dtype": "bfloat16", "max_model_len": 256, "max_num_batched_tokens": 200, **FORMS[form]}
+    assert_planned(load(tmp_path, **(ON_CPU | options)).program, 256)
+
+
+def test_memory_of_eight_bit_floats_is_planned(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 64, "max_num_batched_tokens": 48}
+    assert_planned(load(fp8(tmp_path, None).directory, **(ON_CPU | options)).program, 64)
+
+
+def assert_planned(program: Any, max_len: int) -> None:
+    """What is planned is what is there after all buckets are bound, and what their launches hold."""
+    planned = planned_bytes(program.model, program.model.ops, program.max_rows, program.max_logits, max_len)
+    scratch = set()
+    for size in bucket_sizes(program.max_rows):
+        for launch in program._whole.launches(size):
+            held = [launch.arguments.get(name) for name in ("partial", "arrived")]
+            held += [each for each in [launch.arguments.get("out")] if launch.kernel is WIDEN]
+            scratch |= {each.untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
     assert planned == program.num_bytes > program.tape.arena.nbytes > 0
+    assert len(scratch) <= 3, "scratch has grown, and launches hold what it was before"
+
+
+@pytest.mark.parametrize("gpu", [80, 86, 90, 100, 120])
+def test_memory_is_planned_for_the_gpu_that_is_there(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, gpu: int
+) -> None:
+    """Its configs are chosen in the plan as in the program. The plan's own device is none."""
+    devices: list[torch.device] = []
+
+    def capability(device: torch.device) -> int:
+        devices.append(device)
+        return gpu
+
+    def largest(device: torch.device, kernel: str, shape: str, rows: int, configs: Any, default: Any) -> Any:
+        devices.append(device)
+        return max((each for each in configs if each.fits(gpu)), key=lambda each: each.tiles.get("BN", 0))
+
+    monkeypatch.setattr(program_module, "capability", capability)
+    monkeypatch.setattr(tuned, "choose", largest)
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 64, "max_num_batched_tokens": 48}
+    assert_planned(load(directory, **(ON_CPU | options)).program, 64)
+    assert {device.type for device in devices} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "stages"),
+    [(80, 64, 2), (86, 64, 2), (89, 64, 2), (90, 128, 3), (100, 64, 3), (103, 64, 3), (120, 64, 2), (121, 64, 2)],
+)
+def test_every_gpu_has_configs_of_attention(monkeypatch: pytest.MonkeyPatch, gpu: int, rows: int, stages: int) -> None:
+    monkeypatch.setattr(program_module, "capability", lambda device: gpu)
+    shape = (32, 8, 128, torch.bfloat16, torch.bfloat16)
+    few, many = program_module.attention_configs(torch.device("cpu"), shape)
+    assert (few.tiles["BM"], many.tiles["BM"], many.num_stages) == (16, rows, stages)

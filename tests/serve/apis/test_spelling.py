@@ -22,7 +22,7 @@ RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": WRONG}}}, "text.format"),
-    ({"text": {"format": {"type": "json_schema", "schema": {"a": [{}] * 40000}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"a": [{}] * 30000}}}}, "text.format"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text.format"),
     ({"guided_json": WRONG}, "guided_json"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),

@@ -136,6 +136,6 @@ def test_the_gate_lets_the_lifespan_through() -> None:
         seen.append(scope["type"])
 
     keys = ApiKeyGate(KeyRing.of(KEY, None, None), Rates(Limits()))
-    gate = CallGate(app, HeaderGate(None, []), keys, most=0, apis=[])
+    gate = CallGate(app, HeaderGate(None, []), keys, most=0, apis=[], is_ending=lambda: False)
     asyncio.run(gate({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]

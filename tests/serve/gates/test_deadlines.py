@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,6 +136,54 @@ def test_R_13_the_servers_own_bound_holds_for_all(slow: Live, header: str | None
         return True
 
     assert timed_out(slow, "/v1/completions", ENDLESS, header, 101, nearly).status_code == 504
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/apply-template", "/tokenize"])
+def test_R_13_R_31_time_that_runs_out_while_a_chat_is_rendered(
+    slow: Live, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of templates stands still: the call ends in time, and the server gets another process."""
+    slow.wait(lambda: is_idle(slow))
+    [worker] = slow.app.state.lifespan._model.workers
+    slow.wait(lambda: worker.status == "ready" and worker.process._process is not None)
+    process = worker.process._process
+    # However slow this machine is, the process stands still until the call's time is over.
+    monkeypatch.setattr(worker.process.watchdog, "timeout", 0.0)
+    began, right = threading.Event(), worker.run
+
+    async def run(work: Callable[[], Any]) -> Any:
+        if work != worker.process.ping:
+            began.set()
+        return await right(work)
+
+    monkeypatch.setattr(worker, "run", run)
+    expired = slow.metric("requests_expired_total")
+    os.kill(process.pid, signal.SIGSTOP)
+    reply = timed_out(slow, path, FACES.get(path, SAID), "50", 51, began.is_set)
+    assert reply.status_code == 408, reply.text
+    assert "time was over while its prompt was rendered" in reply.text
+    assert slow.metric("requests_expired_total") == expired + 1
+    process.kill()
+    monkeypatch.undo()
+    assert slow.post(path, FACES.get(path, SAID) | {"max_tokens": 1, "options": {"num_predict": 1}}).status_code == 200
+
+
+def test_R_31_a_process_that_fails_again_and_again_is_a_503(slow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    [worker] = slow.app.state.lifespan._model.workers
+    process = worker.process
+    slow.wait(lambda: process._process is not None)
+    monkeypatch.setattr(process, "_command", ["/nothing/there"])
+    process._process.kill()
+    reply = slow.post("/v1/chat/completions", SAID)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1"), reply.text
+    assert reply.json()["error"]["code"] == "process_failed"
+    assert "messages" not in reply.text, "no field of the client's is blamed"
+    for probe in ("/health/ready", "/health/serving"):
+        state = HTTP.get(slow.url + probe)
+        assert (state.status_code, state.json()["status"]) == (503, "impaired")
+    monkeypatch.undo()
+    assert slow.post("/v1/chat/completions", SAID | {"max_tokens": 1}).status_code == 200
+    assert HTTP.get(slow.url + "/health/ready").status_code == 200
 
 
 def test_R_13_enough_time_changes_nothing(slow: Live) -> None:

@@ -190,13 +190,13 @@ def test_leaving_early_cancels_what_is_open() -> None:
         except asyncio.CancelledError:
             cancelled.append(asked.number)
             raise
-        return {}
+        return {"number": asked.number}
 
     async def main() -> None:
         lines = [read_line(line(f"q{i}"), i, (URL,)) for i in range(1, 9)]
         found = answers(lines, answer, 3)
-        async for asked, _ in found:
-            assert asked.number == 1
+        async for outputs in found:
+            assert outputs == [{"number": 1}]
             await asyncio.sleep(0)
             await found.aclose()
 

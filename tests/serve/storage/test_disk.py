@@ -74,8 +74,8 @@ def reopened(store: Store, folder: Path) -> dict[str, Any]:
 def changes(store: Store, entry_id: str) -> list[Callable[[], object]]:
     return [
         lambda: store.put(store.new_id(), {"new": 1}, b"n" * 5000),
-        lambda: store.put(entry_id, {"other": 1}, b"o" * 5000),
-        lambda: store.append(entry_id, b"a" * 5000),
+        lambda: store.set_body(entry_id, b"o" * 5000),
+        lambda: store.write(entry_id, b"a" * 5000, 6),
         lambda: store.set_metadata(entry_id, {"long": "t" * 5000}),
     ]
 
@@ -90,7 +90,7 @@ def test_R_28_a_write_that_breaks_off_changes_nothing(tmp_path: Path) -> None:
             change()
         assert state(store) == before
     assert sorted(path.suffix for path in tmp_path.iterdir() if path.name != ".lock") == [".bin", ".json"]
-    store.append(entry_id, b"second\n")
+    store.write(entry_id, b"second\n", 6)
     assert store.body(entry_id) == b"first\nsecond\n"
     after = state(store)
     assert reopened(store, tmp_path) == after

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 Argument: TypeAlias = "Tensor | int | float | bool | str | None"
 
 
+LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}
+"""Of GPUs by capability: that whose configs suit them. All others have the shared memory of 120 (86, 89, 121)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Tile sizes and launch options of a kernel: they change its speed, and never a bit of its results.
 
     tiles: the values of the kernel's tuned constants.
     num_warps, num_stages: warps of a program, and loads in flight in its loops.
-    capabilities: the GPUs that it suits, 80 for sm_80; none for all.
+    capabilities: the GPUs that it suits, of 80, 90, 100 and 120 for sm_80 and so on; none for all.
     """
 
     tiles: Mapping[str, int] = field(default_factory=dict)
@@ -36,6 +40,9 @@ class Config:
         """For tables: the tiles, then w(arps) and s(tages)."""
         tiles = " ".join(f"{key}={value}" for key, value in self.tiles.items())
         return f"{tiles} w{self.num_warps} s{self.num_stages}".strip()
+
+    def fits(self, capability: int) -> bool:
+        return not self.capabilities or LIKE.get(capability, 120) in self.capabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -130,11 +130,12 @@ class CudaProgram:
             graph.read(value)
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
-        self._tile_rows = tile_rows(graph, ops.dtype, device)
-        self.tape = self._make_tape(graph, outside, ops.dtype)
+        self._tile_rows = tile_rows(graph, ops.dtype, ops.device)
+        self.tape = self._make_tape(graph, outside, ops)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
         self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
+        self.tape.reserve([self._most(size) for size in bucket_sizes(max_rows)])
         self._final = self._record_final(ops)
         ops.begin()
         self._whole.prepare()
@@ -158,9 +159,9 @@ class CudaProgram:
         self._last_ids = torch.zeros(self.max_logits, dtype=torch.int32, device=self._device)
         return image
 
-    def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], dtype: torch.dtype) -> Tape:
+    def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], ops: CudaOps) -> Tape:
         most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
-        return Tape(graph, most, self._step, dtype, outside, num_programs(self._device), self._partials)
+        return Tape(graph, most, self._step, ops.dtype, outside, ops.device, num_programs(ops.device), self._partials)
 
     @property
     def num_bytes(self) -> int:
@@ -168,9 +169,11 @@ class CudaProgram:
         self._whole.launches(self.max_rows)
         return self.tape.num_bytes + self._logits.nbytes + self._features.nbytes + self._staging.num_bytes
 
+    def _most(self, size: int) -> dict[int, int]:
+        return {ROWS: size, SEQS: min(size, self.max_logits), LOGITS: min(size, self.max_logits)}
+
     def _bind_whole(self, size: int) -> list[Launch]:
-        num_logits = min(size, self.max_logits)
-        return self.tape.bind(0, len(self.tape.nodes), {ROWS: size, SEQS: num_logits, LOGITS: num_logits})
+        return self.tape.bind(0, len(self.tape.nodes), self._most(size))
 
     def _bind_head(self, size: int) -> list[Launch]:
         return self.tape.bind(self._num_forward, len(self.tape.nodes), {ROWS: self.max_rows, LOGITS: size})
@@ -263,9 +266,7 @@ class CudaProgram:
         source = graph.outside(hidden.width, ROWS, hidden.buffer.row_bytes)
         final: Value = self.model.final(source, self._logit_rows_image)
         out = torch.zeros(self.max_logits, final.ld, dtype=ops.dtype, device=self._device)
-        tape = self._make_tape(
-            graph, {source.buffer: self.tape.value(hidden, self.max_rows), final.buffer: out}, ops.dtype
-        )
+        tape = self._make_tape(graph, {source.buffer: self.tape.value(hidden, self.max_rows), final.buffer: out}, ops)
 
         def bind(size: int) -> list[Launch]:
             return tape.bind(0, len(tape.nodes), {ROWS: self.max_rows, LOGITS: size})

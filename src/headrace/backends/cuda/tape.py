@@ -7,7 +7,7 @@ memory. `BINDERS` has the launches of each operator. Knows nodes and kernels; mu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Tape:
         most: the largest size of each dimension that changes.
         dtype: of values of the model.
         outside: tensors that hold buffers which the arena does not.
+        gpu: whose configs are taken. The tape's memory may lie elsewhere, to plan it.
         num_programs: programs that the device runs at once.
         partials: partial sums of rows that attention's scratch holds.
     """
@@ -61,11 +62,12 @@ class Tape:
         step: StepTensors,
         dtype: torch.dtype,
         outside: Mapping[Buffer, Tensor],
+        gpu: torch.device,
         num_programs: int,
         partials: int = 0,
     ) -> None:
         self.nodes, self.step, self.dtype = graph.nodes, step, dtype
-        self.num_programs, self._partials = num_programs, partials
+        self.gpu, self.num_programs, self._partials = gpu, num_programs, partials
         self._outside = dict(outside)
         for buffer in outside:
             graph.drop(buffer)
@@ -96,6 +98,19 @@ class Tape:
         frame = Frame(self, most)
         return [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
 
+    def reserve(self, buckets: Sequence[Mapping[int, int]]) -> None:
+        """Make the scratch of linear layers as large as the buckets, in ascending order, need it at most. What grows
+        later would be there twice: launches that are bound keep what they have."""
+        frames, linears = [Frame(self, most) for most in buckets], [node for node in self.nodes if node.op == "linear"]
+        numbers, tiles = zip(*[_linear_config(frame, node)[1] for frame in frames for node in linears], strict=True)
+        self.sums((max(numbers), max(tiles)))
+        for node in linears:
+            matrix = node.fields["matrix"]
+            if isinstance(matrix.data, EightBits):
+                self.rounded(matrix.num_in, matrix.data.grouped)
+            elif not isinstance(matrix.data, Tensor) and buckets[-1][node.dim] > linear_codes.MOST_ROWS:
+                self.wide(matrix.num_in * matrix.num_out)
+
     def sums(self, needed: tuple[int, int]) -> linear.Scratch:
         """Return memory for the sums of a linear layer that is computed in parts."""
         if self._sums is None or not linear.holds(self._sums, needed):
@@ -114,8 +129,10 @@ class Tape:
         pieces = -(-width // linear_8bit.PIECE) if grouped else 1
         codes, scales = self._rounded
         if codes.numel() < self._most_rows * width or scales.numel() < self._most_rows * pieces:
-            codes = torch.zeros(self._most_rows * width, dtype=torch.uint8, device=self.device)
-            self._rounded = codes, torch.zeros(self._most_rows * pieces, device=self.device)
+            most_codes = max(codes.numel(), self._most_rows * width)
+            most_scales = max(scales.numel(), self._most_rows * pieces)
+            codes = torch.zeros(most_codes, dtype=torch.uint8, device=self.device)
+            self._rounded = codes, torch.zeros(most_scales, device=self.device)
         codes, scales = self._rounded
         rows = codes[: self._most_rows * width].view(torch.float8_e4m3fn).view(self._most_rows, width)
         return rows, scales[: self._most_rows * pieces].view(pieces, self._most_rows)
@@ -173,7 +190,7 @@ class Frame:
     def config(self, kernel: Kernel, matrix: CudaMatrix, form: str, gated: bool, rows: int, default: Config) -> Config:
         """Return the config of a linear layer's kernel: the fastest measured one, else `default`."""
         shape = tuned.matrix_shape(matrix.num_out, matrix.num_in, form, gated)
-        return tuned.choose(self.tape.device, kernel.name, shape, rows, kernel.configs, default)
+        return tuned.choose(self.tape.gpu, kernel.name, shape, rows, kernel.configs, default)
 
     def rows(self, value: Value) -> Tensor:
         """Return a value's rows in the bucket."""
@@ -225,42 +242,40 @@ def _linear(frame: Frame, node: Node) -> list[Launch]:
         "activation": gate,
         "gated": gated,
     }
+    config, needed = _linear_config(frame, node)
+    options |= {"config": config, "scratch": tape.sums(needed) if any(needed) else None}
+    step = frame.sizes, node.dim, num_rows
     if isinstance(weight, EightBits):
-        return _linear_8bit(frame, node, x, weight, out, options)
-    codes = not isinstance(weight, Tensor)
-    if codes and num_rows <= linear_codes.MOST_ROWS:
+        # Rows are rounded, and multiplied with weights of the same type.
+        codes, scales = tape.rounded(matrix.num_in, weight.grouped)
+        codes = codes[:num_rows]
+        return [
+            linear_8bit.round_rows(x, codes, scales, *step, grouped=weight.grouped),
+            linear_8bit.linear_8bit(codes, scales, weight.codes, weight.scales, out, *step, **options),
+        ]
+    if isinstance(weight, Tensor):
+        return [linear.linear(x, weight, out, *step, **options)]
+    wide = tape.wide(matrix.num_in * matrix.num_out) if num_rows > linear_codes.MOST_ROWS else None
+    return linear_codes.linear_codes(x, weight, out, *step, wide=wide, **options)
+
+
+def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
+    """Return the config of a linear layer, and how many numbers of scratch it takes for the sums of spans."""
+    matrix, num_rows, gated = node.fields["matrix"], frame.most[node.dim], node.fields["gate"] is not None
+    weight, dtype = matrix.data, frame.tape.dtype
+    if isinstance(weight, EightBits):
+        form = tuned.dtype_name(weight.codes.dtype) + "-128" * weight.grouped
+        config = linear_8bit.default(weight.codes, num_rows, gated, weight.grouped)
+        config = frame.config(linear_8bit.KERNEL, matrix, form, gated, num_rows, config)
+        return config, linear.scratch_numbers(weight.codes, num_rows, config)
+    if not isinstance(weight, Tensor) and num_rows <= linear_codes.MOST_ROWS:
         config = linear_codes.default(weight, num_rows, gated)
         config = frame.config(linear_codes.KERNEL, matrix, tuned.form_of(matrix.scheme), gated, num_rows, config)
-        needed = linear_codes.scratch_numbers(weight, num_rows, config)
-    else:
-        plain = torch.empty(weight.num_out, weight.num_in, dtype=x.dtype, device="meta") if codes else weight
-        config = linear.default(plain, num_rows, gated)
-        config = frame.config(linear.KERNEL, matrix, tuned.dtype_name(x.dtype), gated, num_rows, config)
-        needed = linear.scratch_numbers(plain, num_rows, gated, config)
-        if codes:
-            options["wide"] = tape.wide(plain.numel())
-    options |= {"config": config, "scratch": tape.sums(needed) if any(needed) else None}
-    if codes:
-        return linear_codes.linear_codes(x, weight, out, frame.sizes, node.dim, num_rows, **options)
-    return [linear.linear(x, weight, out, frame.sizes, node.dim, num_rows, **options)]
-
-
-def _linear_8bit(
-    frame: Frame, node: Node, x: Tensor, weight: EightBits, out: Tensor, options: dict[str, Any]
-) -> list[Launch]:
-    """Round the rows, and multiply them with weights of the same type."""
-    num_rows, num_in = x.shape
-    gated, form = options["gated"], tuned.dtype_name(weight.codes.dtype) + "-128" * weight.grouped
-    config = linear_8bit.default(weight.codes, num_rows, gated, weight.grouped)
-    config = frame.config(linear_8bit.KERNEL, node.fields["matrix"], form, gated, num_rows, config)
-    needed = linear.scratch_numbers(weight.codes, num_rows, gated, config)
-    options |= {"config": config, "scratch": frame.tape.sums(needed) if any(needed) else None}
-    codes, scales = frame.tape.rounded(num_in, weight.grouped)
-    step = frame.sizes, node.dim, num_rows
-    return [
-        linear_8bit.round_rows(x, codes[:num_rows], scales, *step, grouped=weight.grouped),
-        linear_8bit.linear_8bit(codes[:num_rows], scales, weight.codes, weight.scales, out, *step, **options),
-    ]
+        return config, linear_codes.scratch_numbers(weight, num_rows, config)
+    plain = torch.empty(matrix.num_out, matrix.num_in, dtype=dtype, device="meta")
+    config = linear.default(plain, num_rows, gated)
+    config = frame.config(linear.KERNEL, matrix, tuned.dtype_name(dtype), gated, num_rows, config)
+    return config, linear.scratch_numbers(plain, num_rows, config)
 
 
 def _rope_store(frame: Frame, node: Node) -> list[Launch]:

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import checked, good_scales, left_alone, names_listed, plain_weight, unpacked, whole
+from headrace.quant.packing import (
+    checked,
+    good_scales,
+    group_of,
+    left_alone,
+    names_listed,
+    plain_weight,
+    unpacked,
+    whole,
+)
 
 SPARE = re.compile(r"(?!)")
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -23,16 +32,17 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; `<name>.weight` if modules_to_not_convert names it, or if there is no `qweight`."""
+    # First, so that a config that makes no sense is refused beside plain weights, too.
+    bits = whole(config, "bits", config.get("w_bit"))
+    group = group_of(config, "group_size", config.get("q_group_size"))
+    layout = config.get("version", "gemm")
+    if bits != 4:
+        raise CheckpointError(f"config.json: quantization_config.bits is {bits}, expected 4")
+    if str(layout).lower() != "gemm":
+        raise CheckpointError(f"config.json: quantization_config.version is {layout!r:.80}, expected gemm")
     alone = left_alone(name, names_listed(config, "modules_to_not_convert"))
     if alone or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
         return plain_weight(tensors, name)
-    bits = whole(config, "bits", config.get("w_bit"))
-    group = whole(config, "group_size", config.get("q_group_size"))
-    layout = config.get("version", "gemm")
-    if bits != 4 or (group < 1 and group != -1):
-        raise CheckpointError(f"quantization_config: bits {bits} and group_size {group}, expected bits 4")
-    if str(layout).lower() != "gemm":
-        raise CheckpointError(f"quantization_config: version {layout!r:.80}, expected gemm")
     packed = checked(tensors, f"{name}.qweight", (None, None), torch.int32)
     num_in, num_words = packed.shape
     group = num_in if group == -1 else group

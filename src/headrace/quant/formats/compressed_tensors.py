@@ -23,6 +23,7 @@ from headrace.quant.packing import (
     checked,
     four_bit_floats,
     good_scales,
+    group_of,
     matches,
     names_listed,
     num_words,
@@ -53,7 +54,7 @@ FORMATS = (
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; plain floats if `ignore` names it, if no target does, or if it is stored as floats."""
     _verify_config(config)
-    group = None if _listed(name, names_listed(config, "ignore")) else _group_of(name, config)
+    group = None if _listed(name, names_listed(config, "ignore")) else _args_of(name, config)
     if group is None:
         return plain_weight(tensors, name)
     args, layout = group
@@ -180,9 +181,9 @@ def _spread(
 
 
 def _bits(args: dict[str, Any]) -> int:
-    bits = whole(args, "num_bits")
+    bits = whole(args, "num_bits", 8)  # compressed-tensors' own default
     if not 2 <= bits <= 8:
-        raise CheckpointError(f"quantization_config: num_bits {bits}, expected 2 to 8")
+        raise CheckpointError(f"config.json: quantization_config: num_bits is {bits}, expected 2 to 8")
     return bits
 
 
@@ -203,7 +204,7 @@ def _verify_config(config: dict[str, Any]) -> None:
         raise CheckpointError(f"quantization_config: sparsity_config {sparsity!r:.80} is not supported")
 
 
-def _group_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+def _args_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
     """How the layer's weights are quantised and in which format, or None. A target that names it precedes its kind."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
@@ -224,6 +225,9 @@ def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str
         return None
     if not isinstance(args, dict):
         raise CheckpointError(f"quantization_config: weights are {args!r:.80}, expected an object")
+    _bits(args)
+    if args.get("group_size") is not None:
+        group_of(args, "group_size")
     return args, str(group.get("format") or config.get("format"))
 
 

@@ -23,13 +23,13 @@ FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's 8-bit floats as codes; plain floats if the config's lists name it, or if it is stored as floats."""
+    stated = config.get("weight_block_size")
+    block = None if stated is None else two_sizes(stated, "config.json: quantization_config.weight_block_size")
     if left_alone(name, names_listed(config, "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")):
         return plain_weight(tensors, name)
     weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, *PLAIN)
     if weight.dtype in PLAIN:
         return plain_weight(tensors, name)
-    stated = config.get("weight_block_size")
-    block = None if stated is None else two_sizes(stated, "quantization_config: weight_block_size")
     scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
     return of_floats(weight, tensors, scale, block)
 

@@ -14,7 +14,7 @@ import torch
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import by_index, checked, good_scales, num_words, plain_weight, unpacked, whole
+from headrace.quant.packing import by_index, checked, good_scales, group_of, num_words, plain_weight, unpacked, whole
 
 SPARE = re.compile(r"(?!)")
 BITS = (2, 3, 4, 8)
@@ -24,18 +24,19 @@ LAYOUTS = {"gptq": 1, "gptq_v2": 0}
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; `<name>.weight` if there is no `<name>.qweight`, as for many heads and routers."""
-    if not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight"):
-        return plain_weight(tensors, name)
-    bits, group = whole(config, "bits"), whole(config, "group_size")
+    # First, so that a config that makes no sense is refused beside plain weights, too.
+    bits, group = whole(config, "bits"), group_of(config, "group_size")
     layout = config.get("checkpoint_format", config.get("format", "gptq"))
-    if bits not in BITS or (group < 1 and group != -1):
-        raise CheckpointError(f"quantization_config: bits {bits} and group_size {group}; bits are one of {BITS}")
+    if bits not in BITS:
+        raise CheckpointError(f"config.json: quantization_config.bits is {bits}, expected one of {BITS}")
     if not isinstance(layout, str) or layout not in LAYOUTS or config.get("is_marlin_format"):
         raise CheckpointError(
-            f"quantization_config: checkpoint_format {layout!r:.80}, expected one of {tuple(LAYOUTS)}"
+            f"config.json: quantization_config.checkpoint_format is {layout!r:.80}, expected one of {tuple(LAYOUTS)}"
         )
     if config.get("dynamic"):
         raise CheckpointError("quantization_config: bits that differ between layers (dynamic) are not supported")
+    if not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight"):
+        return plain_weight(tensors, name)
     packed = checked(tensors, f"{name}.qweight", (None, None), torch.int32)
     num_out, num_in = packed.shape[1], packed.shape[0] * 32 // bits
     if num_in * bits != packed.shape[0] * 32:

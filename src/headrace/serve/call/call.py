@@ -9,7 +9,6 @@ nothing here knows a model's format.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -53,7 +52,7 @@ class Call(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}
-    arrival_time: float = msgspec.field(default_factory=time.monotonic)
+    arrival_time: float = msgspec.field(default_factory=context.arrival)
 
     @property
     def logprobs(self) -> int | None:
@@ -191,6 +190,16 @@ class Answer:
         if finish is None:
             return None
         return "tool_calls" if finish.reason == "stop" and self._messages[place].calls else finish.reason
+
+    @property
+    def size(self) -> int:
+        """About how many tokens and log-probabilities a reply tells of."""
+        num = 0
+        for state in self.generation.states:
+            params = state.request.params
+            num += len(state.request.prompt_token_ids) + len(state.token_ids) * (1 + abs(params.logprobs or 0))
+            num += len(state.prompt_logprobs) * (1 + abs(params.prompt_logprobs or 0))
+        return num
 
     def close(self) -> None:
         """Abort what still runs."""

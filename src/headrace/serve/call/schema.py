@@ -154,6 +154,7 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
+LABELS = ("user", "safety_identifier", "prompt_cache_key")
 # Neither logprobs, whose type differs between the two kinds, nor the form of the answer, which has other fields too.
 PASSED_ON = frozenset(names_in(OPENAI)) - {"logprobs", "structured_outputs"}
 
@@ -175,7 +176,16 @@ def parse(kind: type[T], body: dict[str, Any]) -> T:
         value = getattr(request, name, None)
         if value is not None:
             bounds.check(name, value)
+    check_labels(request)
     return request
+
+
+def check_labels(request: Body) -> None:
+    """Raises `RequestError` for a label that is too long."""
+    for name in LABELS:
+        value = getattr(request, name, None)
+        if value is not None:
+            bounds.check("label", value, name)
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:

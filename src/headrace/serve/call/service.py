@@ -6,17 +6,17 @@ engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no 
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
 from headrace.engine import context
-from headrace.engine.generation import Generation, TextClient, off_loop
+from headrace.engine.fair_worker import FairWorker
+from headrace.engine.generation import Generation, TextClient, in_time, off_loop
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
@@ -70,9 +70,7 @@ class ServedModel:
             style = STYLES[self.dialect.reasoning]
             front.marks = (style.openings[0], style.closings[0])
         self.created = int(time.time())
-        # Templates run one at a time in a process of their own; what waits for it must not fill up the threads that
-        # tokenise.
-        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="headrace-template")
+        self._renderer = None if template is None else FairWorker(template.process)
 
     @property
     def max_context(self) -> int:
@@ -86,15 +84,25 @@ class ServedModel:
             raise RequestError("prompt", "text", "token ids, for the engine runs without a tokenizer")
         return self.front.tokenizer
 
+    @property
+    def workers(self) -> list[FairWorker]:
+        """The workers of the processes that render templates and build grammars, as far as they were needed."""
+        return [worker for worker in (self._renderer, self.front.worker) if worker is not None]
+
+    def close(self) -> None:
+        """End the work of these processes."""
+        for worker in self.workers:
+            worker.close()
+
     async def complete(self, call: TextCall) -> Answer:
         """Begin to go on with each prompt. Raises `HeadraceError`s of all kinds."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             special: dict[str, Any] = {}
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
                 special["prompt_logprobs"] = call.logprobs
             params = self._params(call, None if call.fills_context else DEFAULT_COMPLETION_TOKENS, special)
-            self.front.check_room(len(call.prompts), params)
+            self.front.check_room(len(call.prompts), params, call.beam)
             await self._check_form(call, params)
             prompts = [
                 await self.front.prompt_ids(
@@ -109,7 +117,7 @@ class ServedModel:
 
     async def chat(self, call: ChatCall) -> Answer:
         """Begin to answer a conversation. Raises `HeadraceError`s of all kinds."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             most = self.front.info.max_logprobs
             if call.logprobs and most != -1 and not 0 <= call.logprobs <= most:
@@ -120,7 +128,7 @@ class ServedModel:
             if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
                 special["skip_special_tokens"] = False
             params = self._params(call, None, special)
-            self.front.check_room(1, params)
+            self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
             if not enforced and any(tool["function"].get("strict") for tool in use.tools):
@@ -140,7 +148,7 @@ class ServedModel:
 
     async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
         """Return what `chat` would give the model: the text and its token ids. Raises `RequestError`."""
-        with spelled(call.spelling):
+        with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             text = await self.render(call)
             return text, await self.encode(text, bool(call.add_special_tokens))
@@ -148,11 +156,11 @@ class ServedModel:
     async def render(self, call: ChatCall) -> str:
         """Return the messages, and the tools that the model may call, as one text.
 
-        Raises `RequestError` if they do not fit the model's template.
+        Raises `RequestError` if they do not fit the model's template, `DeadlineError`, or `ChildFailedError`.
         """
         bounds.check("messages", call.messages)
-        template = self.template
-        if template is None:
+        template, renderer = self.template, self._renderer
+        if template is None or renderer is None:
             raise RequestError(
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
             )
@@ -166,16 +174,16 @@ class ServedModel:
         opening = call.add_generation_prompt
         if opening is None:
             opening = not call.continue_final_message
-        text = await asyncio.get_running_loop().run_in_executor(
-            self._renderer,
+        work = renderer.run(
             lambda: template.render(
                 call.messages,
                 call.tools.tools,
                 add_generation_prompt=opening,
                 continue_final_message=call.continue_final_message,
                 **variables,
-            ),
+            )
         )
+        text = await in_time(work, "its prompt was rendered")
         for field in template.dropped_arguments(call.messages, bool(call.tools.tools)):
             call.warn(field, "no JSON object: the chat template gets {} in its place")
         return text
@@ -184,7 +192,8 @@ class ServedModel:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
         bounds.check("text", text, field)
         tokenizer = self.tokenizer
-        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        work = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await in_time(off_loop(len(text), work), "it was tokenised")
 
     async def warm_up(self) -> None:
         """Render a first chat, so that the templates' process is there before a request waits for it."""
@@ -226,21 +235,20 @@ class ServedModel:
                 raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
         if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=min(rooms))
-        with context.within(call.timeout, call.arrival_time):
-            return self.front.open(
-                prompts,
-                params,
-                priority=call.priority,
-                cache_salt=call.cache_salt,
-                arrival_time=call.arrival_time,
-                draw=self.draw,
-                beam=call.beam,
-            )
+        return self.front.open(
+            prompts,
+            params,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            arrival_time=call.arrival_time,
+            draw=self.draw,
+            beam=call.beam,
+        )
 
     async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str) -> None:
         """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the schema."""
         try:
-            for warning in await self.front.check(params):
+            for warning in await self.front.check(params, call.cache_salt):
                 call.warn("tools", warning)
         except RequestError:
             use = call.tools
@@ -251,7 +259,9 @@ class ServedModel:
                 one = use._replace(schemas={name: use.schemas[name]}, mode="required")
                 constraint, _ = self.dialect.constraint(one, prompt, None)
                 try:
-                    await self.front.check(msgspec.structs.replace(params, structured_outputs=constraint))
+                    await self.front.check(
+                        msgspec.structs.replace(params, structured_outputs=constraint), call.cache_salt
+                    )
                 except RequestError as of_tool:
                     raise RequestError(use.names[name], name, of_tool.bound, of_tool.code) from None
             with spelled({"structured_outputs": "tools"}):
@@ -261,5 +271,5 @@ class ServedModel:
         """Find out whether the answer can be held to its form. Raises `RequestError`."""
         if params.structured_outputs is None:
             return
-        for warning in await self.front.check(params):
+        for warning in await self.front.check(params, call.cache_salt):
             call.warn("structured_outputs", warning)

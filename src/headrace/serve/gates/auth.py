@@ -13,7 +13,7 @@ import hmac
 import logging
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class Holder(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     classes: tuple[str, ...] = ("infer",)
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    max_storage_bytes: int | None = None
 
 
 class KeyRing:
@@ -68,11 +69,18 @@ class KeyRing:
 
     Attributes:
         limits: rate limits of the holders that have their own, by name.
+        storage: bytes that the holders may store who have a bound of their own, by name.
     """
 
-    def __init__(self, keys: Sequence[Key], limits: dict[str, Limits] | None = None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        limits: Mapping[str, Limits] | None = None,
+        storage: Mapping[str, int] | None = None,
+    ) -> None:
         self.keys = tuple(keys)
         self.limits = dict(limits or {})
+        self.storage = dict(storage or {})
 
     def __bool__(self) -> bool:
         return bool(self.keys)
@@ -85,8 +93,9 @@ class KeyRing:
         """
         keys: list[Key] = []
         limits: dict[str, Limits] = {}
+        storage: dict[str, int] = {}
         if file is not None:
-            _read(Path(file).expanduser(), keys, limits)
+            _read(Path(file).expanduser(), keys, limits, storage)
         if admin_api_key is not None:
             keys.append(Key("admin", _digest("admin_api_key", admin_api_key), frozenset(CLASSES)))
         is_only = not any("admin" in key.classes for key in keys)
@@ -96,7 +105,18 @@ class KeyRing:
             keys.append(Key(name, digest, frozenset(CLASSES if is_only else CLASSES[:2])))
         if len({key.digest for key in keys}) < len(keys):
             raise RequestError("api_key", HIDDEN, "another for each holder: one of them is given twice")
-        return cls(keys, limits)
+        return cls(keys, limits, storage)
+
+    def storage_shares(self, whole: int) -> dict[str, int]:
+        """Return the bytes that each holder may store, by name: its own bound, or an equal share of what the others'
+        bounds leave of `whole`. Raises `RequestError` if they leave nothing."""
+        names = {key.name for key in self.keys if key.classes & {"infer", "admin"}}
+        sharing = names - self.storage.keys()
+        rest = whole - sum(self.storage.values())
+        if rest < len(sharing) or rest < 0:
+            bound = f"at least {whole - rest + len(sharing)}: what single keys may store, and some for each other key"
+            raise RequestError("max_storage_bytes", whole, bound)
+        return self.storage | {name: rest // len(sharing) for name in sharing}
 
     def find(self, text: bytes) -> Key | None:
         """Return the key with this text, or None. The time does not depend on the keys: digests have one length, and
@@ -173,8 +193,8 @@ def _digest(field: str, text: str) -> bytes:
     return hashlib.sha256(text.encode("ascii")).digest()
 
 
-def _read(path: Path, keys: list[Key], limits: dict[str, Limits]) -> None:
-    """Add the keys and limits of a file to `keys` and `limits`. Raises `RequestError`."""
+def _read(path: Path, keys: list[Key], limits: dict[str, Limits], storage: dict[str, int]) -> None:
+    """Add the keys and bounds of a file to `keys`, `limits` and `storage`. Raises `RequestError`."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise RequestError("api_key_file", str(path), f"a file of at most {MAX_FILE_BYTES} bytes")
@@ -199,6 +219,10 @@ def _read(path: Path, keys: list[Key], limits: dict[str, Limits]) -> None:
         limits[name] = Limits(holder.requests_per_minute, holder.tokens_per_minute)
         if any(most is not None and most < 1 for most in limits[name]):
             raise RequestError(name, limits[name], "a holder who may use at least 1 a minute")
+        if holder.max_storage_bytes is not None:
+            if holder.max_storage_bytes < 1:
+                raise RequestError(f"{name}.max_storage_bytes", holder.max_storage_bytes, "at least 1")
+            storage[name] = holder.max_storage_bytes
     if not keys:
         raise RequestError("api_key_file", str(path), "a file with a key in it")
 

@@ -18,17 +18,17 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from headrace.engine.context import REQUEST_ID, CallContext, answering, within
+from headrace.engine.context import REQUEST_ID, CallContext, answering, arrived, within
 from headrace.engine.tenants import acting_as
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.serve.errors import Api, CallError, api_of, error_response
+from headrace.serve.errors import ENDINGS, Api, CallError, api_of, error_response
 from headrace.serve.gates.auth import ApiKeyGate
 from headrace.serve.gates.limits import UNSUPPORTED_MEDIA, Scope
 
@@ -185,11 +185,21 @@ class CallGate:
     Args:
         most: seconds that any call may take; 0 for no bound.
         apis: the APIs other than OpenAI's, whose errors have another shape.
+        is_ending: whether each connection is to end with its reply, because the server will.
     """
 
-    def __init__(self, app: Any, headers: HeaderGate, keys: ApiKeyGate, most: float, apis: Sequence[Api]) -> None:
+    def __init__(
+        self,
+        app: Any,
+        headers: HeaderGate,
+        keys: ApiKeyGate,
+        most: float,
+        apis: Sequence[Api],
+        is_ending: Callable[[], bool],
+    ) -> None:
         self._app = app
         self._headers, self._keys, self._most, self._apis = headers, keys, most, apis
+        self._is_ending = is_ending
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -202,15 +212,21 @@ class CallGate:
         headers = by_name(scope)
         context = context_of(headers, scope["path"])
         added = self._headers.reply_headers(headers)
+        api = api_of(self._apis, scope["path"])
+        has_begun = False
 
         async def sending(message: dict[str, Any]) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 message["headers"] = [*message.get("headers", ()), *added]
                 if all(name != ID for name, _ in message["headers"]):
                     message["headers"].append((ID, context.call_id.encode()))
+                if self._is_ending():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
-        with answering(context), contextlib.ExitStack() as call:
+        with answering(context), arrived(arrival_time), contextlib.ExitStack() as call:
             reply: Any = self._app
             try:
                 preflight = self._headers.check(scope, headers)
@@ -220,8 +236,16 @@ class CallGate:
                 else:
                     reply = preflight
             except HeadraceError as error:
-                reply = error_response(error, api_of(self._apis, scope["path"]))
-            await reply(scope, receive, sending)
+                reply = error_response(error, api)
+            try:
+                await reply(scope, receive, sending)
+            except ENDINGS:
+                raise
+            except BaseException as error:
+                if has_begun:
+                    raise
+                reply = error_response(error, api)
+                await reply(scope, receive, sending)
 
 
 def by_name(scope: Scope) -> Headers:

@@ -7,12 +7,13 @@ read through this module. Knows no routes and no fields. Called by `serve.routin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import CallError
@@ -20,9 +21,21 @@ from headrace.serve.errors import CallError
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DEPTH = 64
 MAX_KEYS = 10_000
+MAX_VALUES = 2**20
+"""Values in one body: numbers, texts, lists, objects, true, false and null."""
+MAX_TEXTS = 2**18
+"""Texts in one body, with the keys of objects."""
+MAX_CONTAINERS = 2**15
+"""Lists and objects in one body, the body itself too."""
 BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
-"""Bytes a second that a body must reach on average after the first `BODY_IDLE_S` seconds."""
+"""Bytes a second of a body over each `BODY_IDLE_S` seconds, but for its end."""
+MAX_BODIES_BYTES = 2**28
+"""Bytes of all bodies in memory together; the first `FREE_BODY_BYTES` of each do not count."""
+FREE_BODY_BYTES = 2**16
+
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 UNSUPPORTED_MEDIA = "unsupported_media_type"
 
@@ -37,13 +50,72 @@ class ClientGoneError(HeadraceError):
     code = "client_closed_request"
 
 
-async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> bytes:
-    """Return the whole body, of at most `most` bytes.
+class _Body:
+    """One body in memory. `timeout` is that of its next bytes, None once it is whole."""
+
+    def __init__(self, now: float) -> None:
+        self.began = now
+        self.num_bytes = 0
+        self.timeout: asyncio.Timeout | None = None
+        self.is_dropped = False
+
+
+class _Bodies:
+    """The bodies in memory. Beyond `MAX_BODIES_BYTES` the one that has held most bytes for longest is dropped.
+
+    That is a body that comes slowly, so that slow clients do not hold up fast ones."""
+
+    def __init__(self) -> None:
+        self._all: set[_Body] = set()
+        self._num_bytes = 0
+
+    def grow(self, body: _Body, num_bytes: int, now: float) -> None:
+        """Count a body's bytes so far, and drop a body if they are too many; it may be this one."""
+        self._all.add(body)
+        num_bytes = max(0, num_bytes - FREE_BODY_BYTES)
+        self._num_bytes += num_bytes - body.num_bytes
+        body.num_bytes = num_bytes
+        if self._num_bytes <= MAX_BODIES_BYTES:
+            return
+        costliest = max(
+            (each for each in self._all if each.timeout is not None),
+            key=lambda each: each.num_bytes * (now - each.began),
+        )
+        self.remove(costliest)
+        costliest.is_dropped = True
+        costliest.timeout.reschedule(now)  # type: ignore[union-attr]
+
+    def remove(self, body: _Body) -> None:
+        self._all.discard(body)
+        self._num_bytes -= body.num_bytes
+        body.num_bytes = 0
+
+
+_BODIES: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bodies] = WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) -> AsyncIterator[bytes]:
+    """Yield the whole body, of at most `most` bytes, which counts as one in memory until the block ends.
 
     Raises `CallError` before reading if the declared length is too large, or as soon as too many bytes have come; also
-    for slow bodies and compressed ones. Raises `ClientGoneError`."""
+    for slow bodies, for compressed ones, and for too many at a time. Raises `ClientGoneError`."""
+    loop = asyncio.get_running_loop()
+    bodies = _BODIES.setdefault(loop, _Bodies())
+    body = _Body(loop.time())
+    try:
+        yield await _read(scope, receive, most, body, bodies)
+    finally:
+        bodies.remove(body)
+
+
+async def _read(scope: Scope, receive: Receive, most: int, counted: _Body, bodies: _Bodies) -> bytes:
     too_large = CallError(413, "body_too_large", f"body: too large; it must be at most {most} bytes")
-    too_slow = CallError(408, "body_timeout", f"body: it comes too slowly, or nothing came for {BODY_IDLE_S:g} seconds")
+    pace = f"each {BODY_IDLE_S:g} seconds must bring {MIN_BODY_RATE * BODY_IDLE_S:g} bytes or its end"
+    too_slow = CallError(408, "body_timeout", f"body: it comes too slowly; {pace}")
+    too_many = CallError(
+        503, "bodies_too_large", f"body: all that come now exceed {MAX_BODIES_BYTES} bytes", {"retry-after": "5"}
+    )
     headers = dict(scope["headers"])
     if headers.get(b"content-encoding", b"identity").strip().lower() not in (b"identity", b""):
         why = "content-encoding: compressed bodies are not accepted; send it plain"
@@ -52,41 +124,77 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
     if declared.isdigit() and int(declared[:20]) > most:
         raise too_large
     body = bytearray()
-    started = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    end, num_due = clock() + BODY_IDLE_S, MIN_BODY_RATE * BODY_IDLE_S
     while True:
         try:
-            async with asyncio.timeout(BODY_IDLE_S):
+            async with asyncio.timeout_at(end) as counted.timeout:
+                bodies.grow(counted, len(body), clock())
                 message = await receive()
         except TimeoutError as error:
-            raise too_slow from error
+            raise (too_many if counted.is_dropped else too_slow) from error
         if message["type"] == "http.disconnect":
             raise ClientGoneError("the client hung up while it sent the body")
         body += message.get("body", b"")
         if len(body) > most:
             raise too_large
         if not message.get("more_body", False):
+            counted.timeout = None
             return bytes(body)
-        if time.monotonic() - started > BODY_IDLE_S + len(body) / MIN_BODY_RATE:
-            raise too_slow
+        if len(body) >= num_due:
+            end, num_due = clock() + BODY_IDLE_S, len(body) + MIN_BODY_RATE * BODY_IDLE_S
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, parsed strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded nesting.
+    """Return the JSON object in `body`, parsed strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded size.
 
     Raises `RequestError`.
     """
     if not body:
         raise RequestError("body", "", "a JSON object")
+    check_size(body)
     try:
-        value = json.loads(body.decode("utf-8"), object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_float)
-    except RecursionError as error:
-        raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep") from error
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_pairs,
+            parse_constant=_constant,
+            parse_float=_float,
+            parse_int=lambda text: int(text),
+        )
     except ValueError as error:  # also of wrong UTF-8, and of integers with thousands of digits
         raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise RequestError("body", type(value).__name__, "a JSON object")
-    _check_shape(value, surrogates=b"\\u" in body)
+    if b"\\ud" in body or b"\\uD" in body:
+        _check_texts(value)
     return value
+
+
+def check_size(body: bytes) -> None:
+    """Raise `RequestError` for JSON with too many values or levels, before anything is parsed.
+
+    The parser holds the interpreter's lock while it makes texts and lists, for a time that their number bounds. Each
+    call here is one pass over bytes, of some milliseconds. What is no JSON is left to the parser, which stops there.
+    """
+    if b"\\" in body:
+        # Without escaped quotes, every second piece between quotes is outside of texts.
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    _check_count(body.count(b'"') // 2, MAX_TEXTS, "texts and keys")
+    outside = b"".join(body.split(b'"')[::2])
+    num_containers = outside.count(b"[") + outside.count(b"{")
+    _check_count(num_containers, MAX_CONTAINERS, "lists and objects")
+    _check_count(outside.count(b",") + num_containers, MAX_VALUES, "values")
+    brackets = outside.translate(_BRACKETS, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        # Each pass takes the innermost level of every branch away.
+        brackets = brackets.replace(b"[]", b"")
+    if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH:
+        raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep")
+
+
+def _check_count(number: int, most: int, what: str) -> None:
+    if number > most:
+        raise RequestError("body", f"{number} {what}", f"JSON with at most {most} {what}")
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,27 +219,17 @@ def _float(text: str) -> float:
     return value
 
 
-def _check_shape(value: Any, surrogates: bool) -> None:
-    """Check the depth, and all text: half a surrogate pair can not be encoded, and tokenizers fail on it."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        following: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                following += item.values()
-                if surrogates:
-                    following += item
-            elif isinstance(item, list):
-                following += item
-            elif surrogates and isinstance(item, str):
-                _check_text(item)
-        level = [item for item in following if isinstance(item, (dict, list, str))]
-        if not level:
-            return
-    for item in level:
-        if not isinstance(item, str):
-            raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep")
-        if surrogates:
+def _check_texts(value: Any) -> None:
+    """Check all texts and keys: half a surrogate pair can not be encoded, and tokenizers fail on it."""
+    items = [value]
+    while items:
+        item = items.pop()
+        if isinstance(item, dict):
+            items += item
+            items += item.values()
+        elif isinstance(item, list):
+            items += item
+        elif isinstance(item, str):
             _check_text(item)
 
 

@@ -1,17 +1,20 @@
 """Answers a file of requests into a file of outputs, and continues after an interruption.
 
-The output file grows by whole lines, each written at once. A kill may tear its last line, which the next run removes.
-Requests that have an answer are skipped; those that failed with a server error are run again. Knows files and lines,
-and no engine. Called by `headrace run-batch`.
+The output file grows by whole lines, each written at once, and counted when it is on the disk. A kill may tear its last
+line; when the machine loses its power, lines that were not counted may be cut or filled with zeros. The next run
+removes them. Requests that have an answer are skipped; those that failed with a server error are run again. Knows files
+and lines, and no engine. Called by `headrace run-batch`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +24,7 @@ import msgspec
 
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.gates.limits import MAX_BODY_BYTES
+from headrace.serve.storage import disk
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
 
 
@@ -69,19 +73,27 @@ async def answer_file(
     with _locked(target) as out:
 
         def write(output: dict[str, Any]) -> None:
-            out.write(msgspec.json.encode(output) + b"\n")
+            disk.append(out, msgspec.json.encode(output) + b"\n")
             failed = has_failed(output)
             report.num_failed += failed
             report.num_completed += not failed
+
+        async def sync() -> None:
+            await asyncio.to_thread(disk.sync_file, out)
             show(report.num_known + report.num_completed + report.num_failed, total)
 
         report.num_failed = known.num_failed
         report.num_lines = total
+        disk.sync(target.absolute().parent)
+        await sync()
         with open(source, "rb") as file:
             lines = _lines_to_ask(file, answerer, known, report, write)
             async with contextlib.aclosing(answers(lines, answerer.answer, concurrency)) as outputs:
-                async for _, output in outputs:
-                    write(output)
+                async for group in outputs:
+                    for output in group:
+                        write(output)
+                    await sync()
+            await sync()
     return report
 
 
@@ -97,8 +109,8 @@ def mend(target: Path) -> Known:
     for number, text in enumerate(lines, 1):
         output = _output(text)
         if output is None:
-            # A last line without its end was torn by a kill, and is dropped.
-            if text and number < len(lines):
+            # A last line without its end was torn by a kill. Zeros are what was never written before a crash.
+            if text and number < len(lines) and b"\0" not in text:
                 raise RequestError("OUTPUT", f"line {number}", "an output of run-batch; this file is something else")
             continue
         if output["response"] is None and isinstance(output.get("line"), int):
@@ -113,10 +125,12 @@ def mend(target: Path) -> Known:
     if content != raw:
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            part.write_bytes(content)
-            os.replace(part, target)
+            disk.create(part, content)
+            shutil.copymode(target, part)
+            disk.replace(part, target)
+            disk.sync(target.absolute().parent)
         finally:
-            part.unlink(missing_ok=True)
+            disk.unlink(part)
     return known
 
 
@@ -167,11 +181,11 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[BinaryIO]:
+def _locked(target: Path) -> Iterator[int]:
     """Open the file for appending, under an exclusive lock. Raises `HeadraceError` if another run has the lock."""
     with open(target, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise HeadraceError(f"{target} is being written by another run") from error
-        yield file
+        yield file.fileno()

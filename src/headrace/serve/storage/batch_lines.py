@@ -9,14 +9,18 @@ url. Called by /v1/batches and `run-batch`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.protocol.errors import EngineDeadError, HeadraceError, QueueFullError, RequestError
-from headrace.serve.errors import Error, error_body
+from headrace.serve.errors import STATUSES, Error, ErrorBody, error_body
 from headrace.serve.gates.limits import MAX_BODY_BYTES, parse_json
 from headrace.text.inputs import SEED_LIMIT
 
@@ -25,6 +29,18 @@ MAX_CUSTOM_ID = 512
 SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # Seconds before a line is tried again after the queue was full.
 RETRY_S = 0.2
+# How often a line is tried that fails for a reason which nobody foresaw, such as a panic in native code.
+MAX_TRIES = 3
+UNFORESEEN = ErrorBody(
+    message=f"internal error, {MAX_TRIES} times; the server's log has more",
+    type=STATUSES[500].kind,
+    param=None,
+    code="internal_error",
+)
+# Faults at so many places of the code are logged with their tracebacks, each once.
+MAX_LOGGED_PLACES = 100
+
+logger = logging.getLogger("headrace.server")
 
 Route = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -86,15 +102,21 @@ class Answerer:
     def __init__(self, routes: Mapping[str, Route], priority: int | None = None) -> None:
         self.routes = routes
         self.priority = priority
+        self._logged_places: set[tuple[str, str, int | None]] = set()
 
-    async def answer(self, line: Line) -> dict[str, Any]:
-        """Return the output of a line. Waits while the engine's queue is full.
+    async def answer(
+        self, line: Line, turn: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+    ) -> dict[str, Any]:
+        """Return the output of a line. Waits while the engine's queue is full, and tries a line `MAX_TRIES` times that
+        fails for a reason which nobody foresaw, of any kind: then the line has failed, and no other.
 
-        Raises `EngineDeadError`; the line then has no answer and may be tried again."""
+        Each try is made in a `turn`. Raises `EngineDeadError`; the line then has no answer and may be tried again."""
+        num_tries = 0
         while True:
             try:
-                body = self._prepared(line)
-                status, reply = 200, await self.routes[line.url](body)
+                async with turn():
+                    body = self._prepared(line)
+                    status, reply = 200, await self.routes[line.url](body)
             except QueueFullError:
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -103,9 +125,26 @@ class Answerer:
             except HeadraceError as error:
                 status, body_of_error = error_body(error)
                 reply = Error(error=body_of_error)
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # a panic of pyo3's is no Exception
+                self._log(error)
+                num_tries += 1
+                if num_tries < MAX_TRIES:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                status, reply = 500, Error(error=UNFORESEEN)
             request_id = line.digest.hex()
             response = {"status_code": status, "request_id": request_id, "body": reply}
             return {"id": f"batch_req_{request_id}", "custom_id": line.custom_id, "response": response, "error": None}
+
+    def _log(self, error: BaseException) -> None:
+        """Log an error once for each kind and place, so that many lines which fail alike do not fill the log."""
+        last = next(reversed(traceback.extract_tb(error.__traceback__)), None)
+        place = (type(error).__name__, last.filename if last else "", last.lineno if last else None)
+        if place not in self._logged_places and len(self._logged_places) < MAX_LOGGED_PLACES:
+            self._logged_places.add(place)
+            logger.error("a line of a batch failed unexpectedly", exc_info=error)
 
     def _prepared(self, line: Line) -> dict[str, Any]:
         """Return the line's body with its seed, request id and priority filled in. Raises `RequestError`."""
@@ -123,34 +162,31 @@ class Answerer:
 
 
 async def answers(
-    lines: Iterable[Line],
-    answer: Callable[[Line], Awaitable[dict[str, Any]]],
-    concurrency: int,
-    may_start: Callable[[], Awaitable[None]] | None = None,
-) -> AsyncGenerator[tuple[Line, dict[str, Any]], None]:
-    """Yield (line, output) in order of completion, with at most `concurrency` lines running.
+    lines: Iterable[Line], answer: Callable[[Line], Awaitable[dict[str, Any]]], concurrency: int
+) -> AsyncGenerator[list[dict[str, Any]], None]:
+    """Yield outputs in order of completion, with at most `concurrency` lines running: all that ended since the last
+    time together, so the caller can bring them to the disk at once while further lines run.
 
-    If lines are running, `may_start` is awaited before the next one starts. Leaving the iteration early cancels the
-    running lines. Raises the errors of `answer`.
+    Leaving the iteration early cancels the running lines. Raises the errors of `answer`.
     """
-    running: dict[asyncio.Task[dict[str, Any]], Line] = {}
+    running: set[asyncio.Task[dict[str, Any]]] = set()
     remaining = iter(lines)
-    more = True
+
+    def fill() -> None:
+        while len(running) < concurrency and (line := next(remaining, None)) is not None:
+            running.add(asyncio.ensure_future(answer(line)))
+
     try:
-        while more or running:
-            while more and len(running) < concurrency:
-                line = next(remaining, None)
-                if line is None:
-                    more = False
-                    break
-                if may_start is not None and running:
-                    await may_start()
-                running[asyncio.ensure_future(answer(line))] = line
-            if running:
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    line = running.pop(task)
-                    yield line, task.result()
+        fill()
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            running -= done
+            fill()
+            outputs = [task.result() for task in done if task.exception() is None]
+            if outputs:
+                yield outputs
+            for task in done:
+                task.result()
     finally:
         for task in running:
             task.cancel()

@@ -1,10 +1,12 @@
 """`Store`: keeps files, batches and responses for clients, bounded in number and in bytes.
 
 An entry is a JSON object of metadata and a body of bytes. It lives in memory, or in a folder, where it outlives the
-server. If the disk is full or fails, the call fails and no entry is lost: the store always agrees with the folder
-(R-28). Ids are random and looked up among the entries, so no text of a client becomes a path (S-21). An entry belongs
-to the tenant who made it (`engine.tenants`); other tenants can not see it. Knows no HTTP and no API. Called by
-`serve.apis.openai.files`, `serve.apis.openai.batches` and `serve.apis.openai.responses`.
+server: a change is on the disk before its call returns. If the disk is full or fails, the call fails and no entry is
+lost: the store always agrees with the folder (R-28). Ids are random and looked up among the entries, so no text of a
+client becomes a path (S-21). An entry belongs to the tenant who made it (`engine.tenants`): other tenants can not see
+it, and it takes room from its owner's share only. Calls that read bodies or change entries of one owner must not
+overlap: `serve.storage.writers`. Knows no HTTP and no API. Called by `serve.apis.openai.files`,
+`serve.apis.openai.batches` and `serve.apis.openai.responses`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +29,18 @@ import msgspec
 
 from headrace.engine import tenants
 from headrace.protocol.errors import HeadraceError
+from headrace.serve.storage import disk
 
 logger = logging.getLogger("headrace.server")
 
-_NAME = re.compile(r"([a-z]+[-_][0-9a-f]{32})\.(json|bin)")
+_ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
+_NAME = re.compile(rf"({_ID.pattern})\.(json|bin)")
 _TORN = "part-"
 _OWNER = "_owner"
 
 
 class StoreFullError(HeadraceError):
-    """The store has no room for the entry (HTTP 413)."""
+    """The owner's share has no room for the entry (HTTP 413)."""
 
     status = 413
     code = "storage_full"
@@ -56,6 +62,10 @@ class _Entry:
     size: int
     owner: str
 
+    @property
+    def body_size(self) -> int:
+        return self.size - len(self.text)
+
 
 class Store:
     """Keeps entries by id, oldest first.
@@ -64,22 +74,34 @@ class Store:
         prefix: the prefix of ids, its `-` or `_` included.
         folder: the folder of the entries' files, which only this user can read; None keeps entries in memory. Entries
             in the folder are loaded; other files and symbolic links are left alone.
-        max_items, max_bytes: bounds on the number of entries, and on the bytes of metadata and bodies.
-        evict: delete the oldest entries when there is no room, instead of raising `StoreFullError`.
+        max_items, max_bytes: bounds on the number of an owner's entries, and on the bytes of their metadata and bodies.
+        shares: bytes for owners who have a bound of their own, by name.
+        evict: delete the owner's oldest entries when there is no room, instead of raising `StoreFullError`.
 
     Raises `HeadraceError` if the folder can not be used, or another server uses it.
     """
 
     def __init__(
-        self, prefix: str, folder: Path | None, *, max_items: int, max_bytes: int, evict: bool = False
+        self,
+        prefix: str,
+        folder: Path | None,
+        *,
+        max_items: int,
+        max_bytes: int,
+        shares: Mapping[str, int] | None = None,
+        evict: bool = False,
     ) -> None:
         self.prefix, self.folder = prefix, folder
         self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
+        self.shares = dict(shares or {})
         self._entries: dict[str, _Entry] = {}
+        self._num_items: Counter[str] = Counter()
+        self._num_bytes: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._lock: int | None = None
         if folder is not None:
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                disk.make_folder(folder)
                 self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._load(folder)
@@ -90,19 +112,21 @@ class Store:
                 self.close()
                 raise HeadraceError(f"{folder} can not be used as storage: {error}") from error
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __iter__(self) -> Iterator[str]:
-        return iter([entry_id for entry_id, entry in self._entries.items() if tenants.may_see(entry.owner)])
+        return iter([entry_id for entry_id, entry in list(self._entries.items()) if tenants.may_see(entry.owner)])
 
     def __contains__(self, entry_id: object) -> bool:
         return isinstance(entry_id, str) and self._visible(entry_id) is not None
 
     @property
+    def num_items(self) -> int:
+        """The number of the caller's entries."""
+        return self._num_items[tenants.current().name]
+
+    @property
     def num_bytes(self) -> int:
-        """The bytes of all metadata and bodies."""
-        return sum(entry.size for entry in self._entries.values())
+        """The bytes of the metadata and bodies of the caller's entries."""
+        return self._num_bytes[tenants.current().name]
 
     def close(self) -> None:
         """Release the folder's lock. May be called twice."""
@@ -115,43 +139,58 @@ class Store:
         return self.prefix + secrets.token_hex(16)
 
     def put(self, entry_id: str, metadata: dict[str, Any], body: bytes = b"") -> None:
-        """Add an entry under an id of `new_id`, or replace one. Raises `StoreFullError`, `StorageError`; then nothing
-        changes."""
-        known = self._entries.get(entry_id)
-        owner = tenants.current().name if known is None else known.owner
+        """Add an entry of the caller's under an id of `new_id`. Raises `StoreFullError`, `StorageError`; then nothing
+        changes. Raises ValueError for any other id, and for one in use."""
+        if entry_id in self._entries or not entry_id.startswith(self.prefix) or not _ID.fullmatch(entry_id):
+            raise ValueError(f"{entry_id[:80]!r} is no new id")
+        owner = tenants.current().name
         text = _encode(metadata, owner)
-        self._make_room(entry_id, len(text) + len(body), 0 if known is None else known.size)
-        # The body goes first: the next start deletes a body without metadata.
-        self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text})
-        memory = bytearray(body) if self.folder is None else None
-        self._entries[entry_id] = _Entry(text, memory, len(text) + len(body), owner)
+        size = len(text) + len(body)
+        self._make_room(owner, entry_id, 1, size)
+        self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text}, is_new=True)
+        self._entries[entry_id] = _Entry(text, bytearray(body) if self.folder is None else None, size, owner)
+        self._count(owner, 1, size)
 
     def set_metadata(self, entry_id: str, metadata: dict[str, Any]) -> None:
         """Replace the metadata of an entry; its body stays. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
         text = _encode(metadata, entry.owner)
-        size = entry.size - len(entry.text) + len(text)
-        self._make_room(entry_id, size, entry.size)
+        growth = len(text) - len(entry.text)
+        self._make_room(entry.owner, entry_id, 0, growth)
         self._write({f"{entry_id}.json": text})
-        entry.text, entry.size = text, size
+        entry.text = text
+        self._grow(entry, growth)
 
-    def append(self, entry_id: str, data: bytes) -> None:
-        """Add to the end of a body, all or nothing. Raises KeyError, `StoreFullError`, `StorageError`."""
+    def set_body(self, entry_id: str, body: bytes) -> None:
+        """Replace the body of an entry; its metadata stays. Raises KeyError, `StoreFullError`, `StorageError`."""
         entry = self._entries[entry_id]
-        self._make_room(entry_id, entry.size + len(data), entry.size)
+        growth = len(body) - entry.body_size
+        self._make_room(entry.owner, entry_id, 0, growth)
+        self._write({f"{entry_id}.bin": body})
+        if entry.body is not None:
+            entry.body = bytearray(body)
+        self._grow(entry, growth)
+
+    def write(self, entry_id: str, data: bytes, begin: int) -> None:
+        """Replace the end of a body, from byte `begin` on, so a call may be repeated. If it fails, the bytes before
+        `begin` are as they were. Raises KeyError, `StoreFullError`, `StorageError`."""
+        entry = self._entries[entry_id]
+        size = entry.body_size
+        growth = begin + len(data) - size
+        self._make_room(entry.owner, entry_id, 0, growth)
         if self.folder is not None:
-            with _disk("written to"), open(self.folder / f"{entry_id}.bin", "r+b", buffering=0) as file:
-                end = entry.size - len(entry.text)
+            path = self.folder / f"{entry_id}.bin"
+            with _disk("written to"):
                 try:
-                    # Not at the file's end: a failed write may have left a part there.
-                    _write_all(file.fileno(), data, end)
+                    disk.write(path, data, begin)
                 except OSError:
+                    # A part may be there.
                     with contextlib.suppress(OSError):
-                        file.truncate(end)
+                        disk.truncate(path, size)
                     raise
         elif entry.body is not None:
-            entry.body += data
-        entry.size += len(data)
+            entry.body[begin:] = data
+        self._grow(entry, growth)
 
     def metadata(self, entry_id: str) -> dict[str, Any] | None:
         """Return a copy of an entry's metadata, or None if there is no entry."""
@@ -168,8 +207,7 @@ class Store:
 
     def body_size(self, entry_id: str) -> int:
         """Return the number of bytes of an entry's body. Raises KeyError."""
-        entry = self._entries[entry_id]
-        return entry.size - len(entry.text)
+        return self._entries[entry_id].body_size
 
     def body(self, entry_id: str) -> bytes:
         """Return an entry's body. Raises KeyError, FileNotFoundError if its file is missing, and `StorageError`."""
@@ -179,7 +217,7 @@ class Store:
         if self.folder is None:
             return bytes(entry.body or b"")
         with _disk("read"):
-            return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.size - len(entry.text)]
+            return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.body_size]
 
     def delete(self, entry_id: str) -> bool:
         """Delete an entry. Returns False if there is none. Raises `StorageError`; then the entry stays."""
@@ -187,11 +225,10 @@ class Store:
             return False
         if self.folder is not None:
             with _disk("written to"):
-                # The metadata goes first: the next start deletes a body without metadata.
-                (self.folder / f"{entry_id}.json").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                (self.folder / f"{entry_id}.bin").unlink(missing_ok=True)
-        del self._entries[entry_id]
+                for name in (f"{entry_id}.json", f"{entry_id}.bin"):
+                    disk.unlink(self.folder / name)
+                disk.sync(self.folder)
+        self._forget(entry_id)
         return True
 
     def discard(self, entry_id: str) -> None:
@@ -199,33 +236,50 @@ class Store:
         try:
             self.delete(entry_id)
         except StorageError:
-            del self._entries[entry_id]
+            self._forget(entry_id)
+
+    def _forget(self, entry_id: str) -> None:
+        entry = self._entries.pop(entry_id)
+        self._count(entry.owner, -1, -entry.size)
+
+    def _grow(self, entry: _Entry, growth: int) -> None:
+        entry.size += growth
+        self._count(entry.owner, 0, growth)
+
+    def _count(self, owner: str, num_items: int, num_bytes: int) -> None:
+        with self._counting:
+            self._num_items[owner] += num_items
+            self._num_bytes[owner] += num_bytes
 
     def _visible(self, entry_id: str) -> _Entry | None:
         """Return the entry if it exists and the current tenant may see it."""
         entry = self._entries.get(entry_id)
         return entry if entry is not None and tenants.may_see(entry.owner) else None
 
-    def _make_room(self, entry_id: str, size: int, before: int) -> None:
-        """Evict entries until one can grow from `before` to `size` bytes. Raises `StoreFullError`."""
-
-        def over() -> bool:
-            is_new = entry_id not in self._entries
-            return self.num_bytes - before + size > self.max_bytes or len(self) + is_new > self.max_items
-
-        if size > self.max_bytes:
-            raise StoreFullError(f"storage: {size} bytes do not fit; it holds at most {self.max_bytes}")
-        while over():
-            oldest = next((known for known in self._entries if known != entry_id), None)
-            if not self.evict or oldest is None:
+    def _make_room(self, owner: str, entry_id: str, num_items: int, growth: int) -> None:
+        """Evict entries of the owner's until one can grow by so many bytes. Raises `StoreFullError`."""
+        share = self.shares.get(owner, self.max_bytes)
+        known = self._entries.get(entry_id)
+        size = growth + (0 if known is None else known.size)
+        if growth > 0 and size > share:
+            raise StoreFullError(f"storage: {size} bytes do not fit; it holds at most {share}")
+        while (growth > 0 and self._num_bytes[owner] + growth > share) or (
+            num_items and self._num_items[owner] + num_items > self.max_items
+        ):
+            oldest = None
+            if self.evict:
+                owned = (each for each, entry in list(self._entries.items()) if entry.owner == owner)
+                oldest = next((each for each in owned if each != entry_id), None)
+            if oldest is None:
                 raise StoreFullError(
-                    f"storage: it is full, with {len(self)} of {self.max_items} entries and {self.num_bytes} of "
-                    f"{self.max_bytes} bytes; delete something first"
+                    f"storage: it is full, with {self._num_items[owner]} of {self.max_items} entries and "
+                    f"{self._num_bytes[owner]} of {share} bytes; delete something first"
                 )
             self.delete(oldest)
 
-    def _write(self, files: dict[str, bytes]) -> None:
-        """Write all files by name, or none. Does nothing without a folder. Raises `StorageError`."""
+    def _write(self, files: dict[str, bytes], is_new: bool = False) -> None:
+        """Write files by name. Does nothing without a folder. Raises `StorageError`; then new files are not there, and
+        replaced ones are as they were, unless the disk failed behind the last step."""
         if self.folder is None:
             return
         parts: list[Path] = []
@@ -233,17 +287,14 @@ class Store:
             with _disk("written to"):
                 for data in files.values():
                     parts.append(self.folder / (_TORN + secrets.token_hex(8)))
-                    descriptor = os.open(parts[-1], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                    try:
-                        _write_all(descriptor, data, 0)
-                    finally:
-                        os.close(descriptor)
+                    disk.create(parts[-1], data)
                 for part, name in zip(parts, files, strict=True):
-                    os.replace(part, self.folder / name)
+                    disk.replace(part, self.folder / name)
+                disk.sync(self.folder)
         except BaseException:
-            for part in parts:
+            for path in [*parts, *(self.folder / name for name in files if is_new)]:
                 with contextlib.suppress(OSError):
-                    part.unlink(missing_ok=True)
+                    disk.unlink(path)
             raise
 
     def _load(self, folder: Path) -> None:
@@ -251,7 +302,7 @@ class Store:
         ids_by_time: list[tuple[float, str]] = []
         for item in os.scandir(folder):
             if item.name.startswith(_TORN) and item.is_file(follow_symlinks=False):
-                os.unlink(item.path)
+                disk.unlink(Path(item.path))
                 continue
             match = _NAME.fullmatch(item.name)
             if not match or not match[1].startswith(self.prefix) or not item.is_file(follow_symlinks=False):
@@ -259,14 +310,21 @@ class Store:
             if match[2] == "json":
                 ids_by_time.append((item.stat(follow_symlinks=False).st_mtime, match[1]))
             elif not (folder / f"{match[1]}.json").is_file():
-                os.unlink(item.path)
+                disk.unlink(Path(item.path))
         for _, entry_id in sorted(ids_by_time):
             self._read_entry(folder, entry_id)
+        # What is shown from now on has to be there after the next crash.
+        disk.sync(folder)
 
     def _read_entry(self, folder: Path, entry_id: str) -> None:
-        """Load one entry; log a warning if it is damaged."""
+        """Load one entry; log a warning if it is damaged. Metadata without a body are deleted: an interrupted `put` or
+        `delete` may leave them."""
         try:
             status = os.lstat(folder / f"{entry_id}.bin")
+        except FileNotFoundError:
+            disk.unlink(folder / f"{entry_id}.json")
+            return
+        try:
             text = (folder / f"{entry_id}.json").read_bytes()
             metadata = msgspec.json.decode(text)
         except (OSError, msgspec.DecodeError) as error:
@@ -275,8 +333,9 @@ class Store:
         if not stat.S_ISREG(status.st_mode) or not isinstance(metadata, dict):
             logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
             return
-        size = len(text) + status.st_size
-        self._entries[entry_id] = _Entry(text, None, size, str(metadata.get(_OWNER, "")))
+        entry = _Entry(text, None, len(text) + status.st_size, str(metadata.get(_OWNER, "")))
+        self._entries[entry_id] = entry
+        self._count(entry.owner, 1, entry.size)
 
 
 @contextlib.contextmanager
@@ -289,14 +348,6 @@ def _disk(done: str) -> Iterator[None]:
     except OSError as error:
         logger.warning("the storage can not be %s: %s", done, error)
         raise StorageError(f"storage: it can not be {done} just now; nothing was changed") from error
-
-
-def _write_all(descriptor: int, data: bytes, begin: int) -> None:
-    """Write `data` from byte `begin` on, and end the file behind it."""
-    view = memoryview(data)
-    while view:
-        view = view[os.pwrite(descriptor, view, begin + len(data) - len(view)) :]
-    os.ftruncate(descriptor, begin + len(data))
 
 
 def _encode(metadata: dict[str, Any], owner: str) -> bytes:

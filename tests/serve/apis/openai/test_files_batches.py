@@ -354,12 +354,15 @@ def test_the_store_is_bounded(tmp_path: Path) -> None:
         with pytest.raises(StoreFullError, match="3 of 3"):
             store.put(ids[3], {}, b"")
         with pytest.raises(StoreFullError):
-            store.append(ids[0], b"y" * 40)
+            store.write(ids[0], b"y" * 40, 20)
         assert store.body(ids[0]) == b"y" * 20
         store.delete(ids[1])
-        store.append(ids[0], b"z")
+        store.write(ids[0], b"z", 20)
         assert store.num_bytes == 45
-        store.put(ids[0], {"a": 1}, b"")
+        store.write(ids[0], b"uvw", 18)
+        assert (store.body(ids[0])[16:], store.num_bytes) == (b"yyuvw", 45)
+        store.set_metadata(ids[0], {"a": 1})
+        store.set_body(ids[0], b"")
         assert (store.metadata(ids[0]), store.body(ids[0]), store.num_bytes) == ({"a": 1}, b"", 29)
         assert not store.delete("../" + ids[0])
     with pytest.raises(HeadraceError, match="another server"):

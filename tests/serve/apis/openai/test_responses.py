@@ -27,13 +27,14 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Finish, Request, TokenLogprob
-from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
+from headrace.serve.apis.openai.responses import Entry, ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.call.service import ServedModel
 from headrace.serve.storage.store import Store
+from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.calls import new_parser
@@ -206,10 +207,11 @@ async def read_scripted(
     scripted: Any = Scripted(token_ids, lengths)
     generation = Generation(scripted, [state], 1, None, num_returned=1, per_request=1)
     call = ChatCall(messages=[], sampling={"logprobs": 0})
-    responses = Responses(model, Store("resp_", None, max_items=1, max_bytes=2**20, evict=True))
+    responses = Responses(model, Store("resp_", None, max_items=1, max_bytes=2**20, evict=True), Writers())
     chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)
     request, _ = read({"input": "A", "stream": stream})
-    answer = ResponseAnswer(responses, request, chat, responses._object(request, chat, "resp_1"))
+    entry = Entry(response=responses._object(request, chat, "resp_1"), input=[], history=[])
+    answer = ResponseAnswer(responses, request, chat, entry)
     if not stream:
         return msgspec.to_builtins(await answer.whole()), []
     events = [json.loads(raw.split(b"data: ")[1]) async for raw in answer.events()]

@@ -337,7 +337,7 @@ def configs(
     kernel: Kernel, heads: int, kv_heads: int, head_dim: int, query: torch.dtype, cache: torch.dtype,
     capability: int = 90,
 ) -> tuple[Config, ...]:  # fmt: skip
-    """Return the configs of FEW or MANY for the shape, the types and the GPU (80, 90, 100 or 120), the default first.
+    """Return the configs of FEW or MANY for the shape, the types and the GPU's capability, the default first.
 
     Those left out do not fit in registers or shared memory. Caches of fp8 need a capability from 90 on.
     """
@@ -353,9 +353,7 @@ def configs(
         suited = kernel.configs
     group = group_rows(heads, kv_heads)
     return tuple(
-        replace(config, tiles={"BM": max(config.tiles["BM"], group)})
-        for config in suited
-        if not config.capabilities or capability in config.capabilities
+        replace(config, tiles={"BM": max(config.tiles["BM"], group)}) for config in suited if config.fits(capability)
     )
 
 

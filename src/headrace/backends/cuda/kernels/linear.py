@@ -1,4 +1,4 @@
-"""Linear layers: out [R, N] = x [R, K] times weights [N, K], with bias, gate, residual and norm's scale after it.
+"""Linear layers: out [R, N] = x [R, K] times weights [N, K], with bias, gate and residual after it.
 
 For few rows the weights are the first operand of the instruction and the rows are padded to 16; for many it is the
 usual way round. Programs stay and take one tile after the other. K is summed in spans, whose ends are set by the
@@ -61,14 +61,9 @@ def _sum(x, x_at, w, w_at, v, first, last, acc, acc_up, GATED: tl.constexpr, BK:
 
 
 @triton.jit
-def finish(acc, acc_up, row, col, rows, inside, N, scale, bias, residual, ld_residual, out, ld_out,
-           ACT: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Scale, add, activate and store a tile of sums [rows, columns]."""
-    if scale is not None:
-        factor = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
-        acc *= factor
-        if GATED:
-            acc_up *= factor
+def finish(acc, acc_up, row, col, inside, N, bias, residual, ld_residual, out, ld_out, ACT: tl.constexpr,
+           GATED: tl.constexpr):  # fmt: skip
+    """Add, activate and store a tile of sums [rows, columns]."""
     if bias is not None:
         acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -109,7 +104,7 @@ def in_order(acc, acc_up, partial, arrived, item, SPANS: tl.constexpr, GATED: tl
 
 @triton.jit
 def _linear(
-    x, ld_x, weight, ld_weight, scale, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived, K, N, SPAN,
+    x, ld_x, weight, ld_weight, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived, K, N, SPAN,
     DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr,
     BAND: tl.constexpr,
@@ -155,18 +150,18 @@ def _linear(
         if SHARES > 1:
             acc, acc_up, last = in_order(acc, acc_up, partial, arrived, item, SPANS, GATED, BR, COLS)
             inside &= last
-        finish(acc, acc_up, row, col, rows, inside, N, scale, bias, residual, ld_residual, out, ld_out, ACT, GATED)
+        finish(acc, acc_up, row, col, inside, N, bias, residual, ld_residual, out, ld_out, ACT, GATED)
 
 
 def _twin(
-    x: Tensor, ld_x: int, weight: Tensor, ld_weight: int, scale: Tensor | None, bias: Tensor | None,
-    residual: Tensor | None, ld_residual: int, out: Tensor, ld_out: int, sizes: Tensor, partial: Tensor | None,
-    arrived: Tensor | None, K: int, N: int, SPAN: int, DIM: int, SPANS: int, ACT: str, GATED: bool, WHOLE: bool,
+    x: Tensor, ld_x: int, weight: Tensor, ld_weight: int, bias: Tensor | None, residual: Tensor | None,
+    ld_residual: int, out: Tensor, ld_out: int, sizes: Tensor, partial: Tensor | None, arrived: Tensor | None, K: int,
+    N: int, SPAN: int, DIM: int, SPANS: int, ACT: str, GATED: bool, WHOLE: bool,
 ) -> None:  # fmt: skip
     rows = int(sizes[DIM])
     spans = [(first, min(first + SPAN, K)) for first in range(0, K, SPAN)]
     v = sum_of_spans([(x[:rows, first:last].float(), weight[:, first:last].float()) for first, last in spans])
-    out[:rows, :N] = finished(v, scale, bias, residual, N, ACT, GATED)
+    out[:rows, :N] = finished(v, bias, residual, N, ACT, GATED)
 
 
 def sum_of_spans(spans: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -179,13 +174,8 @@ def sum_of_spans(spans: list[tuple[Tensor, Tensor]]) -> Tensor:
     return total[:, : spans[0][1].shape[0]]
 
 
-def finished(
-    v: Tensor, scale: Tensor | None, bias: Tensor | None, residual: Tensor | None, N: int, ACT: str, GATED: bool
-) -> Tensor:
+def finished(v: Tensor, bias: Tensor | None, residual: Tensor | None, N: int, ACT: str, GATED: bool) -> Tensor:
     """What the kernel does to the sums before it stores them."""
-    rows = v.shape[0]
-    if scale is not None:
-        v = v * scale[:rows, None]
     if bias is not None:
         v = v + bias.float()
     up = v[:, N:]
@@ -194,7 +184,7 @@ def finished(
         v = elementwise(ACTIVATIONS[ACT], v)
     if GATED:
         v = v * up
-    return v if residual is None else v + residual[:rows, :N].float()
+    return v if residual is None else v + residual[: len(v), :N].float()
 
 
 class Scratch(NamedTuple):
@@ -254,6 +244,10 @@ def span_of(num_out: int, num_in: int) -> int:
     return -(-num_in // (spans * SPAN_STEP)) * SPAN_STEP
 
 
+def num_spans(num_out: int, num_in: int) -> int:
+    return -(-num_in // span_of(num_out, num_in))
+
+
 def suits(config: Config, weight: Tensor) -> bool:
     """Whether the sums of a span and of all fit the registers."""
     tiles = config.tiles
@@ -272,17 +266,34 @@ def default(weight: Tensor, num_rows: int, gated: bool = False) -> Config:
     return next(config for config in suited if config.tiles["BR"] == rows and config.tiles["BN"] >= columns)
 
 
-def scratch_numbers(weight: Tensor, num_rows: int, gated: bool, config: Config) -> tuple[int, int]:
+def scratch_numbers(weight: Tensor, num_rows: int, config: Config) -> tuple[int, int]:
     """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
-    tiles = _tiles(weight, num_rows, gated, config)
-    spans = -(-weight.shape[1] // span_of(*weight.shape))
+    tiles, spans = num_tiles(weight.shape[0], num_rows, config), num_spans(*weight.shape)
     if spans == 1 or not config.tiles["APART"]:
         return 0, 0
     return tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles
 
 
-def _tiles(weight: Tensor, num_rows: int, gated: bool, config: Config) -> int:
-    return -(-num_rows // config.tiles["BR"]) * -(-weight.shape[0] // config.tiles["BN"])
+def num_tiles(num_out: int, num_rows: int, config: Config) -> int:
+    return -(-num_rows // config.tiles["BR"]) * -(-num_out // config.tiles["BN"])
+
+
+def arguments(
+    x: Tensor, num_out: int, out: Tensor, sizes: Tensor, dim: int, needed: tuple[int, int], scratch: Scratch | None,
+    bias: Tensor | None, residual: Tensor | None, activation: Activation | None, gated: bool,
+) -> dict[str, Argument]:  # fmt: skip
+    """Return what all kernels of linear layers take. Raises ValueError for scratch of less than `needed` numbers."""
+    if any(needed) and (scratch is None or not holds(scratch, needed)):
+        raise ValueError(f"scratch is too small: {needed} numbers are needed")
+    partial, arrived = (None, None) if scratch is None else scratch
+    num_in = x.shape[1]
+    return {
+        "x": x, "ld_x": x.stride(0), "bias": bias, "residual": residual,
+        "ld_residual": 0 if residual is None else residual.stride(0), "out": out, "ld_out": out.stride(0),
+        "sizes": sizes, "partial": partial, "arrived": arrived, "K": num_in, "N": num_out // 2 if gated else num_out,
+        "SPAN": span_of(num_out, num_in), "DIM": dim, "SPANS": num_spans(num_out, num_in), "ACT": activation or "",
+        "GATED": gated,
+    }  # fmt: skip
 
 
 def linear(
@@ -297,35 +308,23 @@ def linear(
     scratch: Scratch | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    scale: Tensor | None = None,
     activation: Activation | None = None,
     gated: bool = False,
     config: Config | None = None,
 ) -> Launch:
-    """act(x [R, K] weight [N, K]^T * scale [R] + bias [N]) + residual [R, N] -> out [R, N], sums in float32.
+    """act(x [R, K] weight [N, K]^T + bias [N]) + residual [R, N] -> out [R, N], sums in float32.
 
     gated: weight [2 N, K], and out = act(first half) * second half. out may be the residual, and float32. sizes: int32
     in device memory; `sizes[dim]` rows count, at most `num_rows`. num_programs: multiprocessors of the GPU.
     scratch: at least `scratch_numbers`, where these are not 0.
     """
     config = config or default(weight, num_rows, gated)
-    needed = scratch_numbers(weight, num_rows, gated, config)
-    if any(needed) and (scratch is None or not holds(scratch, needed)):
-        raise ValueError(f"scratch is too small: {needed} numbers are needed")
-    num_out, num_in = weight.shape
-    span = span_of(num_out, num_in)
-    tiles = config.tiles
-    spans = -(-num_in // span)
-    items = _tiles(weight, num_rows, gated, config) * (spans if tiles["APART"] else 1)
-    partial, arrived = (None, None) if scratch is None else scratch
-    arguments: dict[str, Argument] = {
-        "x": x, "ld_x": x.stride(0), "weight": weight, "ld_weight": weight.stride(0), "scale": scale, "bias": bias,
-        "residual": residual, "ld_residual": 0 if residual is None else residual.stride(0),
-        "out": out, "ld_out": out.stride(0), "sizes": sizes, "partial": partial, "arrived": arrived,
-        "K": num_in, "N": num_out // 2 if gated else num_out, "SPAN": span, "DIM": dim, "SPANS": spans,
-        "ACT": activation or "", "GATED": gated, "WHOLE": num_in % tiles["BK"] == 0,
-    }  # fmt: skip
-    return Launch(KERNEL, (min(items, num_programs * _resident(config, weight.element_size())),), arguments, config)
+    needed = scratch_numbers(weight, num_rows, config)
+    (num_out, num_in), tiles = weight.shape, config.tiles
+    items = num_tiles(num_out, num_rows, config) * (num_spans(num_out, num_in) if tiles["APART"] else 1)
+    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated)
+    values |= {"weight": weight, "ld_weight": weight.stride(0), "WHOLE": num_in % tiles["BK"] == 0}
+    return Launch(KERNEL, (min(items, num_programs * _resident(config, weight.element_size())),), values, config)
 
 
 def _resident(config: Config, item_bytes: int) -> int:

@@ -1,9 +1,10 @@
-"""Linear layers of 8-bit weights times 8-bit rows: fp8 (e4m3), or int8 with exact integer sums.
+"""Linear layers of fp8 (e4m3) weights times rows of fp8.
 
 A launch before it rounds the rows, with a scale for each row or for each of its pieces of 128 inputs (DeepSeek-V3,
 2024, section 3.3). Scales of weights: one for each output, or for each piece of 128 inputs of one or of 128 outputs.
 Tensor cores sum fp8 products in fewer bits than float32 has, so they sum 128 inputs at a time and the rest is float32.
-fp8 needs capability 90 (89 has it, but is not tuned for); below, fp8 weights are widened to 16 bits when loaded.
+It needs capability 90 (89 has fp8, but is not tuned for); below, fp8 weights are widened to 16 bits when loaded. Codes
+of int8 are for `linear_codes`, whose rows keep their 16 bits.
 """
 
 from __future__ import annotations
@@ -16,24 +17,32 @@ from torch import Tensor
 
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels import linear as dense
-from headrace.backends.cuda.kernels.linear import Scratch, finish, finished, in_order, place, span_of, sum_of_spans
+from headrace.backends.cuda.kernels.linear import (
+    Scratch,
+    arguments,
+    finish,
+    finished,
+    in_order,
+    num_spans,
+    num_tiles,
+    place,
+    span_of,
+    sum_of_spans,
+)
 from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 
 PIECE = 128
 """Inputs that are summed in the tensor cores, and that share a scale where there are several."""
 
-MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+MOST = 448.0
 LEAST = 1e-12
 """Rows of zeros have this for their largest number."""
-
-ROUND = 12582912.0
-"""1.5 * 2^23: a float32 of magnitude below 2^22, plus and minus it, is rounded to an integer, ties to even."""
 
 
 @triton.jit
 def _round(
     x, ld_x, out, ld_out, scales, ld_scales, sizes, width, most, DIM: tl.constexpr, GROUPED: tl.constexpr,
-    INTEGER: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
@@ -46,21 +55,19 @@ def _round(
         largest = tl.zeros_like(largest) + tl.max(largest, 0)
     scale = tl.div_rn(tl.maximum(largest, 1e-12), tl.zeros_like(largest) + most)
     v = tl.div_rn(v, tl.broadcast_to(scale[:, None], v.shape))
-    if INTEGER:
-        v = (v + 12582912.0) - 12582912.0
     tl.store(out + row * ld_out + column, v.to(out.dtype.element_ty), mask=column < width)
     tl.store(scales + piece * ld_scales + row, scale, mask=(piece * PIECE < width) if GROUPED else piece == 0)
 
 
 def _round_twin(
     x: Tensor, ld_x: int, out: Tensor, ld_out: int, scales: Tensor, ld_scales: int, sizes: Tensor, width: int,
-    most: float, DIM: int, GROUPED: bool, INTEGER: bool, PIECES: int, PIECE: int,
+    most: float, DIM: int, GROUPED: bool, PIECES: int, PIECE: int,
 ) -> None:  # fmt: skip
     rows = int(sizes[DIM])
     v = F.pad(x[:rows, :width].float(), (0, -width % PIECE)).unflatten(1, (-1, PIECE) if GROUPED else (1, -1))
     scale = v.abs().amax(2).clamp(min=LEAST) / torch.tensor(most)
     v = (v / scale[:, :, None]).flatten(1)[:, :width]
-    out[:rows, :width] = (v.round() if INTEGER else v).to(out.dtype)
+    out[:rows, :width] = v.to(out.dtype)
     scales[: scale.shape[1], :rows] = scale.t()
 
 
@@ -78,56 +85,44 @@ def round_rows(
     grouped: bool,
     config: Config | None = None,
 ) -> Launch:
-    """Round x [R, K] to 8 bits: out [R, K] (int8 or float8_e4m3fn) times its scales is x, nearly.
+    """Round x [R, K] to fp8: out [R, K] times its scales is x, nearly.
 
     scales: float32 [pieces, most rows], of pieces of 128 inputs if `grouped`, or [1, most rows].
     """
     width = x.shape[1]
     arguments: dict[str, Argument] = {
         "x": x, "ld_x": x.stride(0), "out": out, "ld_out": out.stride(0), "scales": scales,
-        "ld_scales": scales.stride(0), "sizes": sizes, "width": width, "most": MOST[out.dtype], "DIM": dim,
-        "GROUPED": grouped, "INTEGER": out.dtype == torch.int8,
-        "PIECES": triton.next_power_of_2(-(-width // PIECE)), "PIECE": PIECE,
+        "ld_scales": scales.stride(0), "sizes": sizes, "width": width, "most": MOST, "DIM": dim,
+        "GROUPED": grouped, "PIECES": triton.next_power_of_2(-(-width // PIECE)), "PIECE": PIECE,
     }  # fmt: skip
     return Launch(ROUND_ROWS, (num_rows,), arguments, config or ROUND_ROWS.configs[0])
 
 
 @triton.jit
 def _sum(x, x_at, x_scales, ld_x_scales, row, w, w_at, w_scales, ld_w_scales, n, first, last, acc, K,
-         GROUPED: tl.constexpr, INTEGER: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr,
-         BK: tl.constexpr):  # fmt: skip
+         GROUPED: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Add the products of inputs first ... last - 1, in ascending order. n: where the outputs' scales begin."""
     k = tl.arange(0, BK)[None, :]
-    KIND: tl.constexpr = tl.int32 if INTEGER else tl.float32
-    exact = tl.zeros(acc.shape, KIND)
     for at in tl.range(first, last, BK):
         if WHOLE:
             a = tl.load(x + at + x_at)
             b = tl.load(w + at + w_at)
         else:
-            a = tl.load(x + at + x_at, mask=at + k < K, other=0 if INTEGER else 0.0)
-            b = tl.load(w + at + w_at, mask=at + k < K, other=0 if INTEGER else 0.0)
-        if INTEGER and not GROUPED:
-            if SWAP:
-                exact = tl.dot(b, tl.trans(a), exact, out_dtype=tl.int32)
-            else:
-                exact = tl.dot(a, tl.trans(b), exact, out_dtype=tl.int32)
+            a = tl.load(x + at + x_at, mask=at + k < K, other=0.0)
+            b = tl.load(w + at + w_at, mask=at + k < K, other=0.0)
+        if SWAP:
+            part = tl.dot(b, tl.trans(a))
         else:
-            if SWAP:
-                part = tl.dot(b, tl.trans(a), out_dtype=KIND).to(tl.float32)
-            else:
-                part = tl.dot(a, tl.trans(b), out_dtype=KIND).to(tl.float32)
-            if GROUPED:
-                one = tl.load(x_scales + (at // BK) * ld_x_scales + row)
-                other = tl.load(w_scales + n * ld_w_scales + at // BK)
-                # The same order and one fma for both ways round.
-                part *= other[:, None] if SWAP else other[None, :]
-                factor = one[None, :] if SWAP else one[:, None]
-                acc = tl.fma(part, tl.broadcast_to(factor, part.shape), acc)
-            else:
-                acc += part
-    if INTEGER and not GROUPED:
-        acc = exact.to(tl.float32)
+            part = tl.dot(a, tl.trans(b))
+        if GROUPED:
+            one = tl.load(x_scales + (at // BK) * ld_x_scales + row)
+            other = tl.load(w_scales + n * ld_w_scales + at // BK)
+            # The same order and one fma for both ways round.
+            part *= other[:, None] if SWAP else other[None, :]
+            factor = one[None, :] if SWAP else one[:, None]
+            acc = tl.fma(part, tl.broadcast_to(factor, part.shape), acc)
+        else:
+            acc += part
     return acc
 
 
@@ -135,8 +130,8 @@ def _sum(x, x_at, x_scales, ld_x_scales, row, w, w_at, w_scales, ld_w_scales, n,
 def _linear_8bit(
     x, ld_x, x_scales, ld_x_scales, weight, ld_weight, w_scales, ld_w_scales, bias, residual, ld_residual, out, ld_out,
     sizes, partial, arrived, K, N, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr,
-    GATED: tl.constexpr, GROUPED: tl.constexpr, TALL: tl.constexpr, INTEGER: tl.constexpr, WHOLE: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr, BAND: tl.constexpr,
+    GATED: tl.constexpr, GROUPED: tl.constexpr, TALL: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     COLS: tl.constexpr = BN // 2 if GATED else BN
     SHARES: tl.constexpr = SPANS if APART else 1
@@ -165,12 +160,12 @@ def _linear_8bit(
             begin = span * SPAN
             end = tl.minimum(begin + SPAN, K)
             sums = _sum(x, x_at, x_scales, ld_x_scales, row_read, weight + first * ld_weight, w_at, w_scales,
-                        ld_w_scales, n // TALL, begin, end, none, K, GROUPED, INTEGER, WHOLE, SWAP, BK)  # fmt: skip
+                        ld_w_scales, n // TALL, begin, end, none, K, GROUPED, WHOLE, SWAP, BK)  # fmt: skip
             total = sums if SHARES == SPANS else total + sums
             if GATED:
                 sums = _sum(x, x_at, x_scales, ld_x_scales, row_read, weight + (first + N) * ld_weight, w_at,
-                            w_scales, ld_w_scales, (n + N) // TALL, begin, end, none, K, GROUPED, INTEGER, WHOLE,
-                            SWAP, BK)  # fmt: skip
+                            w_scales, ld_w_scales, (n + N) // TALL, begin, end, none, K, GROUPED, WHOLE, SWAP,
+                            BK)  # fmt: skip
                 total_up = sums if SHARES == SPANS else total_up + sums
         if SWAP:
             total = tl.trans(total)
@@ -179,23 +174,19 @@ def _linear_8bit(
         if SHARES > 1:
             total, total_up, last = in_order(total, total_up, partial, arrived, item, SPANS, GATED, BR, COLS)
             inside &= last
-        if GROUPED:
-            finish(
-                total, total_up, row, col, rows, inside, N, None, bias, residual, ld_residual, out, ld_out, ACT, GATED
-            )
-        else:
-            total *= tl.load(w_scales + n)[None, :]
+        if not GROUPED:
+            factor = tl.load(x_scales + row_read)[:, None]
+            total = total * tl.load(w_scales + n)[None, :] * factor
             if GATED:
-                total_up *= tl.load(w_scales + N + n)[None, :]
-            finish(total, total_up, row, col, rows, inside, N, x_scales, bias, residual, ld_residual, out, ld_out, ACT,
-                   GATED)  # fmt: skip
+                total_up = total_up * tl.load(w_scales + N + n)[None, :] * factor
+        finish(total, total_up, row, col, inside, N, bias, residual, ld_residual, out, ld_out, ACT, GATED)
 
 
 def _twin(
     x: Tensor, ld_x: int, x_scales: Tensor, ld_x_scales: int, weight: Tensor, ld_weight: int, w_scales: Tensor,
     ld_w_scales: int, bias: Tensor | None, residual: Tensor | None, ld_residual: int, out: Tensor, ld_out: int,
     sizes: Tensor, partial: Tensor | None, arrived: Tensor | None, K: int, N: int, SPAN: int, DIM: int, SPANS: int,
-    ACT: str, GATED: bool, GROUPED: bool, TALL: int, INTEGER: bool, WHOLE: bool,
+    ACT: str, GATED: bool, GROUPED: bool, TALL: int, WHOLE: bool,
 ) -> None:  # fmt: skip
     rows = int(sizes[DIM])
     a, b = x[:rows, :K].float(), weight.float()
@@ -203,17 +194,16 @@ def _twin(
     total = torch.zeros((), device=x.device)
     span = total
     for columns, piece in pieces:
-        # Sums of 128 products of 8-bit integers are exact in float32; of more, in float64.
         part = sum_of_spans([(a[:, columns], b[:, columns])])
         if GROUPED:
             by_output = w_scales[:, piece].repeat_interleave(TALL)[: weight.shape[0]]
             part = part * by_output[None] * x_scales[piece, :rows, None]
-        span = (span.double() if INTEGER and not GROUPED else span) + part
+        span = span + part
         if (columns.start + PIECE) % SPAN == 0 or columns.stop == K:
-            total, span = total + span.float(), torch.zeros((), device=x.device)
+            total, span = total + span, torch.zeros((), device=x.device)
     if not GROUPED:
-        total = total * w_scales.view(-1)[None]
-    out[:rows, :N] = finished(total, None if GROUPED else x_scales[0], bias, residual, N, ACT, GATED)
+        total = total * w_scales.view(-1)[None] * x_scales[0, :rows, None]
+    out[:rows, :N] = finished(total, bias, residual, N, ACT, GATED)
 
 
 def _config(rows: int, columns: int, swap: int, warps: int, stages: int, *capabilities: int) -> Config:
@@ -235,11 +225,10 @@ KERNEL = Kernel(
     ),
     fuse=False,
 )
-"""For fp8 on capabilities from 90, for int8 on all."""
 
 
 def suits(config: Config, weight: Tensor, gated: bool, grouped: bool) -> bool:
-    """Whether the sums fit the registers, and fp8 the instructions of sm_90, which have 64 rows: with fewer the
+    """Whether the sums fit the registers, and the tile the instructions of sm_90, which have 64 rows: with fewer the
     compiler takes those for float16, whose sums have other bits."""
     tiles = config.tiles
     nested = not tiles["APART"] and span_of(*weight.shape) < weight.shape[1]
@@ -274,27 +263,18 @@ def linear_8bit(
 ) -> Launch:
     """act(x [R, K] weight [N, K]^T, both times their scales, + bias [N]) + residual [R, N] -> out [R, N].
 
-    x and weight are both int8 or both float8_e4m3fn. x_scales as `round_rows` writes them. w_scales: float32 [N, 1]
+    x and weight are float8_e4m3fn. x_scales as `round_rows` writes them. w_scales: float32 [N, 1]
     with x_scales [1, R], else [N or ceil(N / 128), ceil(K / 128)]. For the others see `linear.linear`.
     """
     grouped = x_scales.shape[0] > 1 or w_scales.shape[1] > 1
     config = config or default(weight, num_rows, gated, grouped)
+    needed = dense.scratch_numbers(weight, num_rows, config)
     num_out, num_in = weight.shape
-    needed = dense.scratch_numbers(weight, num_rows, gated, config)
-    if any(needed) and (scratch is None or not dense.holds(scratch, needed)):
-        raise ValueError(f"scratch is too small: {needed} numbers are needed")
-    span = span_of(num_out, num_in)
-    spans = -(-num_in // span)
-    tiles = config.tiles
-    items = -(-num_rows // tiles["BR"]) * -(-num_out // tiles["BN"]) * (spans if tiles["APART"] else 1)
-    partial, arrived = (None, None) if scratch is None else scratch
-    arguments: dict[str, Argument] = {
-        "x": x, "ld_x": x.stride(0), "x_scales": x_scales, "ld_x_scales": x_scales.stride(0), "weight": weight,
-        "ld_weight": weight.stride(0), "w_scales": w_scales, "ld_w_scales": w_scales.stride(0), "bias": bias,
-        "residual": residual, "ld_residual": 0 if residual is None else residual.stride(0), "out": out,
-        "ld_out": out.stride(0), "sizes": sizes, "partial": partial, "arrived": arrived, "K": num_in,
-        "N": num_out // 2 if gated else num_out, "SPAN": span, "DIM": dim, "SPANS": spans, "ACT": activation or "",
-        "GATED": gated, "GROUPED": grouped, "TALL": 1 if w_scales.shape[0] == num_out else PIECE,
-        "INTEGER": x.dtype == torch.int8, "WHOLE": num_in % PIECE == 0,
+    items = num_tiles(num_out, num_rows, config) * (num_spans(num_out, num_in) if config.tiles["APART"] else 1)
+    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated)
+    values |= {
+        "x_scales": x_scales, "ld_x_scales": x_scales.stride(0), "weight": weight, "ld_weight": weight.stride(0),
+        "w_scales": w_scales, "ld_w_scales": w_scales.stride(0), "GROUPED": grouped,
+        "TALL": 1 if w_scales.shape[0] == num_out else PIECE, "WHOLE": num_in % PIECE == 0,
     }  # fmt: skip
-    return Launch(KERNEL, (min(items, num_programs * (16 // config.num_warps)),), arguments, config)
+    return Launch(KERNEL, (min(items, num_programs * (16 // config.num_warps)),), values, config)

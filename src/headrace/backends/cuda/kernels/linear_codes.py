@@ -24,7 +24,17 @@ from torch import Tensor
 
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels import linear as dense
-from headrace.backends.cuda.kernels.linear import Scratch, finish, finished, in_order, place, span_of, sum_of_spans
+from headrace.backends.cuda.kernels.linear import (
+    Scratch,
+    arguments,
+    finish,
+    finished,
+    in_order,
+    num_spans,
+    num_tiles,
+    place,
+    sum_of_spans,
+)
 from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
@@ -190,7 +200,7 @@ def _sum(x, x_at, k, codes, q_at, scales, mins, s_at, first, last, acc, K, ALL, 
 
 @triton.jit
 def _linear_codes(
-    x, ld_x, codes, ld_codes, scales, mins, scale, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived,
+    x, ld_x, codes, ld_codes, scales, mins, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived,
     K, N, ALL, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, H: tl.constexpr,
     EACH: tl.constexpr, GROUPS: tl.constexpr, EIGHT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     UNPACK: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
@@ -231,7 +241,7 @@ def _linear_codes(
         if SPANS > 1:
             acc, acc_up, last = in_order(acc, acc_up, partial, arrived, item, SPANS, GATED, BR, COLS)
             inside &= last
-        finish(acc, acc_up, row, col, rows, inside, N, scale, bias, residual, ld_residual, out, ld_out, ACT, GATED)
+        finish(acc, acc_up, row, col, inside, N, bias, residual, ld_residual, out, ld_out, ACT, GATED)
 
 
 @triton.jit
@@ -366,7 +376,7 @@ def _words(numbers: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def _twin(
-    x: Tensor, ld_x: int, codes: Tensor, ld_codes: int, scales: Tensor, mins: Tensor | None, scale: Tensor | None,
+    x: Tensor, ld_x: int, codes: Tensor, ld_codes: int, scales: Tensor, mins: Tensor | None,
     bias: Tensor | None, residual: Tensor | None, ld_residual: int, out: Tensor, ld_out: int, sizes: Tensor,
     partial: Tensor | None, arrived: Tensor | None, K: int, N: int, ALL: int, SPAN: int, DIM: int, SPANS: int, ACT: str,
     GATED: bool, H: int, EACH: int, GROUPS: bool, EIGHT: bool, LOW: int | None, HIGH: int | None, UNPACK: str,
@@ -376,7 +386,7 @@ def _twin(
     weight = _dense(codes, scales, mins, K, H, EACH, GROUPS, EIGHT, LOW, HIGH, x.dtype).float()
     spans = [(first, min(first + SPAN, K)) for first in range(0, K, SPAN)]
     v = sum_of_spans([(x[:rows, first:last].float(), weight[:, first:last]) for first, last in spans])
-    out[:rows, :N] = finished(v, scale, bias, residual, N, ACT, GATED)
+    out[:rows, :N] = finished(v, bias, residual, N, ACT, GATED)
 
 
 def _widen_twin(
@@ -415,24 +425,31 @@ KERNEL = Kernel(
 WIDEN = Kernel(_widen, _widen_twin, (Config({"COLS": 32, "ASM": 1}, 4, 1),), fuse=False)
 
 
-def suits(config: Config, gated: bool) -> bool:
-    """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90."""
-    return config.tiles["BN"] >= 64 * (1 + gated)
+def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
+    """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90, and no register
+    spills on sm_100, which is known from compiling all."""
+    rows, columns = config.tiles["BR"], config.tiles["BN"]
+    if weight.eight:
+        spills = (rows, columns) == (32 if gated else 64, 128)
+    elif weight.book and weight.step == WIDEST:
+        spills = not gated and rows < 64 and columns == 128
+    else:
+        spills = weight.mins is not None and weight.each == 1 and (rows, columns) == (16, 64)
+    return columns >= 64 * (1 + gated) and not spills
 
 
 def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
-    # Less to do for each weight where scales are many or have minima (and one register spills on sm_100 with 64).
+    # Less to do for each weight where scales are many or have minima.
     columns = 128 if rows < 64 and (weight.step < WIDEST or weight.mins is not None) else 64
-    suited = [config for config in KERNEL.configs if config.tiles["BR"] == rows and suits(config, gated)]
+    suited = [config for config in KERNEL.configs if config.tiles["BR"] >= rows and suits(config, weight, gated)]
     return next(config for config in suited if config.tiles["BN"] >= columns)
 
 
 def scratch_numbers(weight: PackedCodes, num_rows: int, config: Config) -> tuple[int, int]:
     """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
-    tiles = -(-num_rows // config.tiles["BR"]) * -(-weight.num_out // config.tiles["BN"])
-    spans = -(-weight.num_in // span_of(weight.num_out, weight.num_in))
+    tiles, spans = num_tiles(weight.num_out, num_rows, config), num_spans(weight.num_out, weight.num_in)
     return (tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles) if spans > 1 else (0, 0)
 
 
@@ -449,7 +466,6 @@ def linear_codes(
     wide: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    scale: Tensor | None = None,
     activation: Activation | None = None,
     gated: bool = False,
     config: Config | None = None,
@@ -463,29 +479,18 @@ def linear_codes(
     if wide is not None:
         plain = wide.view(-1)[: num_out * num_in].view(num_out, num_in)
         blocks = -(-num_in // (weight.step * (1 if weight.eight else 4)))
-        arguments = weight.arguments() | {"ld_codes": weight.codes.stride(0), "out": plain, "ld_out": num_in}
-        widen = Launch(WIDEN, (-(-num_out // WIDEN.configs[0].tiles["COLS"]), blocks), arguments, WIDEN.configs[0])
+        values = weight.arguments() | {"out": plain, "ld_out": num_in}
+        widen = Launch(WIDEN, (-(-num_out // WIDEN.configs[0].tiles["COLS"]), blocks), values, WIDEN.configs[0])
         return [
             widen,
             dense.linear(
                 x, plain, out, sizes, dim, num_rows, num_programs=num_programs, scratch=scratch, bias=bias,
-                residual=residual, scale=scale, activation=activation, gated=gated, config=config,
+                residual=residual, activation=activation, gated=gated, config=config,
             ),
         ]  # fmt: skip
     config = config or default(weight, num_rows, gated)
     needed = scratch_numbers(weight, num_rows, config)
-    if any(needed) and (scratch is None or not dense.holds(scratch, needed)):
-        raise ValueError(f"scratch is too small: {needed} numbers are needed")
-    span = span_of(num_out, num_in)
-    spans = -(-num_in // span)
-    items = -(-num_rows // config.tiles["BR"]) * -(-num_out // config.tiles["BN"]) * spans
-    partial, arrived = (None, None) if scratch is None else scratch
-    arguments = weight.arguments() | {
-        "x": x, "ld_x": x.stride(0), "scale": scale, "bias": bias, "residual": residual,
-        "ld_residual": 0 if residual is None else residual.stride(0), "out": out, "ld_out": out.stride(0),
-        "sizes": sizes, "partial": partial, "arrived": arrived, "N": num_out // 2 if gated else num_out, "SPAN": span,
-        "DIM": dim, "SPANS": spans, "ACT": activation or "", "GATED": gated,
-        "WHOLE": num_in % (weight.step * (1 if weight.eight else 4)) == 0,
-    }  # fmt: skip
-    programs = min(items, num_programs * (16 // config.num_warps))
-    return [Launch(KERNEL, (programs,), arguments, config)]
+    items = num_tiles(num_out, num_rows, config) * num_spans(num_out, num_in)
+    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated)
+    values |= weight.arguments() | {"WHOLE": num_in % (weight.step * (1 if weight.eight else 4)) == 0}
+    return [Launch(KERNEL, (min(items, num_programs * (16 // config.num_warps)),), values, config)]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.engine.generation import off_loop
 from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
@@ -149,6 +150,9 @@ class LlamaAnswer(Readable):
 
     async def whole(self) -> Any:
         await self.answer.collect()
+        return await off_loop(self.answer.size, self._whole)
+
+    def _whole(self) -> Any:
         results = []
         for place, state in enumerate(self.answer.generation.states):
             result = self._result(place, state)

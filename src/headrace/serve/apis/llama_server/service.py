@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 
 from headrace import __version__
+from headrace.engine.generation import off_loop
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
@@ -109,6 +110,8 @@ class LlamaServer:
             return await self.model.encode(prompt, True, field)
         if not isinstance(prompt, list) or not prompt:
             raise RequestError(field, prompt, "a text, or a list of token ids and texts")
+        if set(map(type, prompt)) == {int}:
+            return prompt
         if sum(isinstance(piece, str) for piece in prompt) > MAX_PIECES:
             raise RequestError(field, len(prompt), f"at most {MAX_PIECES} texts between token ids")
         token_ids: list[int] = []
@@ -204,7 +207,9 @@ async def tokenize(model: ServedModel, request: TokenizeRequest) -> Tokenized:
         request.warn("parse_special", "ignored: special tokens in a text are always read as such")
     tokens: Sequence[int | TokenPiece] = token_ids
     if request.with_pieces:
-        tokens = [TokenPiece(id=token_id, piece=_piece(model.tokenizer, token_id)) for token_id in token_ids]
+        tokenizer = model.tokenizer
+        pieces = lambda: [TokenPiece(id=i, piece=_piece(tokenizer, i)) for i in token_ids]  # noqa: E731
+        tokens = await off_loop(len(token_ids), pieces)
     return Tokenized(
         count=len(token_ids),
         max_model_len=model.max_context,

@@ -81,6 +81,7 @@ class Ollama:
         request = self._read(ChatRequest, body)
         if not request.messages:
             return _loaded(request, message=reply.ReplyMessage(content=""))
+        bounds.check("messages", request.messages)
         messages = [message_of(turn, f"messages[{index}]") for index, turn in enumerate(request.messages)]
         call = ChatCall(
             **self._fields(request),

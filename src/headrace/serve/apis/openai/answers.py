@@ -6,6 +6,7 @@ A stream that has begun fails only by the engine's fault. `completions` puts a r
 
 from __future__ import annotations
 
+import functools
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import UNSET
 
 from headrace import __version__
+from headrace.engine.generation import off_loop
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.step import Finish
 from headrace.serve.apis.openai import reply
@@ -23,7 +25,7 @@ from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import event
-from headrace.serve.routing import Readable
+from headrace.serve.routing import Readable, large_event
 from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, RequestState, TextDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -52,6 +54,9 @@ class Reply(Readable):
 
     async def whole(self) -> Any:
         await self.answer.collect()
+        return await off_loop(self.answer.size, self._whole)
+
+    def _whole(self) -> Any:
         choices = [self._choice(place, self.generation.states[place]) for place in self.generation.best_places()]
         for index, choice in enumerate(choices):
             choice.index = index
@@ -78,7 +83,10 @@ class Reply(Readable):
             state = states[place]
             if not piece.token_ids and state.finish is None:
                 continue
-            choices = [] if place in started_places else self._opening(place, state)
+            choices = []
+            if place not in started_places:
+                # With log-probabilities of the prompt this may be large.
+                choices = await off_loop(self.answer.size, functools.partial(self._opening, place, state))
             started_places.add(place)
             choices += self._pieces(place, state, piece, parts)
             num_open -= state.finish is not None
@@ -89,7 +97,7 @@ class Reply(Readable):
                     chunk.usage = usage(self.groups) if continuous else None
                 elif not num_open and number == len(choices):
                     chunk.timings = timings(self.groups)
-                yield event(chunk)
+                yield await large_event(chunk, self.answer.size if number < len(choices) else 0)
         if with_usage:
             counts = {"usage": usage(self.groups), "timings": timings(self.groups)}
             yield event(self.chunk_type(**head, choices=[], **counts))

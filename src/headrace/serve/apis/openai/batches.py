@@ -1,9 +1,10 @@
 """OpenAI's /v1/batches: files of requests, answered in the background by the engine that serves all other requests.
 
-Batches run one at a time, oldest first, with several lines at once. No new line starts while other requests wait:
-interactive requests go first. An answer is written to the output file before it is counted, so with a storage folder
-the next server continues a batch that this one did not finish. A batch waits while the disk is full or fails. This
-module knows files and lines, and no HTTP.
+The batches of one holder run one at a time, oldest first; those of several holders run side by side and share the open
+lines (`serve.storage.turns`). No new line starts while other requests wait: interactive requests go first. Answers are
+on the disk, in the output files, before they are counted, all that ended meanwhile at once. With a storage folder the
+next server continues a batch that this one did not finish, behind the lines that are counted. A batch waits while the
+disk is full or fails, and while its holder's share of the storage is full. Knows files and lines, and no HTTP.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import io
 import logging
 import re
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -30,13 +31,14 @@ from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
+from headrace.serve.storage.turns import Turns
+from headrace.serve.storage.writers import Writers
 
 logger = logging.getLogger("headrace.server")
 
 MAX_LINES = 50_000
 MAX_OPEN = 64
 MAX_LISTED_ERRORS = 100
-LOOK_AGAIN_S = 0.02
 DISK_AGAIN_S = 5.0
 HOUR_S = 3600
 ENDED = ("failed", "completed", "expired", "cancelled")
@@ -46,6 +48,11 @@ NONE_AT_FIRST = (
 )  # fmt: skip
 """The fields of a batch that are None before its work comes there."""
 DEFAULT_PAGE = 20
+OUTPUTS = {"_output": ("output", "completed"), "_errors": ("errors", "failed")}
+"""The fields of a card that hold the ids of the output files: the ends of their names, and the counts of their lines.
+`_sizes` has the bytes of each that are counted; bytes behind them are remains of a crash."""
+
+T = TypeVar("T")
 
 
 class BatchRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -116,14 +123,22 @@ class Batches:
     """
 
     def __init__(
-        self, store: Store, files: Files, answerer: Answerer, concurrency: int, num_others: Callable[[], int]
+        self,
+        store: Store,
+        files: Files,
+        writers: Writers,
+        answerer: Answerer,
+        concurrency: int,
+        num_others: Callable[[], int],
     ) -> None:
-        self.store, self.files, self.answerer = store, files, answerer
+        self.store, self.files, self.writers, self.answerer = store, files, writers, answerer
         self.concurrency = concurrency
-        self._num_others = num_others
+        self._turns = Turns(concurrency, num_others)
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
-        self._running: tuple[str, asyncio.Task[None]] | None = None
+        # By holder: the batch that runs, what oversees it, and what answers its lines.
+        self._running: dict[str, tuple[str, asyncio.Task[None], asyncio.Task[None]]] = {}
+        self._given_up: set[str] = set()
 
     def start(self) -> None:
         """Begin to work, also on the batches of an earlier server."""
@@ -132,15 +147,16 @@ class Batches:
 
     async def close(self) -> None:
         """Stop. What is not done stays as it is, for the next start."""
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.gather(self._worker, return_exceptions=True)
+        tasks = [] if self._worker is None else [self._worker]
+        for _, overseer, work in self._running.values():
+            tasks += [overseer, work]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def create(self, body: dict[str, Any]) -> BatchObject:
-        """Answer a file of requests in the background.
-
-        Raises `RequestError`, `NotFoundError`, `StoreFullError`.
-        """
+        """Note a batch, to be answered after `wake`. Raises `RequestError`, `NotFoundError`, `StoreFullError`,
+        `StorageError`."""
         request = convert(BatchRequest, body)
         if request.endpoint not in self.answerer.routes:
             raise RequestError("endpoint", request.endpoint, "one of " + ", ".join(self.answerer.routes))
@@ -166,10 +182,9 @@ class Batches:
             "metadata": request.metadata or None,
         }
         batch = BatchObject(**fields)
-        while len(self.store) >= self.store.max_items and (old := self._oldest_ended()):
+        while self.store.num_items >= self.store.max_items and (old := self._oldest_ended()):
             self.store.delete(old)
         self.store.put(batch_id, msgspec.to_builtins(batch))
-        self._wake.set()
         batch.warnings = request.warnings.reply()
         return batch
 
@@ -186,163 +201,216 @@ class Batches:
         """The batches."""
         return page(BatchList, [self.get(batch_id) for batch_id in self.store], query, DEFAULT_PAGE)
 
-    def cancel(self, batch_id: str) -> BatchObject:
+    async def cancel(self, batch_id: str) -> BatchObject:
         """End a batch early.
 
         What was answered stays. Raises `NotFoundError`, `RequestError` if it has ended.
         """
-        batch = self.get(batch_id)
-        if batch.status in ENDED:
-            raise RequestError("batch_id", batch.status, "that of a batch which has not ended")
-        if batch.status != "cancelling":
-            self._note(batch_id, "cancelling")
-        if self._running is not None and self._running[0] == batch_id:
-            self._running[1].cancel()
-        self._wake.set()
+
+        def begin(card: dict[str, Any]) -> None:
+            if card["status"] in ENDED:
+                raise RequestError("batch_id", card["status"], "that of a batch which has not ended")
+            if card["status"] != "cancelling":
+                card |= {"status": "cancelling", "cancelling_at": int(time.time())}
+
+        self.get(batch_id)
+        with acting_as(Tenant(self.store.owner(batch_id))):
+            await self.writers.run(self._change, batch_id, begin)
+        for running_id, _, work in self._running.values():
+            if running_id == batch_id:
+                work.cancel()
+        self.wake()
         return self.get(batch_id)
+
+    def wake(self) -> None:
+        """Look for batches to run."""
+        self._wake.set()
 
     # -- the work
 
     async def _work(self) -> None:
-        stuck: set[str] = set()
         while True:
             self._wake.clear()
-            waiting = [batch_id for batch_id in self.store if self._card(batch_id)["status"] not in ENDED]
-            if not waiting:
-                await self._wake.wait()
-                continue
-            batch_id = next((batch_id for batch_id in waiting if batch_id not in stuck), "")
-            if not batch_id:
-                # The disk may be well again.
-                await asyncio.sleep(DISK_AGAIN_S)
-                stuck.clear()
-                continue
-            # The lines count for the tenant who sent the batch, as single requests would.
-            with acting_as(Tenant(self.store.owner(batch_id))):
-                task = asyncio.ensure_future(self._do(batch_id))
-            self._running = batch_id, task
-            try:
-                await asyncio.wait({task})
-            finally:
-                self._running = None
-                task.cancel()
-                [error] = await asyncio.gather(task, return_exceptions=True)
+            for batch_id in self.store:
+                owner = self.store.owner(batch_id)
+                if owner in self._running or batch_id in self._given_up or self._card(batch_id)["status"] in ENDED:
+                    continue
+                # The lines count for the tenant who sent the batch, as single requests would.
+                with acting_as(Tenant(owner)):
+                    work = asyncio.ensure_future(self._do(batch_id))
+                    overseer = asyncio.ensure_future(self._oversee(batch_id, owner, work))
+                self._running[owner] = batch_id, overseer, work
+            await self._wake.wait()
+
+    async def _oversee(self, batch_id: str, owner: str, work: asyncio.Task[None]) -> None:
+        """Wait for a batch's work, and note how it ended."""
+        try:
+            await asyncio.wait({work})
+            error = asyncio.CancelledError() if work.cancelled() else work.exception()
             if isinstance(error, EngineDeadError):
                 return  # the server ends; the next one goes on with this batch
-            try:
-                if isinstance(error, StorageError):
-                    raise error
-                if isinstance(error, Exception):
-                    logger.error("batch %s failed", batch_id, exc_info=error)
-                    is_ours = isinstance(error, HeadraceError)
-                    message = str(error) if is_ours else "internal error; the server's log has more"
-                    self._fail(batch_id, [_error("batch_failed", message)])
-                elif self._card(batch_id)["status"] == "cancelling":
-                    self._end(batch_id, "cancelled")
-            except (StorageError, StoreFullError) as waits:
-                logger.warning("batch %s waits: %s", batch_id, waits)
-                stuck.add(batch_id)
+            if isinstance(error, asyncio.CancelledError):
+                if self._card(batch_id).get("status") == "cancelling":
+                    await self._stored(batch_id, self._end, batch_id, "cancelled")
+            elif error is not None:
+                logger.error("batch %s failed", batch_id, exc_info=error)
+                is_ours = isinstance(error, HeadraceError)
+                message = str(error) if is_ours else "internal error; the server's log has more"
+                await self._stored(batch_id, self._fail, batch_id, [_error("batch_failed", message)])
+        except Exception:
+            logger.exception("batch %s can not be ended; the next start tries it again", batch_id)
+            self._given_up.add(batch_id)
+        del self._running[owner]
+        self.wake()
 
     async def _do(self, batch_id: str) -> None:
         card = self._card(batch_id)
         if card["status"] == "cancelling":
-            return
+            raise asyncio.CancelledError
         try:
-            raw = await asyncio.to_thread(self.files.content, card["input_file_id"])
+            raw = await self._stored(batch_id, self.files.content, card["input_file_id"])
         except NotFoundError as error:
-            self._fail(batch_id, [_error("invalid_input", str(error))])
+            await self._stored(batch_id, self._fail, batch_id, [_error("invalid_input", str(error))])
             return
         numbers, errors = await asyncio.to_thread(check_all, raw, card["endpoint"])
         if errors:
-            self._fail(batch_id, errors)
+            await self._stored(batch_id, self._fail, batch_id, errors)
             return
-        done = self._open_files(batch_id, len(numbers))
+        done = await self._stored(batch_id, self._open_files, batch_id, len(numbers))
         lines = lines_of(raw, card["endpoint"], {number for name, number in numbers.items() if name not in done})
+
+        def answer(line: Line) -> Awaitable[dict[str, Any]]:
+            return self.answerer.answer(line, self._turns.turn)
+
         seconds = card["expires_at"] - time.time()
         try:
             async with asyncio.timeout(max(0.0, seconds)):
-                async with contextlib.aclosing(
-                    answers(lines, self.answerer.answer, self.concurrency, self._quiet)
-                ) as outputs:
-                    async for _, output in outputs:
-                        self._keep(batch_id, output)
+                async with contextlib.aclosing(answers(lines, answer, self.concurrency)) as groups:
+                    async for outputs in groups:
+                        await self._stored(batch_id, self._keep, batch_id, outputs)
         except TimeoutError:
-            self._mark_expired(batch_id, numbers)
-            self._end(batch_id, "expired")
+            await self._stored(batch_id, self._mark_expired, batch_id, numbers)
+            await self._stored(batch_id, self._end, batch_id, "expired")
             return
-        self._note(batch_id, "finalizing")
-        self._end(batch_id, "completed")
+        await self._stored(batch_id, self._note, batch_id, "finalizing")
+        await self._stored(batch_id, self._end, batch_id, "completed")
 
-    async def _quiet(self) -> None:
-        """Wait until no request waits in the queue of the engine."""
-        while self._num_others():
-            await asyncio.sleep(LOOK_AGAIN_S)
+    async def _stored(self, batch_id: str, function: Callable[..., T], *args: Any) -> T:
+        """Return `function(*args)`. It is called again while the disk fails, or the share of the holder is full, so it
+        must change nothing twice."""
+        waits = False
+        while True:
+            try:
+                result = await self.writers.run(function, *args)
+            except (StorageError, StoreFullError) as error:
+                if not waits:
+                    logger.warning("batch %s waits: %s", batch_id, error)
+                waits = True
+                await asyncio.sleep(DISK_AGAIN_S)
+                continue
+            if waits:
+                logger.info("batch %s goes on", batch_id)
+            return result
 
     def _open_files(self, batch_id: str, total: int) -> set[str]:
         """Create the output files, or open those of an earlier server. Return the ids of the answered lines."""
         card = self._card(batch_id)
+        sizes = card.setdefault("_sizes", {})
         done: set[str] = set()
-        counts = {"total": total, "completed": 0, "failed": 0}
-        for name, kind, counted in (("_output", "output", "completed"), ("_errors", "errors", "failed")):
+        counts = {"total": total}
+        for name, (kind, counted) in OUTPUTS.items():
             file_id = card.get(name)
             if file_id is None or file_id not in self.files.store:
                 file = self.files.create(f"{batch_id}_{kind}.jsonl", "batch_output", b"", hidden=True)
                 card[name] = file.id
+                sizes[name] = 0
                 try:
-                    self.store.set_metadata(batch_id, card)
+                    self._update(batch_id, {name: file.id, "_sizes": sizes})
                 except HeadraceError:
                     self.files.store.discard(file.id)
                     raise
-                continue
-            written = self.files.store.body(file_id)
-            whole = written[: written.rfind(b"\n") + 1]
-            if len(whole) < len(written):
-                self.files.store.put(file_id, self.files.store.metadata(file_id) or {}, whole)
-            ids = [msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()]
+            # An earlier version of headrace kept no sizes.
+            sizes.setdefault(name, self.files.store.body(card[name]).rfind(b"\n") + 1)
+            self.files.store.write(card[name], b"", sizes[name])
+            ids = [msgspec.json.decode(line)["custom_id"] for line in self._lines(card, name)]
             done.update(ids)
             counts[counted] = len(ids)
-        card |= {"status": "in_progress", "in_progress_at": int(time.time()), "request_counts": counts}
-        self.store.set_metadata(batch_id, card)
+        changes = {"status": "in_progress", "in_progress_at": int(time.time())}
+        changes |= {"_sizes": sizes, "request_counts": counts}
+        self._update(batch_id, changes)
         return done
 
-    def _keep(self, batch_id: str, output: dict[str, Any]) -> None:
+    def _lines(self, card: Mapping[str, Any], name: str) -> list[bytes]:
+        """The lines of an output file that are counted."""
+        return self.files.store.body(card[name])[: card["_sizes"][name]].splitlines()
+
+    def _keep(self, batch_id: str, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Write outputs, and then count them. A crash in between leaves bytes behind the size that the card has."""
         card = self._card(batch_id)
-        failed = has_failed(output)
-        self.files.store.append(card["_errors" if failed else "_output"], msgspec.json.encode(output) + b"\n")
-        card["request_counts"]["failed" if failed else "completed"] += 1
-        self.store.set_metadata(batch_id, card)
+        for name, (_, counted) in OUTPUTS.items():
+            lines = [msgspec.json.encode(each) for each in outputs if has_failed(each) == (name == "_errors")]
+            if lines:
+                data = b"\n".join(lines) + b"\n"
+                self.files.store.write(card[name], data, card["_sizes"][name])
+                card["_sizes"][name] += len(data)
+                card["request_counts"][counted] += len(lines)
+        self._update(batch_id, {"_sizes": card["_sizes"], "request_counts": card["request_counts"]})
 
     def _mark_expired(self, batch_id: str, numbers: Mapping[str, int]) -> None:
         card = self._card(batch_id)
-        bodies = [self.files.store.body(card[name]) for name in ("_output", "_errors")]
-        done = {msgspec.json.decode(line)["custom_id"] for body in bodies for line in body.splitlines()}
-        for custom_id, number in numbers.items():
-            if custom_id not in done:
-                message = "the batch expired before this line was answered"
-                self._keep(batch_id, refusal(number, custom_id, "batch_expired", message))
+        done = {msgspec.json.decode(line)["custom_id"] for name in OUTPUTS for line in self._lines(card, name)}
+        message = "the batch expired before this line was answered"
+        left = [
+            refusal(number, custom_id, "batch_expired", message)
+            for custom_id, number in numbers.items()
+            if custom_id not in done
+        ]
+        self._keep(batch_id, left)
 
     def _end(self, batch_id: str, status: str) -> None:
         """Show the files that have something in them, and drop those that have not."""
         card = self._card(batch_id)
+        sizes = card.get("_sizes", {})
+        file_ids = {}
         for name, field in (("_output", "output_file_id"), ("_errors", "error_file_id")):
-            file_id = card.pop(name, None)
+            file_id = card.get(name)
             if file_id is None or file_id not in self.files.store:
                 continue
-            if self.files.store.body_size(file_id):
+            size = sizes.get(name, self.files.store.body_size(file_id))
+            if size:
+                self.files.store.write(file_id, b"", size)
                 self.files.reveal(file_id)
-                card[field] = file_id
+                file_ids[field] = file_id
             else:
                 self.files.store.delete(file_id)
-        card |= {"status": status, f"{status}_at": int(time.time())}
-        self.store.set_metadata(batch_id, card)
+
+        def end(card: dict[str, Any]) -> None:
+            for name in (*OUTPUTS, "_sizes"):
+                card.pop(name, None)
+            card |= file_ids | {"status": status, f"{status}_at": int(time.time())}
+
+        self._change(batch_id, end)
 
     def _fail(self, batch_id: str, errors: list[BatchError]) -> None:
-        listed = msgspec.to_builtins(BatchErrors(data=errors))
-        self.store.set_metadata(batch_id, self._card(batch_id) | {"errors": listed})
+        self._update(batch_id, {"errors": msgspec.to_builtins(BatchErrors(data=errors))})
         self._end(batch_id, "failed")
 
     def _note(self, batch_id: str, status: str) -> None:
-        self.store.set_metadata(batch_id, self._card(batch_id) | {"status": status, f"{status}_at": int(time.time())})
+        self._update(batch_id, {"status": status, f"{status}_at": int(time.time())})
+
+    def _update(self, batch_id: str, changes: Mapping[str, Any]) -> None:
+        """Replace fields of a card. What a caller has cancelled stays so until it has ended."""
+
+        def update(card: dict[str, Any]) -> None:
+            is_cancelling = card["status"] == "cancelling"
+            card |= {name: value for name, value in changes.items() if not (is_cancelling and name == "status")}
+
+        self._change(batch_id, update)
+
+    def _change(self, batch_id: str, change: Callable[[dict[str, Any]], None]) -> None:
+        card = self._card(batch_id)
+        change(card)
+        self.store.set_metadata(batch_id, card)
 
     def _card(self, batch_id: str) -> dict[str, Any]:
         return self.store.metadata(batch_id) or {}
@@ -393,7 +461,14 @@ def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
 
 def add_routes(app: Starlette, batches: Batches) -> None:
     """/v1/batches."""
-    routing.post(app, "/v1/batches", batches.create, takes=BatchRequest, gives=BatchObject)
+
+    async def create(body: dict[str, Any]) -> BatchObject:
+        """Answer a file of requests in the background."""
+        batch = await batches.writers.run(batches.create, body)
+        batches.wake()
+        return batch
+
+    routing.post(app, "/v1/batches", create, takes=BatchRequest, gives=BatchObject)
     routing.get(app, "/v1/batches", batches.listed, gives=BatchList, query=PAGE)
     routing.get(app, "/v1/batches/{batch_id}", batches.get, gives=BatchObject)
     routing.post(app, "/v1/batches/{batch_id}/cancel", batches.cancel, gives=BatchObject)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 
 from headrace.engine.generation import off_loop
@@ -121,7 +121,10 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
         text = await model.render(chat_of(request, warnings=request.warnings))
     special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
     token_ids = await model.encode(text, special)
-    texts = [token_text(model.tokenizer, token_id) for token_id in token_ids] if request.return_token_strs else UNSET
+    texts: list[str] | UnsetType = UNSET
+    if request.return_token_strs:
+        tokenizer = model.tokenizer
+        texts = await off_loop(len(token_ids), lambda: [token_text(tokenizer, token_id) for token_id in token_ids])
     return Tokenized(
         count=len(token_ids),
         max_model_len=model.max_context,
@@ -139,7 +142,7 @@ async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
     request = parse(DetokenizeRequest, body)
     model.check_model(request.model)
     vocab_size = model.front.info.vocab_size
-    for token_id in request.tokens:
+    for token_id in () if bounds.are_ids(request.tokens, vocab_size - 1) else request.tokens:
         if not 0 <= token_id < vocab_size:
             raise RequestError("tokens", token_id, f"a token id from 0 to {vocab_size - 1}")
     tokenizer = model.tokenizer
@@ -264,11 +267,11 @@ def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | lis
     """Return one prompt or many, each a text or a list of ids, as a list. Raises `RequestError`."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+    if prompt and set(map(type, prompt)) == {int}:
         return [prompt]
     bounds.check("prompt_list", prompt, field)
     for index, item in enumerate(prompt):
-        ids = isinstance(item, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in item)
+        ids = isinstance(item, list) and set(map(type, item)) <= {int}
         if not isinstance(item, str) and not ids:
             raise RequestError(f"{field}[{index}]", item, "a string or a list of token ids")
     return list(prompt)

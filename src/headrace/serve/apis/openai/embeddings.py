@@ -16,6 +16,7 @@ from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.call.embedding import Vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
+from headrace.serve.call.schema import check_labels
 from headrace.serve.call.service import ServedModel
 from headrace.text.inputs import new_request_id
 from headrace.text.vectors import likeness, packed
@@ -122,6 +123,7 @@ class Embeddings:
     async def create(self, body: dict[str, Any]) -> EmbeddingReply:
         """Texts as vectors."""
         request = convert(EmbeddingRequest, body)
+        check_labels(request)
         self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
             raise RequestError("encoding_format", request.encoding_format, "float or base64")

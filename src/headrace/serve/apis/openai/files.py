@@ -24,6 +24,7 @@ from headrace.serve.call.parsing import WarningLines
 from headrace.serve.gates.limits import read_body
 from headrace.serve.storage.multipart import Form, parse_form
 from headrace.serve.storage.store import Store
+from headrace.serve.storage.writers import Writers
 
 MAX_FILE_BYTES = 64 * 2**20
 MAX_FILES = 4096
@@ -99,10 +100,7 @@ class Files:
             raise NotFoundError("file", file_id) from error
 
     def delete(self, file_id: str) -> Deleted:
-        """Delete a file.
-
-        Raises `NotFoundError`, `StorageError`.
-        """
+        """Raises `NotFoundError`, `StorageError`."""
         self.get(file_id)
         self.store.delete(file_id)
         return Deleted(id=file_id, object="file", deleted=True)
@@ -157,11 +155,11 @@ def _id(item: Any) -> str:
 
 async def read_form(request: Request) -> Form:
     """Return the parts of an upload's body. Raises `RequestError` and the errors of `limits`."""
-    body = await read_body(request.scope, request.receive, MAX_FILE_BYTES)
-    return await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
+    async with read_body(request.scope, request.receive, MAX_FILE_BYTES) as body:
+        return await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
 
 
-def add_routes(app: Starlette, files: Files) -> None:
+def add_routes(app: Starlette, files: Files, writers: Writers) -> None:
     """/v1/files."""
 
     async def create(form: Form) -> FileObject:
@@ -173,7 +171,7 @@ def add_routes(app: Starlette, files: Files) -> None:
         if purpose not in PURPOSES:
             raise RequestError("purpose", purpose, "one of " + ", ".join(PURPOSES))
         upload = uploads.pop("file")
-        file = await asyncio.to_thread(files.create, upload.filename, purpose, upload.content)
+        file = await writers.run(files.create, upload.filename, purpose, upload.content)
         # `expires_after[seconds]` and the like: files stay until they are deleted.
         file.warnings = [f"{name[:80]}: not honoured, and ignored" for name in (*fields, *uploads)] or UNSET
         return file
@@ -182,13 +180,17 @@ def add_routes(app: Starlette, files: Files) -> None:
         """The files."""
         return page(FileList, files.listed(query.get("purpose")), query, MAX_PAGE)
 
+    async def delete(file_id: str) -> Deleted:
+        """Delete a file."""
+        return await writers.run(files.delete, file_id)
+
     async def content(file_id: str) -> Response:
         """One file's bytes."""
-        data = await asyncio.to_thread(files.content, file_id)
+        data = await writers.run(files.content, file_id)
         return Response(data, media_type="application/octet-stream", headers={"x-content-type-options": "nosniff"})
 
     routing.post(app, "/v1/files", create, read=read_form, gives=FileObject)
     routing.get(app, "/v1/files", listed, gives=FileList, query=("purpose", *PAGE))
     routing.get(app, "/v1/files/{file_id}", files.get, gives=FileObject)
     routing.get(app, "/v1/files/{file_id}/content", content, media_type="application/octet-stream")
-    routing.add(app, "/v1/files/{file_id}", files.delete, ("DELETE",), gives=Deleted)
+    routing.add(app, "/v1/files/{file_id}", delete, ("DELETE",), gives=Deleted)

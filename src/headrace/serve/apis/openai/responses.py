@@ -8,6 +8,7 @@ routes on an app.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -48,6 +49,7 @@ from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings
 from headrace.serve.call.service import ServedModel
 from headrace.serve.routing import Readable
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
+from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
@@ -79,9 +81,10 @@ class ResponseAnswer(Readable):
 
     answer: Answer
 
-    def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, response: ResponseObject) -> None:
+    def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry) -> None:
         super().__init__(chat, bool(request.stream))
-        self.api, self.request, self.response = api, request, response
+        self.api, self.request, self.entry, self.response = api, request, entry, entry.response
+        response = entry.response
         self.id = response.id
         self.output = Output(response)
         self._num_reasoning = 0
@@ -91,11 +94,11 @@ class ResponseAnswer(Readable):
         try:
             async for _, piece, parts in self.answer.parts():
                 self._take(piece, parts)
-        except HeadraceError as error:
-            self._fail(error)
+        except Exception as error:
+            await self._fail(error)
             raise
         await self._count_reasoning()
-        self._finish()
+        await self._finish()
         return self.response
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -107,11 +110,11 @@ class ResponseAnswer(Readable):
                 for event in self._take(piece, parts):
                     yield _encode(event)
         except HeadraceError as error:
-            self._fail(error)
+            await self._fail(error)
             yield _encode(self.output.whole("failed"))
             return
         await self._count_reasoning()
-        for event in self._finish():
+        for event in await self._finish():
             yield _encode(event)
 
     def close(self) -> None:
@@ -120,7 +123,7 @@ class ResponseAnswer(Readable):
         if self.response.status in RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
-            self.api.keep(self.response)
+            self.api.keep_later(self.entry)
 
     def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
         """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
@@ -141,7 +144,7 @@ class ResponseAnswer(Readable):
             count = lambda: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
             self._num_reasoning = await off_loop(sum(map(len, texts)), count)
 
-    def _finish(self) -> list[Event]:
+    async def _finish(self) -> list[Event]:
         """Close the response: its status, its usage, its place in the store."""
         cut = self.answer.finish_reason(0) == "length"
         events: list[Event] = []
@@ -158,15 +161,15 @@ class ResponseAnswer(Readable):
             response.completed_at = int(time.time())
         response.usage = self._usage()
         response.timings = timings(self.answer.groups)
-        self.api.keep(response)
+        await self.api.keep(self.entry)
         return [*events, self.output.whole(response.status)]
 
-    def _fail(self, error: HeadraceError) -> None:
+    async def _fail(self, error: Exception) -> None:
         _, body = errors.error_body(error)
         self.output.end("incomplete")
         self.response.status = "failed"
         self.response.error = ResponseError(code="server_error", message=body.message)
-        self.api.keep(self.response)
+        await self.api.keep(self.entry)
 
     def _usage(self) -> ResponseUsage:
         counts = usage(self.answer.groups)
@@ -182,11 +185,14 @@ class ResponseAnswer(Readable):
 
 
 class Responses:
-    """The routes. `store` keeps the responses: the metadata is empty, the body holds object, input and history."""
+    """The routes. `store` keeps the responses: the metadata is empty, the body holds object, input and history. Ids are
+    the store's own: what a caller calls its request never names an entry."""
 
-    def __init__(self, model: ServedModel, store: Store) -> None:
+    def __init__(self, model: ServedModel, store: Store, writers: Writers) -> None:
         self.model = model
-        self.store = store
+        self.store, self.writers = store, writers
+        # What is on its way to the store, by id.
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
         for response_id in store:
             self._settle(response_id)
@@ -198,22 +204,25 @@ class Responses:
         stored = request.store is not False
         response_id = self.store.new_id()
         if not stored and shared.request_id is not None:
-            response_id = self.store.prefix + shared.request_id
-        if request.background and len(self._background) >= MAX_BACKGROUND:
+            # The line of a batch gets the same id again when the batch is continued.
+            digest = hashlib.blake2b(shared.request_id.encode("utf-8", "replace"), digest_size=16)
+            response_id = self.store.prefix + digest.hexdigest()
+        num_running = sum(running_id in self.store for running_id in self._background)
+        if request.background and num_running >= MAX_BACKGROUND:
             raise StoreFullError(f"background: {MAX_BACKGROUND} responses run there; wait for one")
         items = input_items(request, response_id.partition("_")[2])
-        history = [] if request.previous_response_id is None else self._history(request.previous_response_id)
+        previous_id = request.previous_response_id
+        history = [] if previous_id is None else await self.writers.run(self._history, previous_id)
         earlier = [NamedItem("previous_response_id", item) for item in history]
         new = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
         chat = await self._chat(request, chat_call(request, shared), [*earlier, *new])
         response = self._object(request, chat, response_id)
-        answer = ResponseAnswer(self, request, chat, response)
+        answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history))
         if stored:
             try:
-                entry = Entry(response=response, input=items, history=history)
-                self.store.put(response_id, {}, msgspec.json.encode(entry))
+                await self.writers.run(lambda: self.store.put(response_id, {}, msgspec.json.encode(answer.entry)))
             except BaseException:
-                chat.close()
+                answer.close()
                 raise
         return answer
 
@@ -225,7 +234,9 @@ class Responses:
                 await answer.whole()
             except HeadraceError as error:
                 logger.info("response %s failed: %s", answer.id, error)
-            except Exception:
+            except asyncio.CancelledError:
+                raise
+            except BaseException:  # a panic of pyo3's is no Exception
                 logger.exception("response %s failed", answer.id)
             finally:
                 answer.close()
@@ -240,33 +251,36 @@ class Responses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
 
-    def get(self, response_id: str) -> ResponseObject:
-        """Raises `NotFoundError`."""
+    async def get(self, response_id: str) -> ResponseObject:
+        """Raises `NotFoundError`, `StorageError`."""
         # A caller that may not see a stored response may not see it running.
         if response_id in self._background and response_id in self.store:
             return self._background[response_id][0].response
-        return self._entry(response_id).response
+        return (await self.writers.run(self._entry, response_id)).response
 
-    def items(self, response_id: str) -> list[dict[str, Any]]:
+    async def items(self, response_id: str) -> list[dict[str, Any]]:
         """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
-        return self._entry(response_id).input
+        return (await self.writers.run(self._entry, response_id)).input
 
-    def cancel(self, response_id: str) -> ResponseObject:
+    async def cancel(self, response_id: str) -> ResponseObject:
         """End a response that runs in the background.
 
         Raises `NotFoundError`, `RequestError`.
         """
-        response = self.get(response_id)
+        response = await self.get(response_id)
         if not response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
             answer, task = self._background[response_id]
             task.cancel()
             answer.close()
-        return self.get(response_id)
+        if response_id in self._keeping:
+            await asyncio.wait({self._keeping[response_id]})
+        return await self.get(response_id)
 
-    def delete(self, response_id: str) -> Deleted:
+    async def delete(self, response_id: str) -> Deleted:
         """Delete a stored response.
 
         One that runs in the background is ended. Raises `NotFoundError`.
@@ -274,21 +288,33 @@ class Responses:
         if response_id not in self.store:
             raise NotFoundError("response", response_id)
         if response_id in self._background:
-            self.cancel(response_id)
-        self.store.delete(response_id)
+            await self.cancel(response_id)
+        await self.writers.run(self.store.delete, response_id)
         return Deleted(id=response_id, object="response", deleted=True)
 
-    def keep(self, response: ResponseObject) -> None:
+    async def keep(self, entry: Entry) -> None:
         """Store what became of a response, if it is stored and still there."""
-        if response.id not in self.store:
+        if entry.response.store:
+            await self.writers.run(self._keep, entry)
+
+    def keep_later(self, entry: Entry) -> None:
+        """Store what became of a response whose caller is gone."""
+        response_id = entry.response.id
+        if entry.response.store:
+            task = asyncio.ensure_future(self.keep(entry))
+            self._keeping[response_id] = task
+            task.add_done_callback(lambda _: self._keeping.pop(response_id))
+
+    def _keep(self, entry: Entry) -> None:
+        response_id = entry.response.id
+        if response_id not in self.store:
             return
         try:
-            entry = replace(self._entry(response.id), response=response)
-            self.store.put(response.id, {}, msgspec.json.encode(entry))
-        except (StoreFullError, StorageError, NotFoundError) as error:
+            self.store.set_body(response_id, msgspec.json.encode(entry))
+        except (StoreFullError, StorageError) as error:
             # The caller gets its answer; what would be read again later is not the whole of it.
-            logger.warning("response %s is not kept: %s", response.id, error)
-            self.store.discard(response.id)
+            logger.warning("response %s is not kept: %s", response_id, error)
+            self.store.discard(response_id)
 
     async def _chat(self, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]) -> Answer:
         """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
@@ -325,12 +351,12 @@ class Responses:
     def _settle(self, response_id: str) -> None:
         """Mark a response as failed that an earlier server did not finish."""
         try:
-            response = self._entry(response_id).response
+            entry = self._entry(response_id)
         except (NotFoundError, StorageError):
             return  # the log has why
-        if response.status in RUNNING:
+        if entry.response.status in RUNNING:
             error = ResponseError(code="server_error", message="the server ended before this response did")
-            self.keep(replace(response, status="failed", error=error))
+            self._keep(replace(entry, response=replace(entry.response, status="failed", error=error)))
 
     def _object(self, request: ResponsesRequest, chat: Answer, response_id: str) -> ResponseObject:
         params = chat.generation.states[0].request.params
@@ -383,15 +409,15 @@ def add_routes(app: Starlette, responses: Responses) -> None:
         answer = await responses.create(body)
         return responses.run_in_background(answer) if answer.request.background else answer
 
-    def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
+    async def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
         """A stored response."""
         if query.get("stream", "false") != "false":
             raise RequestError("stream", query["stream"], "false: a stored response is read whole")
-        return responses.get(response_id)
+        return await responses.get(response_id)
 
-    def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
+    async def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
         """What a stored response was asked."""
-        return page(InputItems, responses.items(response_id), query, DEFAULT_PAGE)
+        return page(InputItems, await responses.items(response_id), query, DEFAULT_PAGE)
 
     one = "/v1/responses/{response_id}"
     stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (Event,)}

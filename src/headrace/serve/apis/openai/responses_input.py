@@ -17,7 +17,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve.apis.openai.completions import call_fields
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
-from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_metadata, parse
+from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
 from headrace.text.templates import ChatMessage, ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
@@ -118,6 +118,7 @@ def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
     if request.truncation not in (None, "auto", "disabled"):
         raise RequestError("truncation", request.truncation, "auto or disabled")
     check_metadata(request.metadata)
+    check_labels(request)
     if request.top_logprobs is not None:
         bounds.check("logprobs", request.top_logprobs, "top_logprobs")
     _warn(request)

