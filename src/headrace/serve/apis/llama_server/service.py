@@ -87,6 +87,7 @@ class LlamaServer:
             prompts=list(prompts),
             # Without a length an answer may fill the context.
             fills_context=True,
+            cuts_max_tokens=True,
             sampling=sampling,
             form=form,
             stream=bool(request.stream),

@@ -290,6 +290,7 @@ class Ollama:
             "sampling": sampling,
             "form": form,
             "stream": request.stream is not False,
+            "cuts_max_tokens": True,
             "warnings": request.warnings,
         }
 
