@@ -161,7 +161,7 @@ def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> N
         lambda: client.copy("fake", "other"),
         lambda: client.delete("fake"),
     ):
-        with pytest.raises(ollama.ResponseError, match="not done here") as caught:
+        with pytest.raises(ollama.ResponseError, match="is not supported: the model is named") as caught:
             call()
         assert caught.value.status_code == 501
     for call in (lambda: client.pull("llama3"), lambda: client.generate("llama3", "x"), lambda: client.show("llama3")):
