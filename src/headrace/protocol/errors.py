@@ -53,7 +53,7 @@ class UnsupportedError(RequestError):
     """A field that other servers have and that is not supported here (HTTP 400). `bound` says why, or what to use."""
 
     def sentence(self, quoted: str) -> str:
-        return f"{self.field} is not supported: {self.bound}"
+        return f"{self.field}: not supported here; {self.bound}"
 
 
 class ContextLengthError(RequestError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import functools
 import inspect
 import logging
@@ -24,6 +25,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from headrace.engine import context
 from headrace.engine.generation import LARGE_TEXT, in_time, off_loop
@@ -168,6 +170,23 @@ def operations(app: Starlette) -> list[Operation]:
         app.state.operations = []
     added: list[Operation] = app.state.operations
     return added
+
+
+def no_route(app: Starlette, request: Request, status: int) -> str:
+    """Return what to tell a client that calls a path or a method that no route has."""
+    path = request.url.path[:100]
+    if status == 405:
+        return f"{path} takes {' or '.join(methods(app, request.url.path))}, not {request.method}"
+    paths = {operation.path for operation in operations(app) if not operation.unserved}
+    near = difflib.get_close_matches(path, paths, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"there is no {path} here; {hint}GET /docs lists all routes"
+
+
+def methods(app: Starlette, path: str) -> list[str]:
+    """Return the methods of all routes that match a path."""
+    fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for route in fit for method in route.methods or ()})
 
 
 async def deliver(request: Request, answer: Readable, api: Api) -> Any:

@@ -242,7 +242,7 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
 
     def unserved(path: str, slot_id: str = "") -> Response:
         """Not done by this server."""
-        raise CallError(501, UNSERVED, f"{path}{slot_id} is not supported: {INSTEAD[path]}")
+        raise CallError(501, UNSERVED, f"{path}{slot_id}: not supported here; {INSTEAD[path]}")
 
     completion: dict[str, Any] = {
         "takes": LlamaCompletionRequest,

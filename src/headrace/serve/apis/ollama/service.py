@@ -324,7 +324,7 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
     def unserved(path: str) -> Response:
         """Not done by this server, whose one model is named when it starts."""
         instead = "the model is named when the server starts: headrace serve MODEL"
-        raise CallError(501, "not_implemented", f"{path} is not supported: {instead}")
+        raise CallError(501, "not_implemented", f"{path}: not supported here; {instead}")
 
     # Ollama's own client sends HEAD to the root to see whether a server runs.
     routing.get(app, "/", root, API, media_type="text/plain")
