@@ -65,7 +65,7 @@ def test_each_row_does_what_it_says(serve: Any, setting: Setting) -> None:
     for name in setting.names:
         assert name not in own or setting.convert, "a flag of our own needs no row, unless its values differ"
         if not setting.ours and not setting.has_no_effect:
-            with pytest.raises(RequestError, match=f"^{name} is not supported: "):
+            with pytest.raises(RequestError, match=f"^{name}: not supported here; "):
                 parsed(serve, f"{name} 1")
         elif setting.has_no_effect and setting.takes_value:
             value = (setting.neutral or ("anything",))[0]
@@ -125,7 +125,7 @@ def test_keywords_of_vllms_LLM(caplog: pytest.LogCaptureFixture) -> None:
     ]
     for name, value, words in (
         ("tensor_parallel_size", 2, "it must be 1: one process"),
-        ("enable_lora", True, "enable_lora is not supported: merge"),
+        ("enable_lora", True, "enable_lora: not supported here; merge"),
         ("max_modle_len", 5, "it must be a field of EngineConfig"),
     ):
         with pytest.raises(RequestError, match=words):

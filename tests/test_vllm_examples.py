@@ -91,14 +91,14 @@ def test_embed_encode_and_score(llm: LLM) -> None:
     assert [each.outputs.score for each in llm.score(texts, texts)] == pytest.approx([1.0, 1.0])
     with pytest.raises(RequestError, match="data_1: 2 .* one text, or as many as data_2 has"):
         llm.score(texts, ["a"])
-    with pytest.raises(RequestError, match="pooling_task is not supported"):
+    with pytest.raises(RequestError, match="pooling_task: not supported here"):
         llm.encode("a", pooling_task="classify")
 
 
 @pytest.mark.parametrize("method", ["generate", "chat"])
 def test_adapters_are_refused_by_name(llm: LLM, method: str) -> None:
     call: Any = getattr(llm, method)
-    with pytest.raises(RequestError, match="lora_request is not supported: merge the adapter"):
+    with pytest.raises(RequestError, match="lora_request: not supported here; merge the adapter"):
         call("a", lora_request="adapter")
 
 

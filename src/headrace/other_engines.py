@@ -210,6 +210,7 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _switch("--offline", "set HF_HUB_OFFLINE=1 to forbid the network"),
     _no_effect("-to --timeout", "see --max-request-timeout"),
     _no_effect("--threads-http", "one thread serves HTTP"),
+    _no_effect("--sse-ping-interval", "a heartbeat is sent after ten seconds of silence"),
     _switch("--repack -nr --no-repack", "weights always take the kernels' layout"),
     _switch("--no-kv-offload -nkvo", _GPU),
     _switch("--log-disable --log-prefix --log-timestamps", "see --uvicorn-log-level and --log-format"),

@@ -25,37 +25,45 @@ BODY = {"messages": [{"role": "user", "content": "Tell me a story."}], "seed": 7
 NUM_REQUESTS = 4
 
 
+IDLE_S = 1.5
+"""Seconds without a request: longer than the period of each task in the background."""
+
+
 class Trace:
-    """The files whose functions are called, from one `start` to the next."""
+    """The functions that are called, by file and name, from one `start` to the next."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.functions: set[tuple[str, str]] = set()
 
     def start(self) -> None:
-        self.files = set()
+        self.functions = set()
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+            self.functions.add((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_qualname))
 
 
 async def run(trace: Trace) -> set[str]:
-    """Return the files that each of several requests passes; what is loaded once in the background is in one alone."""
+    """Return the files that each of several requests passes; what is loaded once in the background is in one alone, and
+    what runs without a request is left out."""
     engine, server = EngineConfig(model="builtin"), ServerConfig()
     app = create_app(InprocClient(lambda: build_engine(engine)), *load_text(engine, server), server, "builtin")
-    traces: list[set[str]] = []
+    traces: list[set[tuple[str, str]]] = []
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client,
     ):
         while (await client.get("/health/ready")).status_code != 200:
             await asyncio.sleep(0.01)
+        trace.start()
+        await asyncio.sleep(IDLE_S)
+        idle = trace.functions
         for _ in range(NUM_REQUESTS):
             trace.start()
             reply = await client.post("/v1/chat/completions", json=BODY)
-            traces.append(trace.files)
+            traces.append(trace.functions)
             reply.raise_for_status()
-    return set.intersection(*traces)
+    return {file for file, _ in set.intersection(*traces) - idle}
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def test_the_names_of_the_config_are_the_schemes() -> None:
     assert parse("mxfp4").layer == Scheme("i4", 32, book="e2m1")
 
 
-@pytest.mark.parametrize("name", ["int3", "INT4", "int4-g16", "int8-asym", "", "awq"])
+@pytest.mark.parametrize("name", ["int3", "INT4", "int4-g16", "int8-asym", "", "awq4"])
 def test_an_unknown_quantization_is_refused_naming_the_others(name: str) -> None:
     for refuse in (parse, lambda name: EngineConfig(quantization=name)):
         with pytest.raises(RequestError, match=r"quantization: .* int4-g64-asym"):

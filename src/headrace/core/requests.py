@@ -48,7 +48,8 @@ def verify_fit(request: Request, max_model_len: int, max_num_seqs: int, num_bloc
     if not num_prompt:
         raise RequestError("prompt", [], "at least one token long")
     if num_prompt >= max_model_len:
-        raise ContextLengthError("prompt", num_prompt, f"at most {max_model_len - 1} tokens long")
+        bound = f"at most {max_model_len - 1} tokens long"
+        raise ContextLengthError("prompt", num_prompt, bound, max_model_len, num_prompt)
     max_len = max_len_of(request, max_model_len)
     if num_prompt + num_resumed > max_len:
         raise RequestError("resume_token_ids", num_resumed, f"at most {max_len - num_prompt} tokens long")

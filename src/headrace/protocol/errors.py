@@ -53,13 +53,35 @@ class UnsupportedError(RequestError):
     """A field that other servers have and that is not supported here (HTTP 400). `bound` says why, or what to use."""
 
     def sentence(self, quoted: str) -> str:
-        return f"{self.field} is not supported: {self.bound}"
+        return f"{self.field}: not supported here; {self.bound}"
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or prompt + max_tokens, does not fit the context or the KV cache (HTTP 400)."""
+    """The prompt, or prompt + max_tokens, does not fit the context or the KV cache (HTTP 400).
+
+    The message begins with OpenAI's own words, by which clients find out that they have to shorten the prompt.
+    `num_prompt`: its tokens, or at least so many. `num_answer`: those that the request gives the answer.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self, field: str, value: object, bound: str, max_model_len: int, num_prompt: int, num_answer: int = 0
+    ) -> None:
+        self.max_model_len, self.num_prompt, self.num_answer = max_model_len, num_prompt, num_answer
+        super().__init__(field, value, bound)
+
+    def sentence(self, quoted: str) -> str:
+        least = "" if isinstance(self.value, int) else "at least "
+        return (
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+            f"{least}{self.num_prompt + self.num_answer} tokens ({self.num_prompt} in the prompt, {self.num_answer} in "
+            f"the completion). {super().sentence(quoted)}"
+        )
+
+    def renamed(self, field: str) -> ContextLengthError:
+        sizes = self.max_model_len, self.num_prompt, self.num_answer
+        return type(self)(field, self.value, self.bound, *sizes)
 
 
 class ModelNotFoundError(HeadraceError):

@@ -25,7 +25,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from headrace import __version__, env, hub
 from headrace.engine import logs
@@ -116,11 +115,13 @@ def create_app(
         if not isinstance(error, HTTPException):
             return error_response(error)
         code = "not_found" if error.status_code == 404 else "invalid_request_error"
-        route_error = CallError(error.status_code, code, f"route: {error.detail}", error.headers)
+        route_error = CallError(
+            error.status_code, code, routing.no_route(app, request, error.status_code), error.headers
+        )
         response = error_response(route_error, api_of(apis, request.url.path))
         if error.status_code == 405:
             # Starlette names the methods of one route, and a path may have several.
-            response.headers["allow"] = ", ".join(_methods(app, request.url.path))
+            response.headers["allow"] = ", ".join(routing.methods(app, request.url.path))
         return response
 
     app.add_exception_handler(HTTPException, on_http_error)
@@ -150,12 +151,6 @@ def served_model(
     names = server.served_model_name or [model]
     any_name = bool(server.any_model_name)
     return ServedModel(front, names[0], template, defaults, seed_source(seed), dialect, names, any_name)
-
-
-def _methods(app: Starlette, path: str) -> list[str]:
-    """Return the methods of all routes that match a path."""
-    fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
-    return sorted({method for route in fit for method in route.methods or ()})
 
 
 def _add_tokenize(app: Starlette, model: ServedModel) -> None:

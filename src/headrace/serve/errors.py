@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 
 from headrace.engine import context
-from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 
 logger = logging.getLogger("headrace.server")
 
@@ -88,13 +88,16 @@ class Api(NamedTuple):
     """The shape of an API's errors.
 
     `shape` returns the struct, an `error_type`, for an HTTP status and OpenAI's body; `encode` writes it as the end of
-    a broken stream. `prefixes` are those of the API's paths; all other paths are OpenAI's.
+    a broken stream. `prefixes` are those of the API's paths; all other paths are OpenAI's. `overflow` words a prompt or
+    answer that does not fit the context. `heartbeat` is sent in a stream that is silent, if there is one.
     """
 
     error_type: type[msgspec.Struct]
     shape: Callable[[int, ErrorBody], msgspec.Struct]
     encode: Callable[[msgspec.Struct], bytes] = event
     prefixes: tuple[str, ...] = ()
+    overflow: Callable[[ContextLengthError], str] = str
+    heartbeat: bytes = b": heartbeat\n\n"
 
 
 OPENAI = Api(Error, lambda status, body: Error(error=body))
@@ -105,10 +108,12 @@ def api_of(apis: Sequence[Api], path: str) -> Api:
     return next((api for api in apis if path.startswith(api.prefixes)), OPENAI)
 
 
-def error_body(error: BaseException) -> tuple[int, ErrorBody]:
+def error_body(error: BaseException, api: Api = OPENAI) -> tuple[int, ErrorBody]:
     """Return status and body for any exception."""
     if isinstance(error, HeadraceError):
         status, code, message = error.status, error.code, str(error)
+        if isinstance(error, ContextLengthError):
+            message = api.overflow(error)
     else:
         logger.error("a request failed unexpectedly", exc_info=error)
         status, code, message = 500, "internal_error", "internal error; the server's log has more"
@@ -121,7 +126,7 @@ def error_body(error: BaseException) -> tuple[int, ErrorBody]:
 
 def error_response(error: BaseException, api: Api = OPENAI) -> Response:
     """Return the reply for `error`."""
-    status, body = error_body(error)
+    status, body = error_body(error, api)
     seconds = error.retry_after if isinstance(error, HeadraceError) else None
     headers = None if seconds is None else {"retry-after": str(seconds)}
     response = json_response(api.shape(status, body), status, headers)
@@ -132,7 +137,7 @@ def error_response(error: BaseException, api: Api = OPENAI) -> Response:
 
 def error_event(error: BaseException, api: Api = OPENAI) -> bytes:
     """Return the end of a stream that `error` broke."""
-    return api.encode(api.shape(*error_body(error)))
+    return api.encode(api.shape(*error_body(error, api)))
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

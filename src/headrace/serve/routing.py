@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import functools
 import inspect
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from headrace.engine import context
 from headrace.engine.generation import LARGE_TEXT, in_time, off_loop
@@ -33,6 +36,8 @@ logger = logging.getLogger("headrace.server")
 
 # How long a write to a client may block.
 STALL_S = 30.0
+HEARTBEAT_S = 10.0
+"""Seconds of silence in a stream of events before a heartbeat is sent."""
 PIECE = 256
 """Items of a list that are written at a time."""
 SENT_BYTES = 2**18
@@ -167,6 +172,23 @@ def operations(app: Starlette) -> list[Operation]:
     return added
 
 
+def no_route(app: Starlette, request: Request, status: int) -> str:
+    """Return what to tell a client that calls a path or a method that no route has."""
+    path = request.url.path[:100]
+    if status == 405:
+        return f"{path} takes {' or '.join(methods(app, request.url.path))}, not {request.method}"
+    paths = {operation.path for operation in operations(app) if not operation.unserved}
+    near = difflib.get_close_matches(path, paths, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"there is no {path} here; {hint}GET /docs lists all routes"
+
+
+def methods(app: Starlette, path: str) -> list[str]:
+    """Return the methods of all routes that match a path."""
+    fit = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for route in fit for method in route.methods or ()})
+
+
 async def deliver(request: Request, answer: Readable, api: Api) -> Any:
     """Send `answer`, whole or streamed, and abort it if the client hangs up or an error is raised."""
     headers = id_header(answer.id) | dict(answer.headers)
@@ -277,6 +299,7 @@ class EventStream(Response):
         super().__init__(media_type=answer.media_type)
         self._answer = answer
         self._api = api
+        self._last_sent = time.monotonic()
         # The headers of the base class would declare a length.
         self._sent_headers = [
             (b"content-type", f"{answer.media_type}; charset=utf-8".encode()),
@@ -297,17 +320,32 @@ class EventStream(Response):
 
     async def _send_all(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._sent_headers})
-        async with contextlib.aclosing(self._answer.events()) as events:  # type: ignore[type-var]
-            try:
-                async for event in events:
-                    await self._send(send, event, more=True)
-            except (TimeoutError, *ENDINGS):
-                raise
-            except BaseException as error:
-                await self._send(send, error_event(error, self._api), more=True)
+        heart = asyncio.create_task(self._beat(send)) if self._api.heartbeat else None
+        try:
+            async with contextlib.aclosing(self._answer.events()) as events:  # type: ignore[type-var]
+                try:
+                    async for event in events:
+                        await self._send(send, event, more=True)
+                except (TimeoutError, *ENDINGS):
+                    raise
+                except BaseException as error:
+                    await self._send(send, error_event(error, self._api), more=True)
+        finally:
+            if heart is not None:
+                heart.cancel()
         await self._send(send, b"", more=False)
 
-    @staticmethod
-    async def _send(send: Any, body: bytes, more: bool) -> None:
+    async def _beat(self, send: Any) -> None:
+        """Send a heartbeat whenever nothing was sent for `HEARTBEAT_S` seconds: a long prompt gives no token for
+        minutes."""
+        while True:
+            silent = time.monotonic() - self._last_sent
+            if silent < HEARTBEAT_S:
+                await asyncio.sleep(HEARTBEAT_S - silent)
+            else:
+                await self._send(send, self._api.heartbeat, more=True)
+
+    async def _send(self, send: Any, body: bytes, more: bool) -> None:
+        self._last_sent = time.monotonic()
         async with asyncio.timeout(STALL_S):
             await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -125,7 +125,8 @@ def prompt_ids(
     if not token_ids:
         raise RequestError("prompt", content, "at least one token long")
     if len(token_ids) >= info.max_model_len:
-        raise ContextLengthError("prompt", len(token_ids), f"at most {info.max_model_len - 1} tokens long")
+        bound = f"at most {info.max_model_len - 1} tokens long"
+        raise ContextLengthError("prompt", len(token_ids), bound, info.max_model_len, len(token_ids))
     return text, token_ids
 
 
@@ -137,7 +138,8 @@ def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
     if num_bytes > most:
         bound = f"at most {max_model_len - 1} tokens long, which is at most {most} bytes"
-        raise ContextLengthError("prompt", f"{num_bytes} bytes", bound)
+        least = -(-num_bytes // tokenizer.max_token_bytes)
+        raise ContextLengthError("prompt", f"{num_bytes} bytes", bound, max_model_len, least)
 
 
 def make_requests(

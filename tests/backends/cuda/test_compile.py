@@ -1,16 +1,17 @@
 """Kernels compile for GPUs that need not be here, and their machine code has no stack, where spilled registers would
 lie, no more shared memory than there is, and no arithmetic on bfloat16.
 
-`make test` compiles every kernel in each configuration that is taken: the defaults, and those that files in `tuned`
-name, for Ampere (sm_80), Hopper (sm_90) and Blackwell's two (sm_100, sm_120). What else `make gpu-check` may try when
-it tunes is compiled by a slow test (`pytest -m slow tests/backends/cuda`), minutes long. Triton keeps what it compiled
-on disk, by the hash of the source and of itself, so that only what changed is compiled again.
+`make test` compiles every kernel in each configuration that is taken (the defaults, and those that files in `tuned`
+name) for Hopper (sm_90), and the heaviest ones for Ampere (sm_80) and Blackwell's two (sm_100, sm_120). The rest, and
+what else `make gpu-check` may try when it tunes, is compiled by slow tests (`pytest -m slow tests/backends/cuda`),
+minutes long. Triton keeps what it compiled on disk, by the hash of the source and of itself.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
 FILES = "attention best choose experts linear linear_8bit linear_codes norm rope_store rows".split()
+HEAVY = ("attention", "linear", "linear_codes")
 ROWS = (1, 17, 33, 65)
 """One number of rows for each tile."""
 SHAPES = ((4096, 4096, False), (14336, 4096, True))
@@ -114,7 +116,16 @@ def wrong_with(launches: list[Launch], capability: int) -> list[str]:
     return [fault for launch in launches for fault in faults(compiled(launch, capability))]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", [each for each in CAPABILITIES if each != 90])
+@pytest.mark.parametrize("file", HEAVY)
+def test_the_heaviest_compile_for_other_gpus(file: str, capability: int) -> None:
+    launches = list(once(defaults(file, capability), capability))
+    assert not wrong_with([max(launches, key=lambda each: math.prod(each.config.tiles.values()))], capability)
+
+
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in CAPABILITIES if each != 90)]
+)
 @pytest.mark.parametrize("file", FILES)
 def test_every_kernel_compiles_in_the_configurations_that_are_taken(file: str, capability: int) -> None:
     assert not wrong_with(list(once(defaults(file, capability) + named(file, capability), capability)), capability)

@@ -245,8 +245,8 @@ def test_S_22_a_breakdown_of_native_code_gets_a_shaped_reply(
         num_broken += 1
         refused(reply, status=500)
         assert "retry-limit" not in reply.text
-        assert live.post(path, BODIES[path][1]).status_code == 200
     assert num_broken >= 3
+    assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
 def test_S_22_control_without_the_gate_the_reply_has_no_shape(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

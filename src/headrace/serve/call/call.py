@@ -34,7 +34,7 @@ class Call(msgspec.Struct, kw_only=True):
     `sampling` holds the fields of `SamplingParams` that the request gives; for others the model's own defaults hold.
     `form` is the form of the answer. `add_special_tokens` None: where a prompt usually has them. `timeout` is in
     seconds from `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to those of the
-    request.
+    request. `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
     """
 
     model: str | None = None
@@ -49,6 +49,7 @@ class Call(msgspec.Struct, kw_only=True):
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    cuts_max_tokens: bool = False
     request_id: str | None = None
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}

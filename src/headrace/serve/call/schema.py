@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.protocol import bounds
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OPENAI, names_in
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import takes_parameters
@@ -121,17 +121,17 @@ class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 # Known fields that are not supported yet, with the values that have no effect.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logits_processors": ([],),
-    "functions": ([],),
-    "function_call": ("none",),
-    "echo": (False,),
-    "modalities": (["text"],),
-    "audio": (),
-    "suffix": ("",),
-    "documents": ([],),
-    "chat_template": (),
-    "prompt_embeds": (),
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "logits_processors": (([],), "a request can not bring code; offline, SamplingParams takes functions"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none",), "use tool_choice"),
+    "echo": ((False,), "a chat has no text of its own to repeat; send the prompt to /v1/completions"),
+    "modalities": ((["text"],), "answers are text"),
+    "audio": ((), "answers are text"),
+    "suffix": (("",), "write it into the prompt, with the model's own marks for filling in"),
+    "documents": (([],), "write them into a message, or into chat_template_kwargs if the template reads them"),
+    "chat_template": ((), "a request can not bring a template; start the server with --chat-template"),
+    "prompt_embeds": ((), "prompts are text or token ids"),
 }
 
 # Known fields that change no answer here: they end in `warnings` unless their value has no effect.
@@ -209,10 +209,10 @@ def _neutral(name: str, value: Any, kind: type[Body], warnings: Warnings) -> boo
         return True
     if name not in UNSUPPORTED:
         return False
-    if value is None or _among(value, UNSUPPORTED[name]):
+    neutral, instead = UNSUPPORTED[name]
+    if value is None or _among(value, neutral):
         return True
-    allowed = " or ".join([msgspec.json.encode(x).decode() for x in UNSUPPORTED[name]] + ["left out"])
-    raise RequestError(name, value, f"{allowed}: headrace does not support it yet")
+    raise UnsupportedError(name, value, instead)
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:

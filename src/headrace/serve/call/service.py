@@ -229,12 +229,16 @@ class ServedModel:
 
     def _open(self, prompts: list[list[int]], params: SamplingParams, call: Call) -> Generation:
         max_tokens = call.sampling.get("max_tokens")
-        rooms = [self.max_context - len(token_ids) for token_ids in prompts]
-        for room in rooms:
-            if max_tokens is not None and max_tokens > room:
-                raise ContextLengthError("max_tokens", max_tokens, f"at most {room} after this prompt")
+        longest = max(map(len, prompts))
+        room = self.max_context - longest
+        if max_tokens is not None and max_tokens > room > 0:
+            if not call.cuts_max_tokens:
+                bound = f"at most {room} after this prompt"
+                raise ContextLengthError("max_tokens", max_tokens, bound, self.max_context, longest, max_tokens)
+            call.warn("max_tokens", f"{max_tokens} is more than the context has room for: {room} are generated at most")
+            params = msgspec.structs.replace(params, max_tokens=room)
         if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
-            params = msgspec.structs.replace(params, max_tokens=min(rooms))
+            params = msgspec.structs.replace(params, max_tokens=room)
         return self.front.open(
             prompts,
             params,

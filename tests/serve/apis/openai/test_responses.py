@@ -325,7 +325,7 @@ def test_truncation_auto_drops_the_oldest(client: openai.OpenAI) -> None:
 
 def test_kept_in_a_folder_over_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
     config = ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path))
-    with Live(inproc(), tokenizer, config) as first:
+    with Live(inproc(delay=0.01), tokenizer, config) as first:
         made = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()
         body = {"input": "Two", "max_output_tokens": 2000, "ignore_eos": True, "background": True}
         running = first.post("/v1/responses", body).json()["id"]

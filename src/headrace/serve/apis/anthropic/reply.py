@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET
 
+from headrace.protocol.errors import ContextLengthError
 from headrace.serve.apis.anthropic.request import MessagesRequest, marks_cache
 from headrace.serve.call.call import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
@@ -36,7 +37,16 @@ def _error(status: int, body: ErrorBody) -> AnthropicError:
     return AnthropicError(error=AnthropicErrorBody(type=kind, message=body.message))
 
 
-API = Api(AnthropicError, _error, functools.partial(event, name="error"), ("/v1/messages",))
+def _overflow(error: ContextLengthError) -> str:
+    """Return Anthropic's own words, in which clients look for the numbers."""
+    if not error.num_answer:
+        return f"prompt is too long: {error.num_prompt} tokens > {error.max_model_len - 1} maximum"
+    sizes = f"{error.num_prompt} + {error.num_answer} > {error.max_model_len}"
+    return f"input length and `max_tokens` exceed context limit: {sizes}, decrease input length or `max_tokens`"
+
+
+HEARTBEAT = event({"type": "ping"}, "ping")
+API = Api(AnthropicError, _error, functools.partial(event, name="error"), ("/v1/messages",), _overflow, HEARTBEAT)
 
 
 class ReplyText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -171,13 +181,12 @@ class MessagesAnswer(Readable):
     async def events(self) -> AsyncIterator[bytes]:
         """Yield message_start, the blocks one after the other, message_delta, message_stop. Raises the engine's
         errors."""
-        has_started = False
+        # At once: a long prompt takes minutes, and clients give up on a silent stream. What was cached is in the end's
+        # usage.
+        yield _event(MessageStart(message=self._message([], None)))
+        yield _event(Ping())
         index, kind = -1, ""
         async for _, _, parts in self.answer.parts():
-            if not has_started:
-                has_started = True
-                yield _event(MessageStart(message=self._message([], None)))
-                yield _event(Ping())
             for part in parts:
                 part_kind = type(part).__name__
                 # A call's first part has its name, and begins a block even after another call.

@@ -176,6 +176,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
         # A prefill: the answer goes on from the client's own beginning of it.
         continue_final_message=bool(request.messages) and request.messages[-1].role == "assistant",
         stream=isinstance(request, MessagesRequest) and bool(request.stream),
+        cuts_max_tokens=True,
         warnings=request.warnings,
         spelling=SPELLING,
     )

@@ -87,6 +87,7 @@ class LlamaServer:
             prompts=list(prompts),
             # Without a length an answer may fill the context.
             fills_context=True,
+            cuts_max_tokens=True,
             sampling=sampling,
             form=form,
             stream=bool(request.stream),
@@ -227,13 +228,21 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return list(raw)
 
 
+INSTEAD = {
+    "/props": "settings are flags of headrace serve",
+    "/slots/": "a slot has no cache of its own; prefixes are cached for all requests",
+    "/infill": "send /completion a prompt with the model's own marks for filling in",
+}
+"""What to use in place of a route that is not served."""
+
+
 def add_routes(app: Starlette, model: ServedModel) -> None:
     """Add `/completion`, `/embedding`, `/apply-template`, `/props` and `/slots`."""
     llama = LlamaServer(model)
 
     def unserved(path: str, slot_id: str = "") -> Response:
         """Not done by this server."""
-        raise CallError(501, UNSERVED, f"{path}{slot_id}: not done here")
+        raise CallError(501, UNSERVED, f"{path}{slot_id}: not supported here; {INSTEAD[path]}")
 
     completion: dict[str, Any] = {
         "takes": LlamaCompletionRequest,
@@ -248,5 +257,5 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
     routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
     routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps)
     routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
-    for path, parameter in (("/props", ""), ("/slots/", "{slot_id}"), ("/infill", "")):
+    for path, parameter in zip(INSTEAD, ("", "{slot_id}", ""), strict=True):
         routing.post(app, path + parameter, functools.partial(unserved, path), API, unserved=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.protocol.errors import ContextLengthError
 from headrace.serve.apis.ollama.request import GenerationRequest
 from headrace.serve.call.call import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
@@ -29,7 +30,12 @@ class OllamaError(msgspec.Struct, kw_only=True):
     error: str
 
 
-API = Api(OllamaError, lambda status, body: OllamaError(error=body.message), line, ("/api/",))
+def _overflow(error: ContextLengthError) -> str:
+    """Return Ollama's own words, and then ours."""
+    return f"the input length exceeds the context length. {error}"
+
+
+API = Api(OllamaError, lambda status, body: OllamaError(error=body.message), line, ("/api/",), _overflow, b"")
 
 
 class CallFunction(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import UnsupportedError
 from headrace.protocol.parameters import OLLAMA
 from headrace.serve.call.parsing import Body
 from headrace.serve.call.sampling import takes_parameters
@@ -100,7 +100,7 @@ class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
 def message_of(turn: Message, field: str) -> templates.ChatMessage:
     """Return a turn, which errors call `field`, as a message. Raises `RequestError`."""
     if turn.images:
-        raise RequestError(f"{field}.images", "images", "left out: the models served here read text")
+        raise UnsupportedError(f"{field}.images", "images", "the models served here read text")
     calls = [
         ToolCall.of(
             call.id or f"call_{index}",

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
 from headrace.serve import routing
@@ -37,6 +37,7 @@ from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.serve.call.sampling import llama_sampling_of, spelling_of
+from headrace.serve.call.schema import UNSUPPORTED
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
 from headrace.text.templates import ChatMessage
@@ -99,9 +100,9 @@ class Ollama:
         """
         request = self._read(GenerateRequest, body)
         if request.images:
-            raise RequestError("images", "images", "left out: the models served here read text")
+            raise UnsupportedError("images", "images", "the models served here read text")
         if request.suffix:
-            raise RequestError("suffix", request.suffix, "left out: headrace does not support it yet")
+            raise UnsupportedError("suffix", request.suffix, UNSUPPORTED["suffix"][1])
         if not request.prompt:
             return _loaded(request, response="")
         fields = self._fields(request) | {"spelling": SPELLING | {"messages": "prompt"}}
@@ -290,6 +291,7 @@ class Ollama:
             "sampling": sampling,
             "form": form,
             "stream": request.stream is not False,
+            "cuts_max_tokens": True,
             "warnings": request.warnings,
         }
 
@@ -321,8 +323,8 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
 
     def unserved(path: str) -> Response:
         """Not done by this server, whose one model is named when it starts."""
-        message = f"{path}: not done here; the model is named when the server starts"
-        raise CallError(501, "not_implemented", message)
+        instead = "the model is named when the server starts: headrace serve MODEL"
+        raise CallError(501, "not_implemented", f"{path}: not supported here; {instead}")
 
     # Ollama's own client sends HEAD to the root to see whether a server runs.
     routing.get(app, "/", root, API, media_type="text/plain")

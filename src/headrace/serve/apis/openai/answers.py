@@ -79,6 +79,15 @@ class Reply(Readable):
         num_open = len(states)
         started_places: set[int] = set()
         warnings: WarningLines = self.answer.call.warnings.reply()
+        if states[0].request.params.prompt_logprobs is None:
+            # At once: a long prompt takes minutes, and clients give up on a silent stream.
+            started_places.update(range(len(states)))
+            for choice in (choice for place, state in enumerate(states) for choice in self._opening(place, state)):
+                chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
+                warnings = UNSET
+                if with_usage:
+                    chunk.usage = usage(self.groups) if continuous else None
+                yield event(chunk)
         async for place, piece, parts in self.answer.parts():
             state = states[place]
             if not piece.token_ids and state.finish is None:

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.serve.apis.openai.completions import call_fields
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
@@ -103,14 +103,21 @@ SPELLING = {
 TOOL_FIELDS = ToolFields("name", "description", "strict", "parameters", "tool_choice.name")
 
 
+UNSUPPORTED_HERE = {
+    "conversation": "use previous_response_id",
+    "prompt": "stored prompts are not kept; send input and instructions",
+    "context_management": "use truncation, or a shorter input",
+}
+
+
 def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
     """Return the request, and what came with it of a chat's parameters. Raises `RequestError`."""
     own_names = frozenset(ResponsesRequest.__struct_fields__)
     more = {name: value for name, value in body.items() if name in SHARED and name not in own_names}
     request = convert(ResponsesRequest, {name: value for name, value in body.items() if name not in more})
-    for name in ("conversation", "prompt", "context_management"):
+    for name, instead in UNSUPPORTED_HERE.items():
         if getattr(request, name) is not None:
-            raise RequestError(name, getattr(request, name), "left out: headrace does not support it")
+            raise UnsupportedError(name, getattr(request, name), instead)
     if request.background and request.stream:
         raise RequestError("stream", True, "false for a response in the background; read it by its id")
     if request.background and request.store is False:
