@@ -159,6 +159,8 @@ def test_S_21_what_is_outside_and_what_is_not_there_sound_the_same(storing: tupl
         for name in ("../secret", "../absent", f"file-{'a' * 32}", f"file-{'b' * 32}", str(folder), "/no/such"):
             reply = HTTP.get(live.url + path.format(quote(name, safe="")))
             text = reply.json()["error"]["message"].replace(repr(name), "NAME").replace(repr(name[:77] + "..."), "NAME")
+            # A reply about a route repeats the client's own path.
+            text = re.sub(r"^there is no /.* here; .*", "there is no PATH", text)
             told.add((reply.status_code, re.sub(r"'[^']*'", "NAME", text)))
         # A slash in the name makes it no id at all: there is no such route.
         assert {status for status, _ in told} == {404}, path
