@@ -274,6 +274,25 @@ def test_the_floor_of_starlette() -> None:
     assert "1.3.0" in starlette.specifier
 
 
+def built_without_compiler(folder: Path, pyproject: str) -> list[str]:
+    """Names of the wheels that the build makes where C++ can not be compiled."""
+    (folder / "src" / "headrace").mkdir(parents=True)
+    (folder / "src" / "headrace" / "__init__.py").touch()
+    for name in ("CMakeLists.txt", "README.md", "LICENSE"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / "pyproject.toml").write_text(pyproject)
+    code = "from scikit_build_core.build import build_wheel; build_wheel('out')"
+    env = os.environ | {"CXX": "/bin/false"}
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, timeout=120)
+    return [path.name for path in (folder / "out").glob("*.whl")]
+
+
+def test_without_a_compiler_the_package_installs_all_the_same(tmp_path: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert built_without_compiler(tmp_path / "one", text) == ["headrace-0.1.0-py3-none-any.whl"]
+    assert built_without_compiler(tmp_path / "other", text.replace('wheel.py-api = "py3"\n', "")) == []
+
+
 def advice(text: str) -> list[list[str]]:
     """The commands that a help text names; raises `ValueError` if headrace does not take one."""
     named = [words.split()[1:] for words in re.findall(r"`(headrace [^`]+)`", " ".join(text.split()))]
