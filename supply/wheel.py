@@ -1,7 +1,7 @@
 """`python supply/wheel.py [--twice] [PYTHON ...]` puts a wheel for each interpreter into dist, with a manylinux tag.
 
 Each wheel is built from a copy of the files under version control, repaired by auditwheel, and tried in a fresh
-environment. CPython 3.12 and newer share one wheel (abi3). `--twice` builds each from two folders and fails unless both
+environment. CPython 3.12 and newer share one wheel (abi3). `--twice` builds each in two folders and fails unless both
 wheels have the same bytes. PIP_ARGS of the environment is passed to pip.
 """
 
@@ -49,14 +49,14 @@ def sources() -> list[str]:
 
 
 def epoch() -> str:
-    """The time that the wheel's files get: SOURCE_DATE_EPOCH, or that of the commit."""
+    """The time that the wheel's files and the bill of materials get: SOURCE_DATE_EPOCH, or that of the commit."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return given
     git = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True)
     return git.stdout.strip() or "315532800"
 
 
-def build(inside: Path, folder: Path) -> Path:
+def build(inside: Path, folder: Path, time: str) -> Path:
     """Build one wheel in `folder` with the environment of `inside`; returns the repaired wheel."""
     tree, out = folder / "source", folder / "out"
     shutil.rmtree(folder, ignore_errors=True)
@@ -64,7 +64,7 @@ def build(inside: Path, folder: Path) -> Path:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
     # No path of this machine and no time of day may come into the wheel.
-    env = {"SOURCE_DATE_EPOCH": epoch(), "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}"}
+    env = {"SOURCE_DATE_EPOCH": time, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}"}
     env |= {"CXXFLAGS": f"-ffile-prefix-map={tree}=.", "PYTHONHASHSEED": "0"}
     pip = (inside, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", out / "linux", tree)
     run(*pip, env=env)
@@ -81,13 +81,14 @@ def main() -> int:
     args = arguments.parse_args()
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     DIST.mkdir(exist_ok=True)
+    time = epoch()
     for number, python in enumerate(args.python):
         place = BUILD / str(number)
         inside = environment(python, place / "tools", *needs, *FRONT)
-        wheel = build(inside, place / "a")
+        wheel = build(inside, place / "a", time)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if args.twice:
-            other = build(inside, place / "another-folder")
+            other = build(inside, place / "another-folder", time)
             if other.name != wheel.name or other.read_bytes() != wheel.read_bytes():
                 print(f"{wheel} and {other} differ", file=sys.stderr)
                 return 1

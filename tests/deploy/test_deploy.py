@@ -137,11 +137,30 @@ def test_every_grace_period_is_longer_than_the_drain() -> None:
     assert short(seconds | {"another": needed}, needed) == ["another"]
 
 
+def wrong_probes(one: dict[str, Any]) -> list[str]:
+    """Probes of a container that use another route than theirs, or give the start less than five minutes."""
+    start, ready, live = one["startupProbe"], one["readinessProbe"], one["livenessProbe"]
+    fit = {
+        "start": start["exec"]["command"][-1] == "/health/ready",
+        "time to start": start["failureThreshold"] * start["periodSeconds"] >= 300,
+        "ready": ready["exec"]["command"][-1] == "/health/ready",
+        "live": live["httpGet"]["path"] == "/health/live",
+    }
+    return [name for name, value in fit.items() if not value]
+
+
 def test_probes_of_kubernetes_use_health_routes() -> None:
-    one = container()
-    assert one["startupProbe"]["exec"]["command"][-1] == one["readinessProbe"]["exec"]["command"][-1] == "/health/ready"
-    assert one["livenessProbe"]["httpGet"]["path"] == "/health/live"
-    assert one["startupProbe"]["failureThreshold"] * one["startupProbe"]["periodSeconds"] >= 300
+    assert wrong_probes(container()) == []
+    text = read("kubernetes/headrace.yaml")
+
+    def edited(old: str, new: str) -> list[str]:
+        assert old in text
+        manifest = next(yaml.safe_load_all(text.replace(old, new)))
+        return wrong_probes(manifest["spec"]["template"]["spec"]["containers"][0])
+
+    assert edited("path: /health/live", "path: /health/serving") == ["live"]
+    assert edited("probe.py, /health/ready]", "probe.py, /health/live]") == ["start", "ready"]
+    assert edited("failureThreshold: 120", "failureThreshold: 12") == ["time to start"]
 
 
 def open_to_root(manifest: dict[str, Any]) -> list[str]:
@@ -202,18 +221,47 @@ def test_the_image() -> None:
     assert lint(text) == []
     assert lint(re.sub(r"(?m)^USER.*\n", "", text)) == ["runs as root"]
     assert lint(text.replace("--require-hashes", "")) == ["packages without hashes"]
-    allowed = [line[1:] for line in read("Dockerfile.dockerignore").splitlines() if line.startswith("!")]
-    for names in re.findall(r"(?m)^COPY (?!--from)(.+) \S+$", text):
-        for name in names.split():
-            assert (ROOT / name).exists(), name
-            assert name in allowed, name
+
+
+def lacking(dockerfile: str, ignore: str) -> list[str]:
+    """Files that the image copies, and that are not there or not sent to the builder."""
+    allowed = [line[1:] for line in ignore.splitlines() if line.startswith("!")]
+    names = [name for copy in re.findall(r"(?m)^COPY (?!--from)(.+) \S+$", dockerfile) for name in copy.split()]
+    return [name for name in names if not (ROOT / name).exists() or name not in allowed]
+
+
+def test_files_of_the_image_are_there() -> None:
+    text, ignore = read("Dockerfile"), read("Dockerfile.dockerignore")
+    assert lacking(text, ignore) == []
+    assert lacking(text.replace("COPY csrc csrc", "COPY crsc csrc"), ignore) == ["crsc"]
+    assert lacking(text, ignore.replace("!deploy/probe.py\n", "")) == ["deploy/probe.py"]
+
+
+def unlocked(dockerfile: str, lock: str) -> list[str]:
+    """Interpreters of the image for which the lock has no hash of torch's build for CPUs."""
+    [torch] = re.findall(r"(?m)^torch==.*((?:\n    --hash.*)+)", lock)
+    pythons = ["3.11", "3.12", "3.13"][: torch.count("--hash")]
+    return [python for python in re.findall(r"(?m)^FROM python:([\d.]+)-", dockerfile) if python not in pythons]
+
+
+def test_the_image_has_an_interpreter_of_the_lock() -> None:
+    text, lock = read("Dockerfile"), (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert unlocked(text, lock) == []
+    assert unlocked(text.replace("FROM python:3.11", "FROM python:3.12"), lock) == ["3.12", "3.12"]
+
+
+def missing_mounts(compose: str) -> list[str]:
+    """Files that compose mounts, and that are not there."""
+    services = yaml.safe_load(compose)["services"]
+    mounts = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ()) if "./" in volume]
+    return [mount for mount in mounts if not (DEPLOY / mount).is_file()]
 
 
 def test_files_that_compose_mounts_are_there() -> None:
-    services = yaml.safe_load(read("compose.yaml"))["services"]
-    mounts = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ()) if "./" in volume]
-    assert len(mounts) == 4
-    assert [mount for mount in mounts if not (DEPLOY / mount).is_file()] == []
+    text = read("compose.yaml")
+    assert missing_mounts(text) == []
+    wrong = text.replace("./prometheus.yml:", "./prometheus.yaml:").replace("./grafana/headrace.json:", "./grafana:")
+    assert missing_mounts(wrong) == ["./prometheus.yaml", "./grafana"]
 
 
 # -- the package -------------------------------------------------------------------------------------------------------
@@ -226,12 +274,37 @@ def test_the_floor_of_starlette() -> None:
     assert "1.3.0" in starlette.specifier
 
 
+def built_without_compiler(folder: Path, pyproject: str) -> list[str]:
+    """Names of the wheels that the build makes where C++ can not be compiled."""
+    (folder / "src" / "headrace").mkdir(parents=True)
+    (folder / "src" / "headrace" / "__init__.py").touch()
+    for name in ("CMakeLists.txt", "README.md", "LICENSE"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    (folder / "pyproject.toml").write_text(pyproject)
+    code = "from scikit_build_core.build import build_wheel; build_wheel('out')"
+    env = os.environ | {"CXX": "/bin/false"}
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, timeout=120)
+    return [path.name for path in (folder / "out").glob("*.whl")]
+
+
+def test_without_a_compiler_the_package_installs_all_the_same(tmp_path: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert built_without_compiler(tmp_path / "one", text) == ["headrace-0.1.0-py3-none-any.whl"]
+    assert built_without_compiler(tmp_path / "other", text.replace('wheel.py-api = "py3"\n', "")) == []
+
+
+def advice(text: str) -> list[list[str]]:
+    """The commands that a help text names; raises `ValueError` if headrace does not take one."""
+    named = [words.split()[1:] for words in re.findall(r"`(headrace [^`]+)`", " ".join(text.split()))]
+    for words in named:
+        pages.check_headrace(words)
+    return named
+
+
 def test_headrace_without_a_command_says_what_to_do() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"COLUMNS": "120"},
-    )
-    assert "headrace serve path/to/model" in done.stdout + done.stderr
+    command = [sys.executable, "-m", "headrace"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "120"})
+    text = done.stdout + done.stderr
+    assert advice(text) == [["serve"], ["serve", "path/to/model"], ["doctor"]]
+    with pytest.raises(ValueError, match="sreve"):
+        advice(text.replace("serve path", "sreve path"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -80,6 +81,18 @@ def test_S_36_the_bill_of_materials_names_the_lock() -> None:
     assert set(tree) == refs
     assert set().union(*tree.values()) <= refs
     assert f"pkg:pypi/anyio@{metadata.version('anyio')}" in tree[f"pkg:pypi/starlette@{metadata.version('starlette')}"]
+
+
+def test_S_36_the_bill_of_materials_is_the_same_each_time() -> None:
+    def bill(epoch: str) -> str:
+        env = os.environ | {"SOURCE_DATE_EPOCH": epoch}
+        command = [sys.executable, "supply/sbom.py"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=rules.ROOT, env=env).stdout
+
+    first = bill("1000000000")
+    assert json.loads(first)["metadata"]["timestamp"] == "2001-09-09T01:46:40+00:00"
+    assert first == bill("1000000000")
+    assert json.loads(first)["serialNumber"] != json.loads(bill("1000000001"))["serialNumber"]
 
 
 PIP_AUDIT = """
