@@ -73,7 +73,7 @@ def expected(x: np.ndarray, draw: Draw) -> int:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("draw", DRAWS, ids=str)
 def test_the_kernel_draws_the_samplers_tokens(draw: Draw, masked: bool) -> None:
-    x = rows()
+    x = rows()[: 2 if draw.top_k > 100 else None]  # the interpreter is slow with many candidates
     draws = [draw._replace(mask=mask(i), position=draw.position + i) if masked else draw for i in range(len(x))]
     wanted = [expected(x[i].numpy(), each) for i, each in enumerate(draws)]
     for mode in ("twin", "interpreted"):

@@ -29,6 +29,8 @@ from headrace.quant.schemes import Scheme
 
 FILES = "attention best choose experts linear linear_8bit linear_codes norm rope_store rows".split()
 HEAVY = ("attention", "linear", "linear_codes")
+LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
+"""Kernels of which the types of the tensors are left to the slow test."""
 ROWS = (1, 17, 33, 65)
 """One number of rows for each tile."""
 SHAPES = ((4096, 4096, False), (14336, 4096, True))
@@ -99,11 +101,12 @@ def named(file: str, capability: int, folder: Path = tuned.FOLDER) -> list[Launc
 
 
 def once(launches: list[Launch], capability: int) -> Iterator[Launch]:
-    """Yield the first launch of each kernel, configuration and way of reading codes; for Hopper also of all types."""
+    """Yield the first launch of each kernel, configuration and way of reading codes; of small kernels of all types."""
     seen = set()
     for each in launches:
         values = each.arguments
-        types = {value.dtype for value in values.values() if isinstance(value, torch.Tensor) and capability == 90}
+        small = capability == 90 and each.kernel.name not in LARGE
+        types = {value.dtype for value in values.values() if isinstance(value, torch.Tensor) and small}
         # H: inputs of a step of codes.
         way = values.get("H"), values.get("mins") is None, values.get("key_scales") is None, values.get("WIDE")
         key = (each.kernel.name, each.config.name, way, frozenset(types))
