@@ -139,7 +139,9 @@ def main() -> int:
 
     directory, port, delay, max_queued, leak, drain, max_num_seqs = sys.argv[1:]
     tokenizer = Tokenizer.load(directory)
-    server = ServerConfig(port=int(port), log_stats_interval=0, shutdown_timeout=float(drain), shutdown_delay=0)
+    server = ServerConfig(
+        port=int(port), log_stats_interval=0, shutdown_timeout=float(drain), shutdown_delay=0, any_model_name=False
+    )
     engine = EngineConfig(model="fake", max_num_seqs=int(max_num_seqs))
     client = EngineClient(ProcessLink(engine, fake.command(float(delay))), max_restarts=3)
     client.admission.max_reqs = int(max_queued)
