@@ -87,7 +87,7 @@ class Dialect(NamedTuple):
             style = None if reasoning_parser in (NONE, "") else reasoning.style_name(reasoning_parser)
         for what, name, flag in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
             if name is not None:
-                logger.info("%s: %s, %s", what, name, "found in the chat template" if flag is None else "as told")
+                logger.info("%s: %s, %s", what, name, "found in the chat template" if flag is None else "as configured")
         return cls(
             tools,
             style,
@@ -148,7 +148,8 @@ class Dialect(NamedTuple):
         if use.mode == "none":
             return None
         if use.mode == "auto" and not self.auto:
-            raise RequestError("tool_choice", "auto", "none, required or a tool: the server was told so")
+            allowed = "none, required or a tool: the server runs with --no-enable-auto-tool-choice"
+            raise RequestError("tool_choice", "auto", allowed)
         return self.tools or FALLBACK
 
     def begins_inside(self, prompt: str) -> bool:

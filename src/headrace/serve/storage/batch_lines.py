@@ -29,7 +29,7 @@ MAX_CUSTOM_ID = 512
 SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # Seconds before a line is tried again after the queue was full.
 RETRY_S = 0.2
-# How often a line is tried that fails for a reason which nobody foresaw, such as a panic in native code.
+# How often a line is tried that fails for an unexpected reason, such as a panic in native code.
 MAX_TRIES = 3
 UNFORESEEN = ErrorBody(
     message=f"internal error, {MAX_TRIES} times; the server's log has more",
@@ -108,7 +108,7 @@ class Answerer:
         self, line: Line, turn: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
     ) -> dict[str, Any]:
         """Return the output of a line. Waits while the engine's queue is full, and tries a line `MAX_TRIES` times that
-        fails for a reason which nobody foresaw, of any kind: then the line has failed, and no other.
+        fails for an unexpected reason of any kind: then the line has failed, and no other.
 
         Each try is made in a `turn`. Raises `EngineDeadError`; the line then has no answer and may be tried again."""
         num_tries = 0

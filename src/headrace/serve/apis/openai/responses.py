@@ -416,7 +416,7 @@ def add_routes(app: Starlette, responses: Responses) -> None:
         return await responses.get(response_id)
 
     async def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
-        """What a stored response was asked."""
+        """The input of a stored response."""
         return page(InputItems, await responses.items(response_id), query, DEFAULT_PAGE)
 
     one = "/v1/responses/{response_id}"

@@ -144,7 +144,7 @@ def _warn(request: ResponsesRequest) -> None:
     if request.text is not None and request.text.verbosity not in (None, "medium"):
         request.warn("text.verbosity", "the models served here have no such setting")
     if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
-        request.warn("reasoning.summary", "no summary is made; the reasoning itself is told")
+        request.warn("reasoning.summary", "no summary is made; the reply has the reasoning itself")
     if request.stream_options and set(request.stream_options) - {"include_obfuscation"}:
         request.warn("stream_options", "not honoured, and ignored")
 
