@@ -159,7 +159,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
             object_pairs_hook=_pairs,
             parse_constant=_constant,
             parse_float=_float,
-            parse_int=lambda text: int(text),
+            parse_int=lambda text: int(text),  # a Python function, between two calls of which other threads may run
         )
     except ValueError as error:  # also of wrong UTF-8, and of integers with thousands of digits
         raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
