@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -153,46 +154,9 @@ def soak(size: tuple[float, float, float], seed: int) -> Counts:
     return counts
 
 
-def long(num_tokens: int, seed: int) -> Counts:
-    from tests.campaigns.long import run_campaign
-
-    return run_campaign(num_tokens, seed)
-
-
-def drain(num_cycles: int, seed: int) -> Counts:
-    from tests.campaigns.operations import drain
-
-    return drain(num_cycles, seed)
-
-
-def isolation(num: int, seed: int) -> Counts:
-    from tests.campaigns.isolation import run_campaign
-
-    return run_campaign(num, seed)
-
-
-def interference(num: int, seed: int) -> Counts:
-    from tests.campaigns.interference import run_campaign
-
-    return run_campaign(num, seed)
-
-
-def connections(count: int, seed: int) -> Counts:
-    from tests.campaigns.connections import schedules
-
-    return schedules(count, seed)
-
-
-def stalls(num: int, seed: int) -> Counts:
-    from tests.campaigns.stalls import run_campaign
-
-    return run_campaign(num, seed)
-
-
-def crashes(num: int, seed: int) -> Counts:
-    from tests.campaigns.crashes import run_campaign
-
-    return run_campaign(num, seed)
+def module(name: str, function: str = "run_campaign") -> Callable[[Any, int], Counts]:
+    """Return the campaign of a module beside this one, which is imported when it runs."""
+    return lambda size, seed: getattr(importlib.import_module(f"tests.campaigns.{name}"), function)(size, seed)
 
 
 def planted(kind: str, seed: int) -> Counts:
@@ -255,34 +219,38 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": (60.0, 2000.0, 500.0), "nightly": (7200.0, 20.0, 1.0), "release": (86_400.0, 20.0, 1.0)},
         soak,
     ),
-    "C-8-long": Campaign("one answer (tokens)", {"commit": 16_000, "nightly": 50_000, "release": 120_000}, long),
-    "C-9": Campaign("drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, drain),
+    "C-8-long": Campaign(
+        "one answer (tokens)", {"commit": 16_000, "nightly": 50_000, "release": 120_000}, module("long")
+    ),
+    "C-9": Campaign(
+        "drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, module("operations", "drain")
+    ),
     "C-11": Campaign(
-        "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, isolation
+        "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, module("isolation")
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
     "C-6-stalls": Campaign(
         "bodies that hold the interpreter's lock",
         {"commit": 200, "nightly": 5000, "release": 50_000},
-        stalls,
+        module("stalls"),
         ("src/headrace/serve/gates/limits.py",),
     ),
     "C-13": Campaign(
         "random clients on a virtual clock",
         {"commit": 20_000, "nightly": 1_000_000, "release": 10_000_000},
-        connections,
+        module("connections", "schedules"),
         ("src/headrace/serve/gates",),
     ),
     "C-15": Campaign(
         "the storage after a crash of the machine (states)",
         {"commit": 3000, "nightly": 200_000, "release": 2_000_000},
-        crashes,
+        module("crashes"),
         ("src/headrace/serve/storage", "src/headrace/serve/apis/openai"),
     ),
     "C-16": Campaign(
         "programs of two holders, with and without one of them",
         {"commit": 300, "nightly": 10_000, "release": 100_000},
-        interference,
+        module("interference"),
         ("src/headrace/serve", "src/headrace/engine"),
     ),
 }
